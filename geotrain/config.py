@@ -1,0 +1,354 @@
+"""The two configuration files, as frozen pydantic models: the *run* (what to train) and the *cluster* (where).
+
+Unknown keys are errors. Every error names the key, its value and the rule, and suggests the nearest known key.
+A check that needs more than one block stands beside the part that owns it (for example, tensor parallelism
+against the number of heads in `geotrain.inner.model`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
+
+
+class ConfigError(ValueError):
+    """A configuration file is wrong. The message names file, key, value and rule."""
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+# ------------------------------------------------------------------------------------------------ the run
+
+
+class ModelConfig(Block):
+    """What is trained."""
+
+    config: dict[str, Any] | str = Field(
+        description="A Hugging Face config: inline, or the path of a config.json (relative to the run file)."
+    )
+    init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+
+
+class ParallelConfig(Block):
+    """How a worker's ranks share the model. Data parallelism is what remains of the worker's ranks."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
+
+
+class DataConfig(Block):
+    train: str = Field(description="Prefix of the training .bin/.idx pair written by `geotrain prepare`.")
+    validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
+    tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
+    sequence_length: PositiveInt
+    train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
+    validation_samples: PositiveInt = 64
+
+
+class AccoConfig(Block):
+    """Overlapped, delayed-gradient accumulation inside a worker (arXiv 2406.02613)."""
+
+    prediction: Literal["exact", "int4", "local", "stale", "none"] = "stale"
+    synchronous_steps: Annotated[int, Field(ge=0)] = 200
+    predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
+
+
+class MomentumConfig(Block):
+    """Delayed Nesterov at a server (arXiv 2506.04531): every `buffer`-th update moves the momentum."""
+
+    lr_per_update: PositiveFloat
+    beta: Fraction
+    buffer: PositiveInt
+
+
+class CodecConfig(Block):
+    name: Literal["fp32", "bf16", "int8", "int4", "e3m0", "e2m1", "topk2"] = "fp32"
+    block: PositiveInt = Field(128, description="Elements that share a scale.")
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    error_feedback: bool = True
+    error_decay: Fraction = Field(1.0, description="What part of the old residual is kept.")
+    density: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="topk2: share of elements sent.")
+
+
+class FragmentConfig(Block):
+    """How layers are grouped for streaming (arXiv 2501.18512). One fragment means everything at once."""
+
+    layers_per_fragment: PositiveInt | None = Field(None, description="None: the whole model is one fragment.")
+
+
+class OverlapConfig(Block):
+    """Whether training goes on while an answer travels, and how it is then adopted."""
+
+    steps: Annotated[int, Field(ge=0)] = Field(0, description="τ: inner steps until adoption; 0 waits at once.")
+    adopt: Literal["replace", "mix", "rebase"] = "replace"
+    mix: Fraction = Field(0.5, description="adopt = mix: weight of the worker's own progress.")
+
+
+class OuterConfig(Block):
+    """The outer loop. Each baseline is a setting of this block."""
+
+    rule: Literal["halos", "region_momentum", "sync"] = "halos"
+    ledger: bool = Field(True, description="halos: keep what was committed while an update travelled.")
+    local_steps: PositiveInt = Field(8, description="H: inner steps between deltas, at speed 1.")
+    scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")
+    updates_per_send: PositiveInt = Field(32, description="K: updates a region applies before it sends up.")
+    merge_alpha: Fraction = Field(0.25, description="α: weight of the global weights when a region merges.")
+    region: MomentumConfig = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=16)
+    global_: MomentumConfig = Field(MomentumConfig(lr_per_update=0.15, beta=0.5, buffer=2), alias="global")
+    sync_lr: PositiveFloat = Field(0.7, description="sync: the outer Nesterov learning rate.")
+    sync_momentum: Fraction = Field(0.9, description="sync: the outer Nesterov momentum.")
+    momentum_gain: Annotated[float, Field(ge=0)] = Field(3.0, description="region_momentum: c.")
+    momentum_decay: Fraction = Field(0.993, description="region_momentum: k, per update.")
+    up: CodecConfig = CodecConfig(name="bf16")
+    down: CodecConfig = CodecConfig(name="bf16")
+    local: CodecConfig = Field(CodecConfig(name="fp32"), description="Codec between workers and region server.")
+    fragments: FragmentConfig = FragmentConfig()
+    overlap: OverlapConfig = OverlapConfig()
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+
+class CheckpointConfig(Block):
+    folder: str = Field("checkpoints", description="Relative to the run's folder, or absolute.")
+    every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
+    every_updates: PositiveInt = Field(64, description="Servers snapshot after this many updates.")
+    keep: PositiveInt = 2
+
+
+class MonitorConfig(Block):
+    every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
+
+
+class RunConfig(Block):
+    """The run file."""
+
+    name: Name
+    folder: str | None = Field(None, description="Where the run writes; default runs/<name>.")
+    seed: Annotated[int, Field(ge=0)] = 1234
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    deepspeed: dict[str, Any] = Field(description="Passed to DeepSpeed unchanged; see its documentation.")
+    acco: AccoConfig | None = None
+    outer: OuterConfig = OuterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @model_validator(mode="after")
+    def _batch_is_stated(self) -> RunConfig:
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            value = self.deepspeed.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples one worker trains in one inner step: DeepSpeed's train_batch_size."""
+        return int(self.deepspeed["train_batch_size"])
+
+
+# -------------------------------------------------------------------------------------------- the cluster
+
+
+class Address(Block):
+    host: str = "127.0.0.1"
+    port: Port = Field(0, description="0: the launcher picks a free port (only for a server it starts locally).")
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class HostConfig(Block):
+    host: str
+    slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
+
+
+class WorkerConfig(Block):
+    """One DeepSpeed world."""
+
+    name: Name
+    hosts: tuple[HostConfig, ...] = Field(min_length=1)
+    launcher: Literal["local", "ssh", "pdsh", "slurm", "openmpi", "mpich", "impi"] = Field(
+        "local", description="`local` starts ranks on this machine; the rest are DeepSpeed's launchers."
+    )
+    parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
+    deepspeed: dict[str, Any] = Field({}, description="Keys laid over the run's `deepspeed` block.")
+    env: dict[str, str] = Field({}, description="Environment of this worker's processes.")
+
+    @property
+    def ranks(self) -> int:
+        return sum(h.slots for h in self.hosts)
+
+
+class RegionConfig(Block):
+    name: Name
+    server: Address = Address()
+    ssh: str | None = Field(None, description="Host that runs this region's server and launches its workers.")
+    workers: tuple[WorkerConfig, ...] = Field(min_length=1)
+
+
+class LinkConfig(Block):
+    """A link between a region and the global server's region, for emulation, simulation and planning."""
+
+    regions: tuple[str, str]
+    gbps: PositiveFloat
+    rtt_ms: Annotated[float, Field(ge=0)] = 0.0
+
+
+class SecurityConfig(Block):
+    """Where the run's certificates lie. Without this block, links are plaintext and must be loopback."""
+
+    folder: str
+
+
+class ClusterConfig(Block):
+    """The cluster file."""
+
+    name: Name
+    global_server: Address = Address()
+    global_ssh: str | None = Field(None, description="Host that runs the global server; None: this machine.")
+    regions: tuple[RegionConfig, ...] = Field(min_length=1)
+    links: tuple[LinkConfig, ...] = ()
+    emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
+    security: SecurityConfig | None = None
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> ClusterConfig:
+        names = [r.name for r in self.regions] + [w.name for r in self.regions for w in r.workers]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
+        known = {r.name for r in self.regions} | {"global"}
+        for link in self.links:
+            for end in link.regions:
+                if end not in known:
+                    raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
+        return self
+
+    def region(self, name: str) -> RegionConfig:
+        for region in self.regions:
+            if region.name == name:
+                return region
+        known = ", ".join(r.name for r in self.regions)
+        raise ConfigError(f"cluster {self.name!r} has no region {name!r}; its regions: {known}")
+
+    def worker(self, region: str, name: str | None) -> WorkerConfig:
+        """The region's worker of that name; without a name, its only worker."""
+        workers = self.region(region).workers
+        if name is None and len(workers) == 1:
+            return workers[0]
+        for worker in workers:
+            if worker.name == name:
+                return worker
+        raise ConfigError(
+            f"region {region!r} has no worker {name!r}; its workers: {', '.join(w.name for w in workers)}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+Config = TypeVar("Config", bound=Block)
+
+
+def load_run(path: str | Path) -> RunConfig:
+    """Read a run file. A model config given as a path is read and put inline.
+
+    Raises ConfigError. Relative data paths are left as they are: relative to the working directory.
+    """
+    path = Path(path)
+    raw = _read_json(path)
+    model = raw.get("model") if isinstance(raw, dict) else None
+    if isinstance(model, dict) and isinstance(model.get("config"), str):
+        raw = {**raw, "model": {**model, "config": _read_json(path.parent / model["config"])}}
+    return parse(RunConfig, raw, str(path))
+
+
+def load_cluster(path: str | Path) -> ClusterConfig:
+    """Read a cluster file. Raises ConfigError."""
+    return parse(ClusterConfig, _read_json(Path(path)), str(path))
+
+
+def parse(kind: type[Config], raw: Any, where: str) -> Config:
+    """Validate parsed JSON. Raises ConfigError with one line for each fault."""
+    try:
+        return kind.model_validate_json(json.dumps(raw))  # strict JSON: "3" is no integer
+    except ValidationError as error:
+        found = error.errors()
+        inner = {fault["loc"][:depth] for fault in found for depth in range(len(fault["loc"]))}
+        told = [fault for fault in found if fault["loc"] not in inner]  # a list with a bad item is not "too short"
+        faults = "\n".join(f"  {_explain(kind, fault)}" for fault in told)
+        raise ConfigError(f"{where}: not a valid {kind.__name__}\n{faults}") from None
+
+
+def json_schema(kind: type[Block]) -> dict[str, Any]:
+    """The JSON Schema that editors use to check and complete a config file."""
+    schema = kind.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def config_digest(run: RunConfig) -> str:
+    """Hex digest of what every process of a run must agree on: the model, the data and the outer loop."""
+    shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
+    shared["model"].pop("recompute")
+    shared["data"].pop("train_samples")  # a finished run may be extended
+    text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+
+
+def _explain(kind: type[BaseModel], fault: Any) -> str:
+    location = [str(part) for part in fault["loc"]]
+    key = ".".join(location) or "(whole file)"
+    if fault["type"] == "extra_forbidden":
+        known = sorted(_known_keys(kind, location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"{key}: unknown key; {hint}"
+    if fault["type"] == "missing":
+        return f"{key}: this key is required"
+    value = json.dumps(fault["input"], default=str)
+    value = value if len(value) <= 80 else value[:77] + "…"
+    return f"{key} = {value}: {fault['msg'].removeprefix('Value error, ')}"
+
+
+def _known_keys(kind: type[BaseModel], path: list[str]) -> set[str]:
+    """Keys of the model that `path` leads to; indices into lists are passed over."""
+    for part in path:
+        for name, field in kind.model_fields.items():
+            if part in (name, field.alias):
+                kind = next(_models_in(field.annotation), kind)
+                break
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, tuple, list) or get_args(annotation):
+        for inner in get_args(annotation):
+            yield from _models_in(inner)

@@ -1,0 +1,1 @@
+"""Text to tokens, and tokens to batches by lease."""

@@ -1,0 +1,1 @@
+"""Inside one worker: Megatron-core model, DeepSpeed engine. Knows nothing of regions."""

@@ -1,0 +1,1 @@
+"""Events, and what is fed from them."""

@@ -1,0 +1,1 @@
+"""The outer loop's sockets and disk."""

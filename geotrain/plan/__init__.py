@@ -1,0 +1,1 @@
+"""Cost model and placement search."""

@@ -1,0 +1,1 @@
+"""A virtual clock and virtual links around the classes of geotrain.outer."""

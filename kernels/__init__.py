@@ -1,0 +1,1 @@
+"""Triton kernels, one file an operation; `reference` holds the plain torch truth."""

@@ -1,0 +1,1 @@
+"""What is started: the training script, a region, a world of processes, emulated links."""

@@ -1,0 +1,55 @@
+"""Packaging. The kernels and the launch scripts live at the top level of the repository, and are
+installed as `geotrain.kernels` and `geotrain.launch`."""
+
+from setuptools import find_packages, setup
+
+PACKAGES = [
+    *find_packages(include=["geotrain", "geotrain.*"]),
+    "geotrain.kernels",
+    "geotrain.launch",
+]
+
+setup(
+    name="geotrain",
+    version="0.1.0",
+    description="Pretrain language models on GPU clusters in different regions, joined by slow links",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=PACKAGES,
+    package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch"},
+    package_data={"geotrain": ["py.typed"]},
+    install_requires=[
+        "torch>=2.11",
+        "deepspeed>=0.19.8,<0.20",
+        "megatron-core>=0.16.1,<0.17",
+        "transformers>=5.17,<6",
+        "triton>=3.6; platform_system == 'Linux'",
+        "tokenizers>=0.22",
+        "safetensors>=0.8",
+        "grpcio>=1.80",
+        "msgpack>=1.1",
+        "pydantic>=2.10,<3",
+        "cryptography>=44",
+        "fsspec>=2025.1",
+        "rich>=14",
+        "numpy>=2",
+        "scipy>=1.14",
+        "zstandard>=0.23",
+        "pyarrow>=18",
+        "tensorboard>=2.18",
+        "psutil>=6",
+    ],
+    extras_require={
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.14",
+            "pre-commit>=4",
+        ],
+        "plots": ["matplotlib>=3.9"],
+    },
+    entry_points={"console_scripts": ["geotrain = geotrain.cli:main"]},
+)
