@@ -104,6 +104,7 @@ class OuterConfig(Block):
     """The outer loop. Each baseline is a setting of this block."""
 
     rule: Literal["halos", "region_momentum", "sync"] = "halos"
+    levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
     ledger: bool = Field(True, description="halos: keep what was committed while an update travelled.")
     local_steps: PositiveInt = Field(8, description="H: inner steps between deltas, at speed 1.")
     scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")

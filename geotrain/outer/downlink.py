@@ -1,0 +1,73 @@
+"""How weights travel down: as they are, or as a coded change of what the receiver was last sent.
+
+With a lossy codec both ends keep a mirror of what the receiver has; what a change leaves out stays in the
+difference and goes with the next one: error feedback without a residual.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geotrain.config import CodecConfig
+from geotrain.outer.codec import make_codec
+from geotrain.outer.messages import FragmentWeights
+
+ABSOLUTE = ("fp32", "bf16")  # weights themselves survive these; anything coarser carries changes only
+
+
+def sends_changes(config: CodecConfig) -> bool:
+    return config.name not in ABSOLUTE
+
+
+class WeightsSender:
+    """The server's end, for one member."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        self.changes = sends_changes(config)
+        self.codec = make_codec(config)
+        self.plain = make_codec(CodecConfig(name="fp32")) if self.changes else self.codec
+        self.mirror: dict[int, Tensor] = {}
+
+    def encode(self, fragment: int, version: int, held: Tensor) -> FragmentWeights:
+        """held: the member's part of the fragment, fp32, 1-D."""
+        what = f"weights of fragment {fragment}"
+        if fragment in self.mirror:
+            mirror = self.mirror[fragment]
+            payload = self.codec.encode(held - mirror, seed=version, what=what).payload
+            self.codec.decode_accumulate(payload, mirror)
+            return FragmentWeights(fragment, version, to_bytes(payload), increment=True)
+        if self.changes:
+            self.mirror[fragment] = held.clone()
+        return FragmentWeights(fragment, version, to_bytes(self.plain.encode(held, what=what).payload))
+
+
+class WeightsReceiver:
+    """The member's end."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        self.changes = sends_changes(config)
+        self.codec = make_codec(config)
+        self.plain = make_codec(CodecConfig(name="fp32")) if self.changes else self.codec
+        self.mirror: dict[int, Tensor] = {}
+
+    def decode(self, weights: FragmentWeights, numel: int, device: torch.device | str = "cpu") -> Tensor:
+        """The weights as fp32, 1-D. The caller may not write to them."""
+        payload = from_bytes(weights.payload).to(device)
+        if weights.increment:
+            mirror = self.mirror[weights.fragment]
+            self.codec.decode_accumulate(payload, mirror)
+            return mirror
+        vector = self.plain.decode(payload, numel)
+        if self.changes:
+            self.mirror[weights.fragment] = vector
+        return vector
+
+
+def to_bytes(payload: Tensor) -> bytes:
+    return payload.cpu().numpy().tobytes()
+
+
+def from_bytes(payload: bytes) -> Tensor:
+    """uint8, 1-D, a copy."""
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

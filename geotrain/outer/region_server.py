@@ -1,0 +1,242 @@
+"""The region server's state machine: HALoS's "local parameter server"."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.config import CodecConfig, OuterConfig
+from geotrain.outer.codec import make_codec
+from geotrain.outer.layout import Layout
+from geotrain.outer.messages import (
+    GLOBAL,
+    Answer,
+    Finished,
+    FragmentDelta,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    Release,
+    Send,
+    UpdatePart,
+)
+from geotrain.outer.rules import RegionRule, region_rule
+from geotrain.outer.server import ABSOLUTE, Identity, Server
+
+
+class RegionServer(Server):
+    """Applies its workers' deltas at once; every K of them, sends its own progress to the global server.
+
+    Call `outgoing()` after every message for what should be sent now.
+    """
+
+    rule: RegionRule
+
+    def __init__(
+        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, workers: tuple[str, ...]
+    ) -> None:
+        super().__init__(identity, layout, region_rule(config, workers), workers, config.local, config.local)
+        self.name = name
+        self.incarnation = ""  # set by whoever runs it; new in every life
+        self.up_codec = make_codec(config.up)
+        self.down_codec = make_codec(config.down)
+        self.plain_down = self.down_codec if config.down.name in ABSOLUTE else make_codec(CodecConfig(name="fp32"))
+        self.residuals: dict[int, Tensor] = {}
+        self.mirror_up: dict[int, Tensor] = {}  # the global weights as last received, for incremental answers
+        self.global_versions = [0] * len(layout.fragments)
+        self.sequence = 0  # of the last update sent up
+        self.in_flight: dict[int, UpdatePart] = {}  # sequence → update without its answer
+        self.leases: dict[tuple[str, int], Lease] = {}  # (worker, job) → a lease not trained yet
+        self.trained: dict[int, list[int]] = {}  # fragment → leases that go up with its next update
+        self.gone = False  # said goodbye to the global server
+        self._outgoing: list[Send] = []
+
+    # -- upwards
+
+    def join_message(self) -> Join:
+        whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
+        held = [lease.lease for lease in self.leases.values()]
+        held += [n for numbers in self.trained.values() for n in numbers]
+        held += [n for update in self.in_flight.values() for n in update.leases]
+        i = self.identity
+        return Join(
+            i.run,
+            i.config_digest,
+            i.layout_digest,
+            i.model,
+            self.name,
+            self.incarnation,
+            0,
+            1,
+            whole,
+            whole,
+            tuple(held),
+        )
+
+    def on_global_weights(self, answer: Answer) -> None:
+        """The answer to an update of ours, or (sequence 0) to our join."""
+        first = not self.fragments
+        vectors = [self._receive(w.fragment, w.payload, w.increment) for w in answer.weights]
+        if first:
+            self.set_weights(vectors)
+            self.global_versions = [w.version for w in answer.weights]
+            for state in self.fragments:
+                self.rule.start(state)
+        elif answer.sequence in self.in_flight:
+            del self.in_flight[answer.sequence]
+            for weights in answer.weights:
+                self.global_versions[weights.fragment] = weights.version
+            for weights, vector in zip(answer.weights, vectors, strict=True):
+                state = self.fragments[weights.fragment]
+                self.answer_members(self.rule.on_global_weights(state, vector), weights.fragment)
+        self._send_what_is_due()
+
+    def outgoing(self) -> list[Send]:
+        """Messages that should leave now; each is returned once."""
+        out, self._outgoing = self._outgoing, []
+        return out
+
+    # -- leases: forwarded, and remembered until the delta that used them went up
+
+    def on_lease_request(self, request: LeaseRequest) -> Lease | None:
+        """The lease, if it is here already; otherwise None, and the request goes up."""
+        self._member(request.worker)
+        lease = self.leases.get((request.worker, request.job))
+        if lease:
+            return lease
+        self._outgoing.append(Send(GLOBAL, request))
+        return None
+
+    def on_lease(self, lease: Lease | Finished) -> None:
+        if isinstance(lease, Lease):
+            self.leases[lease.worker, lease.job] = lease
+        self._outgoing.append(Send(lease.worker, lease))
+
+    # -- members
+
+    def on_new_life(self, name: str, join: Join) -> None:
+        untrained = [key for key in self.leases if key[0] == name]
+        if untrained:
+            self._outgoing.append(Send(GLOBAL, Release(tuple(self.leases.pop(key).lease for key in untrained))))
+
+    def on_leave(self, name: str) -> None:
+        super().on_leave(name)
+        self._send_what_is_due()
+
+    def on_applied(self, part: UpdatePart) -> None:
+        for key in [key for key, lease in self.leases.items() if lease.lease in part.leases]:
+            del self.leases[key]
+        self.trained.setdefault(part.deltas[-1].fragment, []).extend(part.leases)
+        self._send_what_is_due()
+
+    @property
+    def lost_updates(self) -> int:
+        """Updates that were applied here but never become part of the global weights (only without ledger)."""
+        return sum(state.counts.get("lost", 0) for state in self.fragments)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            **super().status(),
+            "region": self.name,
+            "sent": self.sequence,
+            "in_flight": len(self.in_flight),
+            "pending": sum(state.counts.get("pending", 0) for state in self.fragments),
+            "global_versions": list(self.global_versions),
+            "lost_updates": self.lost_updates,
+        }
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, meta = super().state()
+        tensors.update({f"residual.{f}": r for f, r in self.residuals.items()})
+        tensors.update({f"mirror.{f}": m for f, m in self.mirror_up.items()})
+        for sequence, update in self.in_flight.items():
+            for d in update.deltas:
+                tensors[f"in_flight.{sequence}.{d.fragment}"] = _bytes(d.payload)
+        meta["region"] = {
+            "sequence": self.sequence,
+            "global_versions": list(self.global_versions),
+            "leases": [[v.worker, v.job, v.lease, v.start, v.samples, v.steps] for v in self.leases.values()],
+            "trained": {str(f): numbers for f, numbers in self.trained.items()},
+            "in_flight": [
+                [s, u.weight, list(u.leases), u.metrics, [[d.fragment, d.anchor_version] for d in u.deltas]]
+                for s, u in self.in_flight.items()
+            ],
+        }
+        return tensors, meta
+
+    def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        super().load(tensors, meta)
+        saved = meta["region"]
+        self.residuals = {f: tensors[f"residual.{f}"] for f in _numbers(tensors, "residual.")}
+        self.mirror_up = {f: tensors[f"mirror.{f}"] for f in _numbers(tensors, "mirror.")}
+        self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
+        self.leases = {(worker, job): Lease(worker, job, *rest) for worker, job, *rest in saved["leases"]}
+        self.trained = {int(f): list(numbers) for f, numbers in saved["trained"].items()}
+        for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
+            payloads = tuple(
+                FragmentDelta(f, version, tensors[f"in_flight.{sequence}.{f}"].numpy().tobytes())
+                for f, version in deltas
+            )
+            self.in_flight[sequence] = UpdatePart(
+                self.name, self.incarnation, sequence, 0, payloads, 0, weight, tuple(leases), metrics
+            )
+
+    def resend(self) -> list[Send]:
+        """After a new join: what is in flight, under this life's name. The receiver applies each only once."""
+        self.in_flight = {s: replace(u, incarnation=self.incarnation) for s, u in sorted(self.in_flight.items())}
+        return [Send(GLOBAL, u) for u in self.in_flight.values()]
+
+    # -- inside
+
+    def _receive(self, fragment: int, payload: bytes, increment: bool) -> Tensor:
+        size = self.layout.fragments[fragment].numel
+        if increment:
+            mirror = self.mirror_up[fragment]
+            self.down_codec.decode_accumulate(_bytes(payload), mirror)
+            return mirror.clone()
+        vector = self.plain_down.decode(_bytes(payload), size)
+        if self.plain_down is not self.down_codec:
+            self.mirror_up[fragment] = vector.clone()
+        return vector
+
+    def _send_what_is_due(self) -> None:
+        for fragment, state in enumerate(self.fragments):
+            if self.rule.may_send(state, flush=self.empty):
+                delta, weight = self.rule.take_progress(state)
+                residual = None
+                if self.up_codec.name != "fp32":
+                    residual = self.residuals.setdefault(fragment, torch.zeros_like(delta))
+                what = f"delta of fragment {fragment} of region {self.name}"
+                self.sequence += 1
+                payload = self.up_codec.encode(delta, residual=residual, seed=self.sequence, what=what).payload
+                update = UpdatePart(
+                    self.name,
+                    self.incarnation,
+                    self.sequence,
+                    0,
+                    (FragmentDelta(fragment, self.global_versions[fragment], payload.numpy().tobytes()),),
+                    weight=weight,
+                    leases=tuple(self.trained.pop(fragment, ())),
+                    metrics=self._mean_metrics(),
+                )
+                self.in_flight[self.sequence] = update
+                self._outgoing.append(Send(GLOBAL, update))
+        if self.empty and not self.gone and not self.in_flight:
+            self.gone = True
+            self._outgoing.append(Send(GLOBAL, Leave(self.name)))
+
+    def _mean_metrics(self) -> dict[str, float]:
+        losses = [m.metrics["loss"] for m in self.members.values() if "loss" in m.metrics]
+        return {"loss": sum(losses) / len(losses)} if losses else {}
+
+
+def _bytes(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+
+
+def _numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:
+    return [int(k.removeprefix(prefix)) for k in tensors if k.startswith(prefix)]

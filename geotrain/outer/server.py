@@ -1,0 +1,369 @@
+"""What region and global servers have in common: members, parts of updates, answers. A state machine.
+
+It takes a message and returns the messages to send; `geotrain.net` runs it on sockets, `geotrain.simulate` under a
+virtual clock. Every update is applied whole (all its parts) and once (by its sequence number) or not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.config import CodecConfig
+from geotrain.outer.codec import Codec, make_codec
+from geotrain.outer.layout import Layout, LayoutError, Slice, gather, numel, scatter
+from geotrain.outer.messages import (
+    Answer,
+    FragmentDelta,
+    FragmentWeights,
+    Join,
+    Refused,
+    UpdatePart,
+    Welcome,
+)
+from geotrain.outer.rules import FragmentState, Rule
+
+ABSOLUTE = ("fp32", "bf16")  # codecs whose weights need no reference on the receiver's side
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What both ends of a link must agree on."""
+
+    run: str
+    config_digest: str
+    layout_digest: str
+    model: str  # in words, for error messages
+
+
+@dataclass
+class Member:
+    """A worker or a region server, as the server above it knows it."""
+
+    incarnation: str = ""
+    parts: int = 0
+    joined: dict[int, Join] = field(default_factory=dict)
+    sequence: int = 0  # of the last update applied
+    job: int = 0  # of the last update applied
+    arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)  # sequence → part → its part
+    owed: set[int] = field(default_factory=set)  # fragments whose delta was taken and whose answer is not due yet
+    awaiting: dict[int, set[int]] = field(default_factory=dict)  # sequence → owed fragments of its answer
+    answers: dict[int, dict[int, list[FragmentWeights]]] = field(default_factory=dict)  # sequence → part → weights
+    mirror: dict[int, Tensor] = field(default_factory=dict)  # what it holds, for incremental answers
+    metrics: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
+    left: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self.parts == len(self.joined)
+
+
+class Server:
+    """members: names of those who may join. up, down: codecs of the links to them."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        layout: Layout,
+        rule: Rule,
+        members: tuple[str, ...],
+        up: CodecConfig,
+        down: CodecConfig,
+    ) -> None:
+        self.identity, self.layout, self.rule = identity, layout, rule
+        self.members = {name: Member() for name in members}
+        self.fragments: list[FragmentState] = []  # empty until the first weights are known
+        self.up: Codec = make_codec(up)
+        self.incremental = down.name not in ABSOLUTE
+        self.down: Codec = make_codec(down)
+        self.plain: Codec = make_codec(CodecConfig(name="fp32")) if self.incremental else self.down
+
+    # -- joining
+
+    def on_join(self, join: Join) -> Welcome:
+        """Raises Refused when this member, or its model, does not belong here."""
+        self._check_identity(join)
+        member = self._member(join.member)
+        if join.incarnation != member.incarnation:
+            self._new_life(join, member)
+        if not member.joined:
+            member.parts = join.parts
+        if join.parts != member.parts or not 0 <= join.part < join.parts:
+            raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {member.parts} parts")
+        self._check_slices(join)
+        member.joined[join.part] = join
+        if member.complete:
+            self._check_cover(join.member, member)
+        return Welcome(member.sequence + 1, member.job + 1)
+
+    def on_leave(self, name: str) -> None:
+        self._member(name).left = True
+
+    @property
+    def empty(self) -> bool:
+        """Every member has been here and left."""
+        return all(member.left for member in self.members.values())
+
+    # -- updates
+
+    def on_part(self, part: UpdatePart) -> bool:
+        """Take one part of an update; apply the update when it is whole. Returns whether it was applied now.
+
+        A part of an update that was applied before is acknowledged again and changes nothing.
+        Raises Refused; then nothing has changed.
+        """
+        member = self._current(part.member, part.incarnation)
+        if part.sequence <= member.sequence:
+            return False
+        if not self.fragments:
+            raise Refused("this server has no weights yet", retry_s=1.0)
+        if part.sequence != member.sequence + 1:
+            raise Refused(
+                f"{part.member}: update {part.sequence} came, but {member.sequence + 1} is next", retry_s=0.2
+            )
+        self._check_part(part, member)
+        parts = member.arriving.setdefault(part.sequence, {})
+        parts[part.part] = part
+        if len(parts) < member.parts:
+            return False
+        self._apply(part.member, member, [parts[i] for i in range(member.parts)])
+        return True
+
+    def answer(
+        self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
+    ) -> Answer | None:
+        """The answer to the member's update `sequence` (0: to its join) for one part; None: not yet.
+
+        fragments: those that the update spoke of. All parts get the same versions, whenever they ask.
+        """
+        member = self._current(name, incarnation)
+        if not self.fragments or sequence > member.sequence:
+            return None  # no weights yet, or the update's other parts are still on their way
+        if sequence not in member.answers:
+            self._begin_answer(member, sequence, set(fragments))
+            for fragment in sorted(set(fragments) - member.owed):
+                self._freeze(member, sequence, fragment)
+        if member.awaiting.get(sequence):
+            return None
+        return Answer(sequence, tuple(member.answers[sequence][part]))
+
+    # -- state
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON data). What is not in it (parts on their way, joins) is said again by the members."""
+        tensors: dict[str, Tensor] = {}
+        fragments = []
+        for i, state in enumerate(self.fragments):
+            tensors[f"fragment.{i}.x"] = state.x
+            tensors.update({f"fragment.{i}.aux.{name}": v for name, v in state.aux.items()})
+            tensors.update({f"fragment.{i}.waiting.{name}": v for name, (v, _) in state.waiting.items()})
+            weights = {name: weight for name, (_, weight) in state.waiting.items()}
+            fragments.append({"version": state.version, "counts": dict(state.counts), "waiting": weights})
+        members = {
+            name: {
+                "incarnation": m.incarnation,
+                "sequence": m.sequence,
+                "job": m.job,
+                "updates": m.updates,
+                "owed": sorted(m.owed),
+            }
+            for name, m in self.members.items()
+        }
+        return tensors, {"layout_digest": self.layout.digest, "fragments": fragments, "members": members}
+
+    def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """The counterpart of `state`. Raises LayoutError when the state is another model's."""
+        if meta["layout_digest"] != self.layout.digest:
+            raise LayoutError(f"the state is of layout {meta['layout_digest']}, the run's is {self.layout.digest}")
+        self.fragments = []
+        for i, saved in enumerate(meta["fragments"]):
+            aux, waiting = f"fragment.{i}.aux.", f"fragment.{i}.waiting."
+            self.fragments.append(
+                FragmentState(
+                    tensors[f"fragment.{i}.x"],
+                    saved["version"],
+                    {k.removeprefix(aux): v for k, v in tensors.items() if k.startswith(aux)},
+                    dict(saved["counts"]),
+                    {name: (tensors[waiting + name], weight) for name, weight in saved["waiting"].items()},
+                )
+            )
+        for name, saved in meta["members"].items():
+            if name in self.members:
+                member = self.members[name]
+                member.incarnation, member.owed = saved["incarnation"], set(saved["owed"])
+                member.sequence, member.job, member.updates = saved["sequence"], saved["job"], saved["updates"]
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for people and tests."""
+        return {
+            "versions": [state.version for state in self.fragments],
+            "members": {
+                name: {
+                    "joined": member.complete,
+                    "left": member.left,
+                    "updates": member.updates,
+                    "sequence": member.sequence,
+                    "job": member.job,
+                    **member.metrics,
+                }
+                for name, member in self.members.items()
+            },
+        }
+
+    # -- for subclasses
+
+    def on_new_life(self, name: str, join: Join) -> None:
+        """A member came back after a death, or came for the first time."""
+
+    def on_applied(self, part: UpdatePart) -> None:
+        """An update was applied; `part` is its part 0."""
+
+    def set_weights(self, vectors: list[Tensor]) -> None:
+        """The first weights: one fp32 vector a fragment."""
+        self.fragments = [FragmentState(v) for v in vectors]
+
+    def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
+        """Freeze the fragment's weights as answer to each member's oldest update that waits for them."""
+        for name in names:
+            member = self.members[name]
+            member.owed.discard(fragment)
+            waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
+            if waiting:
+                self._freeze(member, min(waiting), fragment)
+
+    # -- inside
+
+    def _member(self, name: str) -> Member:
+        if name not in self.members:
+            raise Refused(f"no member is called {name!r} here; known: {', '.join(self.members)}")
+        return self.members[name]
+
+    def _current(self, name: str, incarnation: str) -> Member:
+        member = self._member(name)
+        if not member.complete or member.incarnation != incarnation:
+            raise Refused(f"{name}: join first, with every part", retry_s=0.5)
+        return member
+
+    def _check_identity(self, join: Join) -> None:
+        theirs, ours = (join.run, join.config_digest, join.layout_digest), self.identity
+        for what, their, our in zip(
+            ("run", "config digest", "layout digest"),
+            theirs,
+            (ours.run, ours.config_digest, ours.layout_digest),
+            strict=True,
+        ):
+            if their != our:
+                raise Refused(
+                    f"{what} differs: {join.member} has {their} ({join.model}), "
+                    f"this server has {our} ({ours.model}); start both from the same run file"
+                )
+
+    def _new_life(self, join: Join, member: Member) -> None:
+        member.incarnation, member.left = join.incarnation, False
+        for table in (member.joined, member.arriving, member.awaiting, member.answers, member.mirror):
+            table.clear()
+        self.on_new_life(join.member, join)
+
+    def _check_slices(self, join: Join) -> None:
+        wanted = len(self.layout.fragments)
+        if len(join.pushes) != wanted or len(join.holds) != wanted:
+            raise Refused(f"{join.member}: slices for {len(join.pushes)} fragments, the run has {wanted}")
+        try:
+            for f in range(wanted):
+                self.layout.check_slices(f, join.pushes[f])
+                self.layout.check_slices(f, join.holds[f])
+        except LayoutError as error:
+            raise Refused(f"{join.member}, part {join.part}: {error}") from None
+        if self.incremental and (
+            join.parts != 1 or any(join.holds[f] != self.layout.whole(f) for f in range(wanted))
+        ):
+            raise Refused(f"{join.member}: codec {self.down.name!r} downwards needs a member that holds everything")
+
+    def _check_cover(self, name: str, member: Member) -> None:
+        try:
+            for f in range(len(self.layout.fragments)):
+                self.layout.check_cover(f, [s for join in member.joined.values() for s in join.pushes[f]])
+        except LayoutError as error:
+            member.joined.clear()
+            raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
+
+    def _check_part(self, part: UpdatePart, member: Member) -> None:
+        if part.part not in member.joined:
+            raise Refused(f"{part.member}: part {part.part} has not joined")
+        for delta in part.deltas:
+            if not 0 <= delta.fragment < len(self.fragments):
+                raise Refused(f"{part.member}: no fragment {delta.fragment}")
+            wanted = self.up.encoded_bytes(numel(self._pushes(member, part.part, delta.fragment)))
+            if len(delta.payload) != wanted:
+                raise Refused(
+                    f"{part.member}, part {part.part}: fragment {delta.fragment} has {len(delta.payload)} bytes, "
+                    f"its slices need {wanted} with codec {self.up.name!r}"
+                )
+
+    def _pushes(self, member: Member, part: int, fragment: int) -> tuple[Slice, ...]:
+        return member.joined[part].pushes[fragment]
+
+    def _apply(self, name: str, member: Member, parts: list[UpdatePart]) -> None:
+        first = parts[0]
+        fragments = [d.fragment for d in first.deltas]
+        del member.arriving[first.sequence]
+        if any([d.fragment for d in p.deltas] != fragments or p.leases != first.leases for p in parts):
+            raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
+        deltas = [self._decode(name, member, [p.deltas[i] for p in parts]) for i in range(len(fragments))]
+        staleness = 0
+        member.sequence, member.job = first.sequence, first.job
+        member.updates += 1
+        for old in [s for s in member.answers if s not in member.awaiting]:
+            if {w.fragment for w in member.answers[old][0]} & set(fragments):
+                del member.answers[old]  # every part has adopted it, or it would not send these fragments again
+        member.owed |= set(fragments)
+        self._begin_answer(member, first.sequence, set(fragments))
+        for fragment, delta, sent in zip(fragments, deltas, first.deltas, strict=True):
+            state = self.fragments[fragment]
+            staleness = max(staleness, state.version - sent.anchor_version)
+            self.answer_members(self.rule.on_delta(state, name, delta, first.weight), fragment)
+        member.metrics = {**first.metrics, "staleness": float(staleness)}
+        self.on_applied(first)
+
+    def _decode(self, name: str, member: Member, deltas: list[FragmentDelta]) -> Tensor:
+        """All parts of one fragment's delta, as one fp32 vector. Raises Refused when it is not finite."""
+        fragment = deltas[0].fragment
+        vector = torch.empty(self.layout.fragments[fragment].numel)
+        for part, delta in enumerate(deltas):
+            slices = self._pushes(member, part, fragment)
+            payload = torch.frombuffer(bytearray(delta.payload), dtype=torch.uint8)
+            try:
+                scatter(self.up.decode(payload, numel(slices)), slices, vector)
+            except ValueError as error:
+                raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
+        if not bool(torch.isfinite(vector.sum())) and not bool(torch.isfinite(vector).all()):
+            raise Refused(f"{name}: its delta of fragment {fragment} is not finite")
+        return vector
+
+    def _begin_answer(self, member: Member, sequence: int, fragments: set[int]) -> None:
+        member.awaiting[sequence] = set(fragments)
+        member.answers[sequence] = {part: [] for part in range(member.parts)}
+
+    def _freeze(self, member: Member, sequence: int, fragment: int) -> None:
+        state = self.fragments[fragment]
+        for part, join in member.joined.items():
+            held = gather(state.x, join.holds[fragment])
+            increment = self.incremental and fragment in member.mirror
+            if increment:
+                mirror = member.mirror[fragment]
+                payload = self.down.encode(held - mirror, what=f"weights of fragment {fragment}").payload
+                self.down.decode_accumulate(payload, mirror)
+            else:
+                payload = self.plain.encode(held, what=f"weights of fragment {fragment}").payload
+                if self.incremental:
+                    member.mirror[fragment] = held.clone()
+            weights = FragmentWeights(fragment, state.version, payload.numpy().tobytes(), increment)
+            member.answers[sequence][part].append(weights)
+        member.awaiting[sequence].discard(fragment)
+        member.owed.discard(fragment)
+        if not member.awaiting[sequence]:
+            del member.awaiting[sequence]

@@ -1,0 +1,121 @@
+"""One rank's half of the outer loop: anchors, deltas, and adopting what comes back. Pure tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geotrain.canonical import Run
+from geotrain.config import CodecConfig, OuterConfig
+from geotrain.outer.codec import make_codec
+from geotrain.outer.layout import Layout, Slice
+from geotrain.outer.messages import FragmentDelta, FragmentWeights
+
+
+@dataclass
+class Piece:
+    """A part of this rank's masters. master: 1-D fp32 view, element i at the canonical place the runs name.
+    pushes: whether this rank speaks for it; otherwise it only receives (a copy that another rank owns)."""
+
+    runs: tuple[Run, ...]
+    master: Tensor
+    pushes: bool
+
+
+class _FragmentShard:
+    """This rank's part of one fragment: pushing pieces first, so that a delta is a prefix."""
+
+    def __init__(self, layout: Layout, fragment: int, pieces: Sequence[Piece]) -> None:
+        self.masters = [p.master for p in sorted(pieces, key=lambda p: not p.pushes)]
+        self.pushes = self._slices(layout, fragment, [p for p in pieces if p.pushes])
+        self.holds = self.pushes + self._slices(layout, fragment, [p for p in pieces if not p.pushes])
+        self.pushed = sum(p.master.numel() for p in pieces if p.pushes)
+        size = sum(m.numel() for m in self.masters)
+        like = self.masters[0] if self.masters else torch.empty(0)
+        self.anchor = torch.zeros(size, dtype=torch.float32, device=like.device)
+        self.staging = torch.empty_like(self.anchor)
+        self.residual: Tensor | None = None
+        self.version = 0
+
+    @staticmethod
+    def _slices(layout: Layout, fragment: int, pieces: Sequence[Piece]) -> tuple[Slice, ...]:
+        return tuple(s for piece in pieces for s in layout.slices(piece.runs, fragment))
+
+    def read(self) -> Tensor:
+        """The masters now, in one vector (a reused buffer)."""
+        if self.masters:
+            torch.cat(self.masters, out=self.staging)
+        return self.staging
+
+    def write(self, values: Tensor) -> None:
+        position = 0
+        for master in self.masters:
+            master.copy_(values[position : position + master.numel()])
+            position += master.numel()
+
+
+class WorkerRank:
+    """Anchors and error feedback of one rank's shard; memory: anchor, staging buffer and, for lossy codecs,
+    residual: 8 to 12 bytes for each parameter that the rank owns.
+
+    pieces: this rank's masters, each within one fragment. codec: of the link to the server above.
+    """
+
+    def __init__(self, layout: Layout, config: OuterConfig, codec: CodecConfig, pieces: Sequence[Piece]) -> None:
+        self.overlap = config.overlap
+        self.codec = make_codec(codec)
+        by_fragment: list[list[Piece]] = [[] for _ in layout.fragments]
+        for piece in pieces:
+            by_fragment[layout.fragment_of(piece.runs[0].parameter)].append(piece)
+        self.shards = [_FragmentShard(layout, i, members) for i, members in enumerate(by_fragment)]
+
+    @property
+    def pushes(self) -> tuple[tuple[Slice, ...], ...]:
+        return tuple(s.pushes for s in self.shards)
+
+    @property
+    def holds(self) -> tuple[tuple[Slice, ...], ...]:
+        return tuple(s.holds for s in self.shards)
+
+    def make_delta(self, fragment: int, seed: int) -> FragmentDelta:
+        """anchor − masters of what this rank pushes, encoded. Until the answer comes, the anchor's place holds the
+        masters as they were sent, so that progress made meanwhile can be told from what was sent."""
+        shard = self.shards[fragment]
+        now = shard.read()
+        if self.codec.name != "fp32" and shard.residual is None:
+            shard.residual = torch.zeros(shard.pushed, dtype=torch.float32, device=now.device)
+        encoded = self.codec.encode_delta(
+            shard.anchor[: shard.pushed],
+            now[: shard.pushed],
+            residual=shard.residual,
+            seed=seed,
+            what=f"delta of fragment {fragment}",
+        )
+        shard.anchor.copy_(now)
+        return FragmentDelta(fragment, shard.version, encoded.payload.cpu().numpy().tobytes())
+
+    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
+        """Adopt the server's weights θ̃ in the masters, in place. start: the answer to a join, taken as it is.
+
+        replace: θ = θ̃.  mix: θ = a·θ + (1−a)·θ̃ (Streaming DiLoCo, arXiv 2501.18512).
+        rebase: θ = θ̃ + (θ − θ when sent). The anchor becomes θ̃ in every case.
+        """
+        shard = self.shards[weights.fragment]
+        payload = (
+            torch.frombuffer(bytearray(weights.payload), dtype=torch.uint8) if weights.payload else torch.empty(0)
+        )
+        theirs = self.codec.decode(payload.to(shard.anchor.device), shard.anchor.numel())
+        adopt = "replace" if start else self.overlap.adopt
+        if adopt == "replace":
+            shard.write(theirs)
+        elif adopt == "mix":
+            now = shard.read()
+            shard.write(now.lerp_(theirs, 1 - self.overlap.mix))
+        else:
+            now = shard.read()
+            shard.write(now.sub_(shard.anchor).add_(theirs))
+        shard.anchor.copy_(theirs)
+        shard.version = weights.version
