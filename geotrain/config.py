@@ -79,7 +79,8 @@ class MomentumConfig(Block):
 
 class CodecConfig(Block):
     name: Literal["fp32", "bf16", "int8", "int4", "e3m0", "e2m1", "topk2"] = "fp32"
-    block: PositiveInt = Field(128, description="Elements that share a scale.")
+    block: PositiveInt = Field(128, description="Elements that share a scale; a power of two from 16 to 4096.")
+    scale: Literal["fp32", "bf16", "e8m0"] = Field("bf16", description="Type of a block's scale; e8m0: 2^n.")
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = True
     error_decay: Fraction = Field(1.0, description="What part of the old residual is kept.")

@@ -1,0 +1,123 @@
+"""Payload layouts: where scales and codes of every format lie, in bytes. Integers only, no tensor is touched.
+
+A tensor of `numel` elements is cut into blocks of `block` elements (the last may be shorter). Little endian.
+
+fp32, bf16     the values themselves
+int8           [scales, padded to 16 bytes][one signed code a byte]
+4-bit formats  [scales, padded to 16 bytes][codes: byte j of a block holds elements j (low) and j + half (high)]
+               half = block / 2, in the tail block ceil(tail / 2); a code is sign · 8 + magnitude index
+topk2          one record a block, see `topk_record`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+MIN_BLOCK, MAX_BLOCK = 16, 4096
+SCALE_BYTES = {"fp32": 4, "bf16": 2, "e8m0": 1}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The magnitudes a code can stand for: integers below 2^mantissa, above them a float with that mantissa.
+
+    Code c < 2^M means c; c = (e << M) + f, e ≥ 1, means (2^M + f) · 2^(e−1). A value is scale · magnitude.
+    """
+
+    bits: int
+    mantissa: int
+    max_code: int
+    max_level: int
+
+
+GRIDS = {
+    "int8": Grid(bits=8, mantissa=7, max_code=127, max_level=127),
+    "int4": Grid(bits=4, mantissa=3, max_code=7, max_level=7),
+    "e3m0": Grid(bits=4, mantissa=0, max_code=7, max_level=64),  # 0 1 2 4 8 16 32 64
+    "e2m1": Grid(bits=4, mantissa=1, max_code=7, max_level=12),  # 0 1 2 3 4 6 8 12
+}
+FORMATS = ("fp32", "bf16", *GRIDS, "topk2")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How values become bytes. Raises ValueError for a block that the kernels do not take.
+
+    block: elements that share a scale; a power of two. scale: fp32, bf16 or e8m0 (power of two).
+    error_decay: part of the old residual that is added to the values. density: topk2, share of elements sent.
+    """
+
+    format: str
+    block: int = 128
+    scale: str = "bf16"
+    stochastic: bool = False
+    error_decay: float = 1.0
+    density: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"codec: format {self.format!r} is unknown; known: {', '.join(FORMATS)}")
+        if self.scale not in SCALE_BYTES:
+            raise ValueError(f"codec: scale {self.scale!r} is unknown; known: {', '.join(SCALE_BYTES)}")
+        if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
+            raise ValueError(f"codec: block = {self.block} must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}")
+
+    @property
+    def scale_bytes(self) -> int:
+        return SCALE_BYTES[self.scale]
+
+    def blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def codes_offset(self, numel: int) -> int:
+        """First byte of the codes: scales stand before them, padded so that wide loads stay aligned."""
+        return -(-self.blocks(numel) * self.scale_bytes // 16) * 16
+
+    def encoded_bytes(self, numel: int) -> int:
+        """Exact payload size."""
+        if numel < 0:
+            raise ValueError(f"codec: {numel} elements")
+        if self.format in ("fp32", "bf16"):
+            return numel * (4 if self.format == "fp32" else 2)
+        if self.format == "topk2":
+            full, tail = divmod(numel, self.block)
+            return full * self.record(self.block).bytes + (self.record(tail).bytes if tail else 0)
+        full, tail = divmod(numel, self.block)
+        bits = GRIDS[self.format].bits
+        return self.codes_offset(numel) + full * self.block * bits // 8 + (tail * bits + 7) // 8
+
+    def record(self, length: int) -> TopkRecord:
+        return topk_record(length, self.density, self.scale_bytes)
+
+
+@dataclass(frozen=True)
+class TopkRecord:
+    """One block of topk2: `kept` elements of `length`, their positions in Elias–Fano form, 2 bits for each value.
+
+    [low scale][high scale][lows: kept · low_bits][highs: kept + (length >> low_bits) bits, at least one zero each]
+    [values: 2 bits each: sign · 2 + which scale], each section padded to whole bytes, bits from the least
+    significant upwards. Position p of the i-th kept element (ascending): its low_bits low bits stand in `lows`,
+    and bit (p >> low_bits) + i of `highs` is set. That is close to the entropy of the positions and of fixed size.
+    """
+
+    length: int
+    kept: int
+    low_bits: int
+    lows_offset: int
+    highs_offset: int
+    values_offset: int
+    bytes: int
+
+    @property
+    def high_bits(self) -> int:
+        return self.kept + ((self.length - 1) >> self.low_bits)
+
+
+def topk_record(length: int, density: float, scale_bytes: int) -> TopkRecord:
+    kept = min(length, max(1, ceil(density * length)))
+    low_bits = (length // kept).bit_length() - 1
+    lows = 2 * scale_bytes
+    highs = lows + (kept * low_bits + 7) // 8
+    values = highs + (kept + ((length - 1) >> low_bits) + 7) // 8
+    return TopkRecord(length, kept, low_bits, lows, highs, values, values + (2 * kept + 7) // 8)
