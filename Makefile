@@ -18,8 +18,13 @@ train: install
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typecheck && mkdir -p build/typecheck
+	cp -rs $(CURDIR)/geotrain build/typecheck/ && cp -rs $(CURDIR)/kernels $(CURDIR)/launch build/typecheck/geotrain/
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 bench: install
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done

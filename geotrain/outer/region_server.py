@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geotrain.config import CodecConfig, OuterConfig
+from geotrain.config import OuterConfig
 from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import (
     GLOBAL,
@@ -25,7 +26,7 @@ from geotrain.outer.messages import (
     UpdatePart,
 )
 from geotrain.outer.rules import RegionRule, region_rule
-from geotrain.outer.server import ABSOLUTE, Identity, Server
+from geotrain.outer.server import Identity, Server
 
 
 class RegionServer(Server):
@@ -43,10 +44,8 @@ class RegionServer(Server):
         self.name = name
         self.incarnation = ""  # set by whoever runs it; new in every life
         self.up_codec = make_codec(config.up)
-        self.down_codec = make_codec(config.down)
-        self.plain_down = self.down_codec if config.down.name in ABSOLUTE else make_codec(CodecConfig(name="fp32"))
+        self.downlink = WeightsReceiver(config.down)
         self.residuals: dict[int, Tensor] = {}
-        self.mirror_up: dict[int, Tensor] = {}  # the global weights as last received, for incremental answers
         self.global_versions = [0] * len(layout.fragments)
         self.sequence = 0  # of the last update sent up
         self.in_flight: dict[int, UpdatePart] = {}  # sequence → update without its answer
@@ -80,9 +79,9 @@ class RegionServer(Server):
     def on_global_weights(self, answer: Answer) -> None:
         """The answer to an update of ours, or (sequence 0) to our join."""
         first = not self.fragments
-        vectors = [self._receive(w.fragment, w.payload, w.increment) for w in answer.weights]
+        vectors = [self.downlink.decode(w, self.layout.fragments[w.fragment].numel) for w in answer.weights]
         if first:
-            self.set_weights(vectors)
+            self.set_weights([v.clone() for v in vectors])
             self.global_versions = [w.version for w in answer.weights]
             for state in self.fragments:
                 self.rule.start(state)
@@ -152,10 +151,10 @@ class RegionServer(Server):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
         tensors.update({f"residual.{f}": r for f, r in self.residuals.items()})
-        tensors.update({f"mirror.{f}": m for f, m in self.mirror_up.items()})
+        tensors.update({f"mirror.{f}": m for f, m in self.downlink.mirror.items()})
         for sequence, update in self.in_flight.items():
             for d in update.deltas:
-                tensors[f"in_flight.{sequence}.{d.fragment}"] = _bytes(d.payload)
+                tensors[f"in_flight.{sequence}.{d.fragment}"] = from_bytes(d.payload)
         meta["region"] = {
             "sequence": self.sequence,
             "global_versions": list(self.global_versions),
@@ -172,14 +171,13 @@ class RegionServer(Server):
         super().load(tensors, meta)
         saved = meta["region"]
         self.residuals = {f: tensors[f"residual.{f}"] for f in _numbers(tensors, "residual.")}
-        self.mirror_up = {f: tensors[f"mirror.{f}"] for f in _numbers(tensors, "mirror.")}
+        self.downlink.mirror = {f: tensors[f"mirror.{f}"] for f in _numbers(tensors, "mirror.")}
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
         self.leases = {(worker, job): Lease(worker, job, *rest) for worker, job, *rest in saved["leases"]}
         self.trained = {int(f): list(numbers) for f, numbers in saved["trained"].items()}
         for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
             payloads = tuple(
-                FragmentDelta(f, version, tensors[f"in_flight.{sequence}.{f}"].numpy().tobytes())
-                for f, version in deltas
+                FragmentDelta(f, version, to_bytes(tensors[f"in_flight.{sequence}.{f}"])) for f, version in deltas
             )
             self.in_flight[sequence] = UpdatePart(
                 self.name, self.incarnation, sequence, 0, payloads, 0, weight, tuple(leases), metrics
@@ -191,17 +189,6 @@ class RegionServer(Server):
         return [Send(GLOBAL, u) for u in self.in_flight.values()]
 
     # -- inside
-
-    def _receive(self, fragment: int, payload: bytes, increment: bool) -> Tensor:
-        size = self.layout.fragments[fragment].numel
-        if increment:
-            mirror = self.mirror_up[fragment]
-            self.down_codec.decode_accumulate(_bytes(payload), mirror)
-            return mirror.clone()
-        vector = self.plain_down.decode(_bytes(payload), size)
-        if self.plain_down is not self.down_codec:
-            self.mirror_up[fragment] = vector.clone()
-        return vector
 
     def _send_what_is_due(self) -> None:
         for fragment, state in enumerate(self.fragments):
@@ -218,7 +205,7 @@ class RegionServer(Server):
                     self.incarnation,
                     self.sequence,
                     0,
-                    (FragmentDelta(fragment, self.global_versions[fragment], payload.numpy().tobytes()),),
+                    (FragmentDelta(fragment, self.global_versions[fragment], to_bytes(payload)),),
                     weight=weight,
                     leases=tuple(self.trained.pop(fragment, ())),
                     metrics=self._mean_metrics(),
@@ -232,10 +219,6 @@ class RegionServer(Server):
     def _mean_metrics(self) -> dict[str, float]:
         losses = [m.metrics["loss"] for m in self.members.values() if "loss" in m.metrics]
         return {"loss": sum(losses) / len(losses)} if losses else {}
-
-
-def _bytes(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
 
 
 def _numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:

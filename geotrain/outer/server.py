@@ -14,6 +14,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig
 from geotrain.outer.codec import Codec, make_codec
+from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes
 from geotrain.outer.layout import Layout, LayoutError, Slice, gather, numel, scatter
 from geotrain.outer.messages import (
     Answer,
@@ -25,8 +26,6 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.rules import FragmentState, Rule
-
-ABSOLUTE = ("fp32", "bf16")  # codecs whose weights need no reference on the receiver's side
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Member:
     owed: set[int] = field(default_factory=set)  # fragments whose delta was taken and whose answer is not due yet
     awaiting: dict[int, set[int]] = field(default_factory=dict)  # sequence → owed fragments of its answer
     answers: dict[int, dict[int, list[FragmentWeights]]] = field(default_factory=dict)  # sequence → part → weights
-    mirror: dict[int, Tensor] = field(default_factory=dict)  # what it holds, for incremental answers
+    senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
     metrics: dict[str, float] = field(default_factory=dict)
     updates: int = 0
     left: bool = False
@@ -78,9 +77,7 @@ class Server:
         self.members = {name: Member() for name in members}
         self.fragments: list[FragmentState] = []  # empty until the first weights are known
         self.up: Codec = make_codec(up)
-        self.incremental = down.name not in ABSOLUTE
-        self.down: Codec = make_codec(down)
-        self.plain: Codec = make_codec(CodecConfig(name="fp32")) if self.incremental else self.down
+        self.down = down
 
     # -- joining
 
@@ -264,7 +261,7 @@ class Server:
 
     def _new_life(self, join: Join, member: Member) -> None:
         member.incarnation, member.left = join.incarnation, False
-        for table in (member.joined, member.arriving, member.awaiting, member.answers, member.mirror):
+        for table in (member.joined, member.arriving, member.awaiting, member.answers, member.senders):
             table.clear()
         self.on_new_life(join.member, join)
 
@@ -278,9 +275,9 @@ class Server:
                 self.layout.check_slices(f, join.holds[f])
         except LayoutError as error:
             raise Refused(f"{join.member}, part {join.part}: {error}") from None
-        if self.incremental and (
-            join.parts != 1 or any(join.holds[f] != self.layout.whole(f) for f in range(wanted))
-        ):
+        whole = all(join.holds[f] == self.layout.whole(f) for f in range(wanted))
+        if sends_changes(self.down) and not (join.parts == 1 and whole):
+            # Ranks that hold copies of the same norm would see them drift apart, their blocks being different.
             raise Refused(f"{join.member}: codec {self.down.name!r} downwards needs a member that holds everything")
 
     def _check_cover(self, name: str, member: Member) -> None:
@@ -335,9 +332,8 @@ class Server:
         vector = torch.empty(self.layout.fragments[fragment].numel)
         for part, delta in enumerate(deltas):
             slices = self._pushes(member, part, fragment)
-            payload = torch.frombuffer(bytearray(delta.payload), dtype=torch.uint8)
             try:
-                scatter(self.up.decode(payload, numel(slices)), slices, vector)
+                scatter(self.up.decode(from_bytes(delta.payload), numel(slices)), slices, vector)
             except ValueError as error:
                 raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
         if not bool(torch.isfinite(vector.sum())) and not bool(torch.isfinite(vector).all()):
@@ -352,17 +348,8 @@ class Server:
         state = self.fragments[fragment]
         for part, join in member.joined.items():
             held = gather(state.x, join.holds[fragment])
-            increment = self.incremental and fragment in member.mirror
-            if increment:
-                mirror = member.mirror[fragment]
-                payload = self.down.encode(held - mirror, what=f"weights of fragment {fragment}").payload
-                self.down.decode_accumulate(payload, mirror)
-            else:
-                payload = self.plain.encode(held, what=f"weights of fragment {fragment}").payload
-                if self.incremental:
-                    member.mirror[fragment] = held.clone()
-            weights = FragmentWeights(fragment, state.version, payload.numpy().tobytes(), increment)
-            member.answers[sequence][part].append(weights)
+            sender = member.senders.setdefault(part, WeightsSender(self.down))
+            member.answers[sequence][part].append(sender.encode(fragment, state.version, held))
         member.awaiting[sequence].discard(fragment)
         member.owed.discard(fragment)
         if not member.awaiting[sequence]:
