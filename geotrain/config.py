@@ -97,8 +97,22 @@ class OverlapConfig(Block):
     """Whether training goes on while an answer travels, and how it is then adopted."""
 
     steps: Annotated[int, Field(ge=0)] = Field(0, description="τ: inner steps until adoption; 0 waits at once.")
+    late: Literal["wait", "continue"] = Field(
+        "wait", description="An answer that is not there after τ steps: wait for it, or train on until it is."
+    )
     adopt: Literal["replace", "mix", "rebase"] = "replace"
     mix: Fraction = Field(0.5, description="adopt = mix: weight of the worker's own progress.")
+
+    @model_validator(mode="after")
+    def _adoption_fits(self) -> OverlapConfig:
+        if self.steps and self.adopt == "replace":
+            raise ValueError(
+                f"steps = {self.steps} with adopt = 'replace' would forget what was trained meanwhile; "
+                "use 'mix' or 'rebase', or steps = 0"
+            )
+        if self.late == "continue" and not self.steps:
+            raise ValueError("late = 'continue' needs steps > 0: with steps = 0 the answer is waited for at once")
+        return self
 
 
 class OuterConfig(Block):
