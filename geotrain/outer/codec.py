@@ -108,7 +108,9 @@ class Codec:
         if not bool(kernels.payload_ok(payload, numel, self._spec)):
             raise CodecError(f"{self.name} payload of {numel} elements holds values that are not finite; refused")
 
-    def _encode(self, values: Tensor, anchor: Tensor | None, residual: Tensor | None, seed: int, what: str) -> Encoded:
+    def _encode(
+        self, values: Tensor, anchor: Tensor | None, residual: Tensor | None, seed: int, what: str
+    ) -> Encoded:
         if values.dtype not in (torch.float32, torch.bfloat16):
             raise CodecError(f"{what or 'a tensor'}: is {values.dtype}; the codecs take float32 and bfloat16")
         for role, other in (("anchor", anchor), ("residual", residual)):
@@ -145,6 +147,4 @@ def _need_fp32(tensor: Tensor, numel: int, device: torch.device, role: str) -> N
     if tensor.dtype != torch.float32 or not tensor.is_contiguous():
         raise CodecError(f"{role} must be contiguous float32, is {tensor.dtype} with strides {tensor.stride()}")
     if tensor.numel() != numel or tensor.device != device:
-        raise CodecError(
-            f"{role} must have {numel} elements on {device}, has {tensor.numel()} on {tensor.device}"
-        )
+        raise CodecError(f"{role} must have {numel} elements on {device}, has {tensor.numel()} on {tensor.device}")
