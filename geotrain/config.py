@@ -175,6 +175,10 @@ class RunConfig(Block):
         return self
 
     @property
+    def run_folder(self) -> Path:
+        return Path(self.folder or f"runs/{self.name}")
+
+    @property
     def samples_per_step(self) -> int:
         """Samples one worker trains in one inner step: DeepSpeed's train_batch_size."""
         return int(self.deepspeed["train_batch_size"])

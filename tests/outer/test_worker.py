@@ -50,7 +50,7 @@ def test_adopting(adopt, expected):
     later = worker.make_delta(0, seed=2)
     assert later.anchor_version == 4
     torch.testing.assert_close(
-        make_codec(FP32).decode(from_bytes(later.payload), 16), torch.full((16,), 5 - expected)
+        make_codec(FP32).decode(from_bytes(later.payload), 16), torch.full((16,), 5.0 - expected)
     )
 
 
