@@ -273,13 +273,13 @@ def build_engine(
     sequence_length = run.data.sequence_length
     layout.check_layout(architecture, parallel, dist.get_world_size(), deepspeed_block, sequence_length)
     bf16 = layout.trains_in_bf16(deepspeed_block)
-    model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute)
-    placed = placements(model, architecture, parallel, mesh)
     settings = adamw_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
-    optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
-    config = _completed(deepspeed_block)
-    return GeoEngine(model, optimizer, config, mesh, placed, architecture, sequence_length)
+    with platform.quiet_construction():
+        model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
+        placed = placements(model, architecture, parallel, mesh)
+        optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
+        return GeoEngine(model, optimizer, _completed(deepspeed_block), mesh, placed, architecture, sequence_length)
 
 
 def _completed(deepspeed_block: dict[str, Any]) -> dict[str, Any]:

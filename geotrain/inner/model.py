@@ -23,6 +23,7 @@ with platform.quiet_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
@@ -68,7 +69,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def transformer_config(
-    a: Architecture, parallel: ParallelConfig, bf16: bool, recompute: Recompute = "none"
+    a: Architecture, parallel: ParallelConfig, bf16: bool, recompute: Recompute
 ) -> TransformerConfig:
     """Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -145,13 +146,15 @@ def build_model(
     mesh: Mesh,
     sequence_length: int,
     bf16: bool,
-    recompute: Recompute = "none",
+    recompute: Recompute,
+    seed: int,
 ) -> GPTModel:
     """This rank's part of the model, on `platform.device()`, with all weights zero: they come from outside.
 
     Each parameter is marked for DeepSpeed's gradient norm: `tensor_model_parallel`, `ds_pipe_replicated`.
     """
     with platform.megatron_runtime():
+        model_parallel_cuda_manual_seed(seed)  # nothing here draws, but Megatron-core's layers insist on the states
         model = GPTModel(
             config=transformer_config(a, parallel, bf16, recompute),
             transformer_layer_spec=_block_spec(a, a.layers // parallel.pipeline),

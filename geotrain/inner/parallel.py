@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -198,13 +197,14 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 600.0) -> Mesh:
     with platform.quiet_imports():
         import deepspeed
         from megatron.core import parallel_state
-    platform.quiet_logs()
+    platform.compile_no_ops()
     if platform.HAS_CUDA:
         torch.cuda.set_device(platform.device())
     if not dist.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend=platform.backend(), timeout=timedelta(seconds=timeout_s), verbose=False
-        )
+        with platform.quiet_construction():
+            deepspeed.init_distributed(
+                dist_backend=platform.backend(), timeout=timedelta(seconds=timeout_s), verbose=False
+            )
     ranks = dist.get_world_size()
     if ranks % (parallel.tensor * parallel.pipeline):
         raise ConfigError(
@@ -241,13 +241,3 @@ def shut_down(leave_world: bool = True) -> None:
     if leave_world and dist.is_initialized():
         dist.destroy_process_group()
 
-
-def local_world() -> dict[str, str]:
-    """Environment of a worker with a single rank, for use without a launcher."""
-    return {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
-    }

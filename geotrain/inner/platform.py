@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 HAS_CUDA = torch.cuda.is_available()
 
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps tensor-parallel traffic by it
 if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed probes for accelerators, and says so
 
@@ -43,13 +44,22 @@ def quiet_imports() -> Iterator[None]:
         yield
 
 
-def quiet_logs() -> None:
-    """Leave only warnings and errors of DeepSpeed and Megatron-core, unless GEOTRAIN_VERBOSE is set."""
-    if os.environ.get("GEOTRAIN_VERBOSE"):
-        return
-    for name in ("DeepSpeed", "megatron", "megatron.core"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
+@contextlib.contextmanager
+def quiet_construction() -> Iterator[None]:
+    """Build process groups and engines with only DeepSpeed's errors; GEOTRAIN_VERBOSE in the environment undoes it.
+
+    What DeepSpeed reports while it trains, as its configuration asks for, is not touched.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.level
+    with warnings.catch_warnings():
+        if not os.environ.get("GEOTRAIN_VERBOSE"):
+            logger.setLevel(logging.ERROR)
+            warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
+        try:
+            yield
+        finally:
+            logger.setLevel(before)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -91,6 +101,14 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
     ]
 
 
+def compile_no_ops() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives at start on a CPU; only its inference uses them."""
+    import deepspeed.ops
+
+    if not HAS_CUDA:
+        deepspeed.ops.__compatible_ops__ = {}
+
+
 @contextlib.contextmanager
 def megatron_runtime() -> Iterator[None]:
     """Calls into Megatron-core belong in here. On CUDA it does nothing; else `cuda` means the CPU inside."""
@@ -98,6 +116,8 @@ def megatron_runtime() -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
         for owner, name, stand_in in _cpu_stand_ins():
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(_CudaMeansCpu())
