@@ -54,8 +54,8 @@ class SampleSource:
         if rows.size and (rows.max() >= self._vocab_size or rows.min() < 0):
             row_index, column = np.argwhere((rows >= self._vocab_size) | (rows < 0))[0].tolist()
             raise DataError(
-                f"{self.name}: token {int(places[row_index]) * length + column} is {rows[row_index, column]}, outside "
-                f"the model's vocabulary of {self._vocab_size}; the file is damaged: prepare the data again"
+                f"{self.name}: token {int(places[row_index]) * length + column} is {rows[row_index, column]}, "
+                f"outside the model's vocabulary of {self._vocab_size}; the file is damaged: prepare the data again"
             )
         return torch.from_numpy(rows)
 
@@ -81,8 +81,8 @@ class LeasedLoader:
     ) -> None:
         if samples_per_step % (micro_batch * dp_size):
             raise DataError(
-                f"{samples_per_step} samples (train_batch_size or validation_samples) do not divide into micro-batches of "
-                f"{micro_batch} (train_micro_batch_size_per_gpu) on {dp_size} data-parallel ranks; "
+                f"{samples_per_step} samples (train_batch_size or validation_samples) do not divide into "
+                f"micro-batches of {micro_batch} (train_micro_batch_size_per_gpu) on {dp_size} data-parallel ranks; "
                 f"make it a multiple of {micro_batch * dp_size}"
             )
         self._source, self._samples_per_step, self._micro_batch = source, samples_per_step, micro_batch
@@ -120,7 +120,8 @@ class LeasedLoader:
             return ahead.popleft().result(timeout=READ_DEADLINE_S)
         except TimeoutError:
             raise DataError(
-                f"{self._source.name}: a batch could not be read in {READ_DEADLINE_S:.0f} s; does its file system answer?"
+                f"{self._source.name}: a batch could not be read in {READ_DEADLINE_S:.0f} s; "
+                "does its file system answer?"
             ) from None
 
     def _read(self, step_start: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -113,7 +113,7 @@ def prepare(
 ) -> dict[str, Manifest]:
     """Tokenize files (see `find_inputs`) into the folder `output`; gives each split's manifest.
 
-    Raises DataError (input) and OutputError (output folder); then nothing is left behind.
+    Raises DataError (input), OutputError (output folder) and what the writer raises; then nothing is left behind.
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"the validation fraction must be at least 0 and less than 1, not {validation_fraction}")
@@ -130,7 +130,7 @@ def prepare(
             return {split: writer.close() for split, writer in writers.items()}
         except BaseException:
             for writer in writers.values():
-                writer.abort()
+                writer.discard()
             raise
 
 
@@ -154,7 +154,7 @@ class _SplitWriter:
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, new_writer: WriterFactory) -> None:
         self._prefix, self._tokenizer = prefix, tokenizer
-        self._writer: TokenWriter = new_writer(prefix, tokenizer.vocab_size)
+        self._writer: TokenWriter = new_writer(str(prefix), tokenizer.vocab_size)
         self._digest = hashlib.sha256()
         self.documents = self.tokens = self.text_bytes = 0
 
@@ -180,8 +180,8 @@ class _SplitWriter:
         manifest_path(self._prefix).write_text(manifest.model_dump_json(indent=1) + "\n")
         return manifest
 
-    def abort(self) -> None:
-        self._writer.abort()
+    def discard(self) -> None:
+        self._writer.discard()
 
 
 def _write_all(
@@ -242,7 +242,9 @@ def _encode(block: Block) -> Encoded:
     return encoder.encode(tokenizer, block)
 
 
-def _encode_all(blocks: Iterator[Block], encoder: Encoder, processes: int) -> Iterator[tuple[Block, Encoded]]:
+def _encode_all(
+    blocks: Iterator[Block], encoder: Encoder, processes: int
+) -> Generator[tuple[Block, Encoded], None, None]:
     """Encode blocks in a pool, in order, with a bounded number in flight."""
     context = multiprocessing.get_context("spawn")  # a fork would copy the tokenizers' threads half alive
     pool = ProcessPoolExecutor(processes, context, _start_process, (encoder,))

@@ -6,7 +6,6 @@ done by any. Supported: .txt and .jsonl, each also .gz or .zst, and .parquet.
 
 from __future__ import annotations
 
-import glob
 import gzip
 import json
 import zlib
@@ -58,7 +57,8 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
         elif path.exists():
             matches = [path]
         else:
-            matches = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
+            within = Path(path.anchor)  # an absolute pattern is searched from its root
+            matches = sorted(p for p in within.glob(str(path.relative_to(within))) if p.is_file())
         if not matches:
             raise DataError(f"{pattern}: no such file, or no file in it that ends in {', '.join(SUFFIXES)}")
         found += matches
@@ -69,7 +69,7 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
 
 
 def read_blocks(path: Path, text_key: str) -> Iterator[Block]:
-    """Stream a file; memory is bounded by a block and one line of JSON. Raises DataError with the line where reading stopped."""
+    """Stream a file; memory is bounded by a block and a line of JSON. Raises DataError: where reading stopped."""
     if path.name.endswith(".parquet"):
         yield from _parquet_blocks(path, text_key)
     elif path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
@@ -190,16 +190,14 @@ def _chunks(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 def _zstd_chunks(file: IO[bytes]) -> Iterator[bytes]:
     """Decompress frame after frame. The library's own file reader takes a cut-off file for a complete one."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # archives made with --long
-    frame, pending = None, b""
+    frame, inside, pending = decompressor.decompressobj(), False, b""
     while pending or (pending := file.read(_ZSTD_READ_BYTES)):
-        if frame is None:
-            frame = decompressor.decompressobj()
         if chunk := frame.decompress(pending):
             yield chunk
-        pending = b""
-        if frame.eof:
-            frame, pending = None, frame.unused_data
-    if frame is not None:
+        inside, pending = not frame.eof, frame.unused_data
+        if not inside:
+            frame = decompressor.decompressobj()
+    if inside:
         raise EOFError("the compressed data end in the middle of a frame")
 
 

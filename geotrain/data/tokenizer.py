@@ -131,7 +131,7 @@ def _finished(tokenizer: tokenizers.Tokenizer) -> Tokenizer:
         "tokenizer.json": text.encode(),
         "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
     }
-    return Tokenizer(text, used + spare, tokenizer.token_to_id(END_OF_DOCUMENT), files)
+    return Tokenizer(text, used + spare, tokenizer.get_vocab()[END_OF_DOCUMENT], files)
 
 
 def _special(text: str) -> tokenizers.AddedToken:

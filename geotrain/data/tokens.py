@@ -26,14 +26,14 @@ class DataError(ValueError):
 class TokenWriter(Protocol):
     """Writes `<prefix>.bin` and `<prefix>.idx`; neither exists before close() returns.
 
-    abort() gives up and removes what was written so far; after close() it does nothing.
+    discard() gives up and removes what was written so far; after close() it does nothing.
     """
 
     def add_document(self, ids: npt.NDArray[Any]) -> None: ...
 
     def close(self) -> None: ...
 
-    def abort(self) -> None: ...
+    def discard(self) -> None: ...
 
 
 class TokenFile(Protocol):
@@ -49,8 +49,8 @@ class TokenFile(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
 
-WriterFactory = Callable[[Path, int], TokenWriter]  # (prefix, vocabulary size)
-OpenTokens = Callable[[Path], TokenFile]
+WriterFactory = Callable[[str, int], TokenWriter]  # (prefix, vocabulary size)
+OpenTokens = Callable[[str], TokenFile]
 
 
 class Manifest(Block):
@@ -102,15 +102,15 @@ def open_dataset(
     """
     manifest = read_manifest(prefix)
     try:
-        file = open_tokens(prefix)
+        file = open_tokens(str(prefix))
     except (OSError, ValueError) as error:
-        raise DataError(f"{prefix}: the .bin/.idx pair cannot be opened; prepare the data again ({error})") from None
+        raise DataError(str(error)) from None
     found = (len(file.tokens), len(file.document_ends), np.dtype(file.dtype).name)
     stated = (manifest.tokens, manifest.documents, manifest.dtype)
     if found != stated:
         raise DataError(
             f"{prefix}: the .bin/.idx pair has {found[0]} tokens ({found[2]}) in {found[1]} documents, its manifest "
-            f"states {stated[0]} ({stated[2]}) in {stated[1]}; the files do not belong together: prepare the data again"
+            f"states {stated[0]} ({stated[2]}) in {stated[1]}; they do not belong together: prepare the data again"
         )
     if manifest.vocab_size > model_vocab_size:
         raise DataError(
