@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -47,10 +48,14 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
     _check_replaceable(final, kind)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        for left in final.parent.glob(f".{final.name}.*.partial"):
+            _remove_if_abandoned(left)
         temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
+        lock = os.open(temporary, os.O_RDONLY)
     except OSError as error:
         raise OutputError(f"{final}: cannot be created: {error.strerror}") from None
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as this process lives
         yield temporary
         names = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
         (temporary / _MARKER).write_text(json.dumps({"kind": kind, "files": names}, indent=1) + "\n")
@@ -64,6 +69,19 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
         raise OutputError(f"{final}: cannot be written: {error.strerror or error}; nothing was kept") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_abandoned(partial: Path) -> None:
+    """Remove what a killed process left: nobody holds the lock on it any more."""
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(partial, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(descriptor)
 
 
 def _check_replaceable(final: Path, kind: str) -> None:

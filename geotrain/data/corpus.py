@@ -48,13 +48,18 @@ def _all_documents() -> Iterator[str]:
     except ImportError:  # some distributions package it apart
         topics = {}
     yield from (topics[name] for name in sorted(topics))
-    library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(library.rglob("*")):
-        relative = path.relative_to(library)
-        if path.suffix in _SUFFIXES and path.is_file() and not _SKIPPED.intersection(relative.parts):
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):  # a few files are in other encodings
-                continue
-            if text:
-                yield text
+    for path in _files(Path(sysconfig.get_path("stdlib"))):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # a few files are in other encodings
+            continue
+        if text:
+            yield text
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in _SKIPPED:
+            yield from _files(path)
+        elif path.suffix in _SUFFIXES and path.is_file():
+            yield path

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -59,20 +60,18 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
+def special_token_ids(folder: Path) -> dict[str, int | None]:
+    """Ids of the tokenizer's bos, eos and pad tokens under the keys of a Hugging Face config. Raises DataError."""
+    loaded = _load(folder)
+    return {f"{kind}_token_id": getattr(loaded, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+
+
 def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenizer:
     """Read a Hugging Face tokenizer's folder. end_of_document: a token; default: the tokenizer's eos token.
 
     Raises DataError: no tokenizer there, not one with a fast implementation, or no end-of-document token.
     """
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such tokenizer folder")
-    from transformers import AutoTokenizer  # slow to import, and needed here alone
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises whatever its parsers raise
-        reason = str(error).strip().splitlines()
-        raise DataError(f"{folder}: not a tokenizer: {reason[0] if reason else type(error).__name__}") from None
+    loaded = _load(folder)
     if not loaded.is_fast:
         raise DataError(f"{folder}: {type(loaded).__name__} has no tokenizer.json; convert it to a fast tokenizer")
     token = end_of_document or loaded.eos_token
@@ -85,6 +84,18 @@ def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenize
     text = loaded.backend_tokenizer.to_str()
     files.setdefault("tokenizer.json", text.encode())
     return Tokenizer(text, max(vocabulary.values()) + 1, vocabulary[token], files)
+
+
+def _load(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such tokenizer folder")
+    from transformers import AutoTokenizer  # slow to import, and not needed for bytes or a BPE
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises whatever its parsers raise
+        reason = str(error).strip().splitlines()
+        raise DataError(f"{folder}: not a tokenizer: {reason[0] if reason else type(error).__name__}") from None
 
 
 def byte_tokenizer() -> Tokenizer:
