@@ -178,5 +178,7 @@ def _check(data: Path, index: Path) -> np.dtype:
         raise DatasetError(f"{index}: tells of no document; prepare the data again")
     dtype = np.dtype(DType.dtype_from_code(code))
     if data.stat().st_size % dtype.itemsize:
-        raise DatasetError(f"{data}: its size is no multiple of {dtype.itemsize} bytes, so it is truncated; copy it again")
+        raise DatasetError(
+            f"{data}: its size is no multiple of {dtype.itemsize} bytes, so it is truncated; copy it again"
+        )
     return dtype

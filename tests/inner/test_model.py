@@ -69,7 +69,9 @@ def train_in_bf16() -> list[list[tuple[float, float]]]:
     curves = []
     for tensor, pipeline, stage, more in BF16:
         engine = start(
-            QWEN, ParallelConfig(tensor=tensor, pipeline=pipeline), deepspeed_block(stage, bf16={"enabled": True}, **more)
+            QWEN,
+            ParallelConfig(tensor=tensor, pipeline=pipeline),
+            deepspeed_block(stage, bf16={"enabled": True}, **more),
         )
         assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
         assert {s.master.dtype for s in engine.shards()} == {torch.float32}
