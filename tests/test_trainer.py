@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world
+from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world, write
 
 from geotrain.config import CodecConfig, FragmentConfig, MomentumConfig, OuterConfig, OverlapConfig, ParallelConfig
 from tests.local_servers import LocalClient, LocalServers
@@ -66,12 +66,7 @@ def try_outer_loops() -> dict[str, Any]:
         loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
         servers = LocalServers(run)
         if outer is None:  # the same batches with no outer loop at all
-            for shard in engine.shards():
-                name_, view = shard.runs[0].parameter, dict(servers.layout.split(0, servers.top.fragments[0].x))
-                flat = torch.cat([_at(view[r.parameter].reshape(-1), r) for r in shard.runs])
-                assert name_ in view
-                shard.master.copy_(flat)
-            engine.refresh()
+            write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.fragments[0].x)})
             for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
                 engine.train_step(batch, step)
         else:
@@ -96,10 +91,6 @@ def try_outer_loops() -> dict[str, Any]:
         engine.close()
         shut_down(leave_world=False)
     return results
-
-
-def _at(flat: torch.Tensor, run: Any) -> torch.Tensor:
-    return torch.as_strided(flat, (run.count, run.length), (run.stride or run.length, 1), run.start).reshape(-1)
 
 
 @pytest.fixture(scope="module")

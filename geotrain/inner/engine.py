@@ -78,10 +78,6 @@ class GeoEngine(DeepSpeedEngine):
         return self.mesh.rank
 
     @property
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    @property
     def dp_rank(self) -> int:
         return self.mesh.dp_rank
 
