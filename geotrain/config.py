@@ -79,7 +79,7 @@ class MomentumConfig(Block):
 
 class CodecConfig(Block):
     name: Literal["fp32", "bf16", "int8", "int4", "e3m0", "e2m1", "topk2"] = "fp32"
-    block: PositiveInt = Field(128, description="Elements that share a scale; a power of two from 16 to 4096.")
+    block: PositiveInt = Field(128, description="Elements that share a scale; a power of two from 32 to 4096.")
     scale: Literal["fp32", "bf16", "e8m0"] = Field("bf16", description="Type of a block's scale; e8m0: 2^n.")
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = True
@@ -97,8 +97,22 @@ class OverlapConfig(Block):
     """Whether training goes on while an answer travels, and how it is then adopted."""
 
     steps: Annotated[int, Field(ge=0)] = Field(0, description="τ: inner steps until adoption; 0 waits at once.")
+    late: Literal["wait", "continue"] = Field(
+        "wait", description="An answer that is not there after τ steps: wait for it, or train on until it is."
+    )
     adopt: Literal["replace", "mix", "rebase"] = "replace"
     mix: Fraction = Field(0.5, description="adopt = mix: weight of the worker's own progress.")
+
+    @model_validator(mode="after")
+    def _adoption_fits(self) -> OverlapConfig:
+        if self.steps and self.adopt == "replace":
+            raise ValueError(
+                f"steps = {self.steps} with adopt = 'replace' would forget what was trained meanwhile; "
+                "use 'mix' or 'rebase', or steps = 0"
+            )
+        if self.late == "continue" and not self.steps:
+            raise ValueError("late = 'continue' needs steps > 0: with steps = 0 the answer is waited for at once")
+        return self
 
 
 class OuterConfig(Block):
@@ -159,6 +173,10 @@ class RunConfig(Block):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
         return self
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.folder or f"runs/{self.name}")
 
     @property
     def samples_per_step(self) -> int:

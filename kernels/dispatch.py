@@ -1,4 +1,4 @@
-"""The one place that picks an implementation: Triton for CUDA tensors, C for CPU tensors, else the torch reference."""
+"""The one place that picks an implementation: Triton for CUDA tensors, C for CPU tensors, else the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from geotrain.kernels.layout import Spec
 def quantize(
     values: Tensor, spec: Spec, *, anchor: Tensor | None = None, residual: Tensor | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Code v = (anchor −) values + decay · residual in one pass. Returns (payload, sum of v², finite); see reference."""
+    """Code v = (anchor −) values + decay · residual in one pass: (payload, sum of v², finite)."""
     payload = torch.empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     flat = [None if t is None else t.reshape(-1) for t in (values, anchor, residual)]
     assert flat[0] is not None

@@ -4,25 +4,29 @@ A tensor of `numel` elements is cut into blocks of `block` elements (the last ma
 
 fp32, bf16     the values themselves
 int8           [scales, padded to 16 bytes][one signed code a byte]
-4-bit formats  [scales, padded to 16 bytes][codes: byte j of a block holds elements j (low) and j + half (high)]
-               half = block / 2, in the tail block ceil(tail / 2); a code is sign · 8 + magnitude index
-topk2          one record a block, see `topk_record`
+4-bit formats  [scales, padded to 16 bytes][codes: byte j of a block holds elements j (low) and half + j (high);
+               half = block / 2, in a shorter last block ceil(length / 2); a code is sign · 8 + magnitude's index]
+topk2          one record a block, see `TopkRecord`
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from math import ceil
 
-MIN_BLOCK, MAX_BLOCK = 16, 4096
+MIN_BLOCK, MAX_BLOCK = 32, 4096
 SCALE_BYTES = {"fp32": 4, "bf16": 2, "e8m0": 1}
+SCALE_SHIFT = {"fp32": 0, "bf16": 16, "e8m0": 23}  # a stored scale is the upper part of fp32's bits
+MAX_FP32_BITS = 0x7F7FFFFF
+TINY_BITS = 27 << 23  # 2^-100: a block whose largest magnitude is below is coded as zero (no denormal scales)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The magnitudes a code can stand for: integers below 2^mantissa, above them a float with that mantissa.
+    """The magnitudes a code can stand for: integers below 2^mantissa, from there on a float with that mantissa.
 
-    Code c < 2^M means c; c = (e << M) + f, e ≥ 1, means (2^M + f) · 2^(e−1). A value is scale · magnitude.
+    Code c < 2^M means c; c = (e << M) + f with e ≥ 1 means (2^M + f) · 2^(e−1). A value is scale · magnitude.
     """
 
     bits: int
@@ -42,9 +46,9 @@ FORMATS = ("fp32", "bf16", *GRIDS, "topk2")
 
 @dataclass(frozen=True)
 class Spec:
-    """How values become bytes. Raises ValueError for a block that the kernels do not take.
+    """How values become bytes. Raises ValueError for what the kernels do not take.
 
-    block: elements that share a scale; a power of two. scale: fp32, bf16 or e8m0 (power of two).
+    block: elements that share a scale; a power of two. scale: fp32, bf16 or e8m0 (powers of two).
     error_decay: part of the old residual that is added to the values. density: topk2, share of elements sent.
     """
 
@@ -67,6 +71,16 @@ class Spec:
     def scale_bytes(self) -> int:
         return SCALE_BYTES[self.scale]
 
+    @property
+    def max_scale_bits(self) -> int:
+        """fp32 bits of the largest scale whose largest value is still finite."""
+        level = GRIDS[self.format].max_level if self.format in GRIDS else 1
+        largest = struct.unpack("<f", struct.pack("<I", MAX_FP32_BITS))[0]
+        below = struct.unpack("<I", struct.pack("<f", largest / level))[0]
+        if struct.unpack("<f", struct.pack("<I", below))[0] * level > largest:  # the quotient was rounded up
+            below -= 1
+        return (below >> SCALE_SHIFT[self.scale]) << SCALE_SHIFT[self.scale]
+
     def blocks(self, numel: int) -> int:
         return -(-numel // self.block)
 
@@ -80,14 +94,14 @@ class Spec:
             raise ValueError(f"codec: {numel} elements")
         if self.format in ("fp32", "bf16"):
             return numel * (4 if self.format == "fp32" else 2)
-        if self.format == "topk2":
-            full, tail = divmod(numel, self.block)
-            return full * self.record(self.block).bytes + (self.record(tail).bytes if tail else 0)
         full, tail = divmod(numel, self.block)
+        if self.format == "topk2":
+            return full * self.record(self.block).bytes + (self.record(tail).bytes if tail else 0)
         bits = GRIDS[self.format].bits
         return self.codes_offset(numel) + full * self.block * bits // 8 + (tail * bits + 7) // 8
 
     def record(self, length: int) -> TopkRecord:
+        """Layout of one block of topk2 with `length` ≥ 1 elements."""
         return topk_record(length, self.density, self.scale_bytes)
 
 
@@ -95,10 +109,10 @@ class Spec:
 class TopkRecord:
     """One block of topk2: `kept` elements of `length`, their positions in Elias–Fano form, 2 bits for each value.
 
-    [low scale][high scale][lows: kept · low_bits][highs: kept + (length >> low_bits) bits, at least one zero each]
-    [values: 2 bits each: sign · 2 + which scale], each section padded to whole bytes, bits from the least
-    significant upwards. Position p of the i-th kept element (ascending): its low_bits low bits stand in `lows`,
-    and bit (p >> low_bits) + i of `highs` is set. That is close to the entropy of the positions and of fixed size.
+    [low scale][high scale][lows: low_bits for each][highs][values: 2 bits each, sign · 2 + which scale]; each
+    section is padded to whole bytes, bits count from the least significant. Of the i-th kept position p
+    (ascending) the low_bits low bits stand in `lows`, and bit (p >> low_bits) + i of `highs` is set. That is close
+    to the entropy of the positions, and of fixed size (P. Elias 1974; R. Fano 1971).
     """
 
     length: int

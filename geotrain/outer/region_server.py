@@ -51,7 +51,7 @@ class RegionServer(Server):
         self.sequence = 0  # of the last update sent up
         self.in_flight: dict[int, UpdatePart] = {}  # sequence → update without its answer
         self.leases: dict[tuple[str, int], Lease] = {}  # (worker, job) → a lease not trained yet
-        self.trained: dict[int, list[int]] = {}  # fragment → leases that go up with its next update
+        self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
         self.gone = False  # said goodbye to the global server
         self.done = False  # and it said goodbye: this region has nothing left to do
         self._outgoing: list[Send] = []
@@ -61,7 +61,7 @@ class RegionServer(Server):
     def join_message(self) -> Join:
         whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
         held = [lease.lease for lease in self.leases.values()]
-        held += [n for numbers in self.trained.values() for n in numbers]
+        held += list(self.trained)
         held += [n for update in self.in_flight.values() for n in update.leases]
         i = self.identity
         return Join(
@@ -161,7 +161,8 @@ class RegionServer(Server):
     def on_applied(self, part: UpdatePart) -> None:
         for key in [key for key, lease in self.leases.items() if lease.lease in part.leases]:
             del self.leases[key]
-        self.trained.setdefault(part.deltas[-1].fragment, []).extend(part.leases)
+        pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
+        self.trained.update({lease: set(pending) for lease in part.leases})
         self._send_what_is_due()
 
     @property
@@ -193,7 +194,7 @@ class RegionServer(Server):
             "done": self.done,
             "global_versions": list(self.global_versions),
             "leases": [[v.worker, v.job, v.lease, v.start, v.samples, v.steps] for v in self.leases.values()],
-            "trained": {str(f): numbers for f, numbers in self.trained.items()},
+            "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
                 [s, u.weight, list(u.leases), u.metrics, [[d.fragment, d.anchor_version] for d in u.deltas]]
                 for s, u in self.in_flight.items()
@@ -209,7 +210,7 @@ class RegionServer(Server):
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
         self.gone, self.done = saved["gone"], saved["done"]
         self.leases = {(worker, job): Lease(worker, job, *rest) for worker, job, *rest in saved["leases"]}
-        self.trained = {int(f): list(numbers) for f, numbers in saved["trained"].items()}
+        self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
             payloads = tuple(
                 FragmentDelta(f, version, to_bytes(tensors[f"in_flight.{sequence}.{f}"])) for f, version in deltas
@@ -244,7 +245,7 @@ class RegionServer(Server):
                     0,
                     (FragmentDelta(fragment, self.global_versions[fragment], to_bytes(payload)),),
                     weight=weight,
-                    leases=tuple(self.trained.pop(fragment, ())),
+                    leases=self._leases_complete_with(fragment),
                     metrics=self._mean_metrics(),
                 )
                 self.in_flight[self.sequence] = update
@@ -252,6 +253,15 @@ class RegionServer(Server):
         if self.empty and not self.gone and not self.in_flight:
             self.gone = True
             self._outgoing.append(Send(GLOBAL, Leave(self.name)))
+
+    def _leases_complete_with(self, fragment: int) -> tuple[int, ...]:
+        """Leases whose every fragment has gone up once this one has; the rest wait for their other fragments."""
+        for fragments in self.trained.values():
+            fragments.discard(fragment)
+        complete = tuple(lease for lease, fragments in self.trained.items() if not fragments)
+        for lease in complete:
+            del self.trained[lease]
+        return complete
 
     def _mean_metrics(self) -> dict[str, float]:
         losses = [m.metrics["loss"] for m in self.members.values() if "loss" in m.metrics]

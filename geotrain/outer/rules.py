@@ -48,6 +48,9 @@ class RegionRule(Rule, Protocol):
     def start(self, state: FragmentState) -> None:
         """The fragment's x has just been set to the global weights: nothing is pending."""
 
+    def pending(self, state: FragmentState) -> bool:
+        """Whether something was applied that has not been sent up."""
+
     def may_send(self, state: FragmentState, flush: bool) -> bool:
         """Whether an update should leave for the global server now. flush: whatever is pending, however little."""
 
@@ -102,6 +105,9 @@ class _AsyncRegion:
 
     def apply(self, state: FragmentState, delta: Tensor) -> None:
         raise TypeError("a rule applies deltas in its own way")
+
+    def pending(self, state: FragmentState) -> bool:
+        return state.counts["pending"] > 0
 
     def may_send(self, state: FragmentState, flush: bool) -> bool:
         pending = state.counts["pending"]
@@ -214,6 +220,9 @@ class SyncRegion(_Sync):
         state.version += 1
         self.collect(state, member, delta, weight)
         return ()
+
+    def pending(self, state: FragmentState) -> bool:
+        return bool(state.waiting)
 
     def may_send(self, state: FragmentState, flush: bool) -> bool:
         return not state.counts["in_flight"] and self.complete(state)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from geotrain.canonical import Run
-from geotrain.config import CodecConfig, OuterConfig
+from geotrain.config import OuterConfig
 from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import WeightsReceiver, to_bytes
 from geotrain.outer.layout import Layout, Slice
 from geotrain.outer.messages import FragmentDelta, FragmentWeights
 
@@ -61,12 +62,14 @@ class WorkerRank:
     """Anchors and error feedback of one rank's shard; memory: anchor, staging buffer and, for lossy codecs,
     residual: 8 to 12 bytes for each parameter that the rank owns.
 
-    pieces: this rank's masters, each within one fragment. codec: of the link to the server above.
+    pieces: this rank's masters, each within one fragment.
     """
 
-    def __init__(self, layout: Layout, config: OuterConfig, codec: CodecConfig, pieces: Sequence[Piece]) -> None:
+    def __init__(self, layout: Layout, config: OuterConfig, pieces: Sequence[Piece]) -> None:
         self.overlap = config.overlap
-        self.codec = make_codec(codec)
+        up, down = (config.up, config.down) if config.levels == 1 else (config.local, config.local)
+        self.codec = make_codec(up)
+        self.downlink = WeightsReceiver(down)
         by_fragment: list[list[Piece]] = [[] for _ in layout.fragments]
         for piece in pieces:
             by_fragment[layout.fragment_of(piece.runs[0].parameter)].append(piece)
@@ -95,7 +98,7 @@ class WorkerRank:
             what=f"delta of fragment {fragment}",
         )
         shard.anchor.copy_(now)
-        return FragmentDelta(fragment, shard.version, encoded.payload.cpu().numpy().tobytes())
+        return FragmentDelta(fragment, shard.version, to_bytes(encoded.check().payload))
 
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
         """Adopt the server's weights θ̃ in the masters, in place. start: the answer to a join, taken as it is.
@@ -104,10 +107,7 @@ class WorkerRank:
         rebase: θ = θ̃ + (θ − θ when sent). The anchor becomes θ̃ in every case.
         """
         shard = self.shards[weights.fragment]
-        payload = (
-            torch.frombuffer(bytearray(weights.payload), dtype=torch.uint8) if weights.payload else torch.empty(0)
-        )
-        theirs = self.codec.decode(payload.to(shard.anchor.device), shard.anchor.numel())
+        theirs = self.downlink.decode(weights, shard.anchor.numel(), shard.anchor.device)
         adopt = "replace" if start else self.overlap.adopt
         if adopt == "replace":
             shard.write(theirs)

@@ -1,0 +1,77 @@
+"""Small pieces of the reference: bit views, scale types, random words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geotrain.kernels.layout import SCALE_BYTES, SCALE_SHIFT
+
+NAN_BITS = 0x7FC00000
+
+
+def as_int(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def as_float(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """fp32 magnitudes as int32, in the same order; infinities and NaN are the largest."""
+    return as_int(x) & 0x7FFFFFFF
+
+
+def round_scale_up(bits: Tensor, scale: str) -> Tensor:
+    """fp32 bits of the smallest scale of that type that is not less."""
+    mask = (1 << SCALE_SHIFT[scale]) - 1
+    return (bits + mask) & ~mask
+
+
+def round_scale_nearest(bits: Tensor, scale: str) -> Tensor:
+    """fp32 bits of the nearest scale of that type, ties to even."""
+    shift = SCALE_SHIFT[scale]
+    if shift == 0:
+        return bits
+    increment = (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)
+    return ((bits + increment) >> shift) << shift
+
+
+def narrow_scale(bits: Tensor, scale: str) -> Tensor:
+    """fp32 bits [..., 1] → stored bytes [..., scale_bytes]."""
+    shifts = [SCALE_SHIFT[scale] + 8 * i for i in range(SCALE_BYTES[scale])]
+    return torch.cat([(bits >> shift) & 0xFF for shift in shifts], -1).to(torch.uint8)
+
+
+def widen_scale(stored: Tensor, scale: str) -> Tensor:
+    """Stored bytes [..., scale_bytes] → fp32 bits [..., 1]; a set sign bit makes them negative."""
+    bits = torch.zeros_like(stored[..., :1], dtype=torch.int32)
+    for i in range(SCALE_BYTES[scale]):
+        bits |= stored[..., i : i + 1].to(torch.int32) << (SCALE_SHIFT[scale] + 8 * i)
+    return bits
+
+
+def random_words(blocks: int, block: int, seed: int) -> Tensor:
+    """32 random bits (as int64) for each element, [blocks, block], from Philox-4x32-10 keyed with `seed`.
+
+    Position p of block b takes word p // quarter of counter b · quarter + p mod quarter, quarter = block / 4.
+    """
+    counter = torch.arange(blocks * (block // 4), dtype=torch.int64)
+    words = philox(counter & 0xFFFFFFFF, counter >> 32, seed)
+    return torch.cat([word.view(blocks, block // 4) for word in words], 1)
+
+
+def philox(low: Tensor, high: Tensor, seed: int) -> list[Tensor]:
+    """Philox-4x32-10 of counter (low, high, 0, 0): Salmon et al., "Parallel random numbers", SC 2011.
+
+    Arguments and the four words of the answer are 32-bit numbers in int64.
+    """
+    mask = 0xFFFFFFFF
+    c = [low, high, torch.zeros_like(low), torch.zeros_like(low)]
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # wraps: only the 64 bits matter
+        c = [((p1 >> 32) & mask) ^ c[1] ^ k0, p1 & mask, ((p0 >> 32) & mask) ^ c[3] ^ k1, p0 & mask]
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c

@@ -1,0 +1,144 @@
+"""The torch truth of topk2: the largest elements of each block, each as a sign and one of two magnitudes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geotrain.kernels.layout import TINY_BITS, Spec, TopkRecord
+from geotrain.kernels.reference_math import (
+    NAN_BITS,
+    as_float,
+    as_int,
+    magnitude_bits,
+    narrow_scale,
+    random_words,
+    round_scale_nearest,
+    widen_scale,
+)
+
+
+def encode(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, spec: Spec, seed: int) -> Tensor:
+    """rows [blocks, block] fp32, zeros after the end. Fills `payload`, returns the decoded values [numel].
+
+    Kept are the `kept` largest magnitudes; among equals, the earlier. The two magnitudes are the means of the kept
+    elements above and not above their common mean, found in 16-bit fixed point: integer sums have no order.
+    """
+    decoded = torch.zeros_like(rows)
+    random = random_words(len(rows), spec.block, seed) if spec.stochastic else None
+    for first, last, record, offset in _groups(numel, spec):
+        part = rows[first:last, : record.length]
+        size = (last - first) * record.bytes
+        words = None if random is None else random[first:last, : record.length]
+        records, values = _encode_rows(part, finite[first:last], record, spec, words)
+        payload[offset : offset + size] = records.reshape(-1)
+        decoded[first:last, : record.length] = values
+    return decoded.view(-1)[:numel]
+
+
+def decode(payload: Tensor, numel: int, spec: Spec) -> Tensor:
+    out = torch.zeros(spec.blocks(numel), spec.block)
+    for first, last, record, offset in _groups(numel, spec):
+        records = payload[offset : offset + (last - first) * record.bytes].view(last - first, record.bytes)
+        low, high = (as_float(bits) for bits in _scales(records, spec))
+        position, which, negative = _positions(records, record)
+        level = torch.where(which, high, low)
+        out[first:last].scatter_(1, position, torch.where(negative, -level, level))
+    return out.view(-1)[:numel]
+
+
+def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
+    ok = torch.tensor(True)
+    for first, last, record, offset in _groups(numel, spec):
+        records = payload[offset : offset + (last - first) * record.bytes].view(last - first, record.bytes)
+        for bits in _scales(records, spec):
+            ok = ok & ((bits >= 0) & (bits <= spec.max_scale_bits)).all()
+        ok = ok & (_high_bits(records, record).sum(1) == record.kept).all()
+        if bool(ok):
+            ok = ok & (_positions(records, record)[0] < record.length).all()
+    return ok
+
+
+def _groups(numel: int, spec: Spec) -> list[tuple[int, int, TopkRecord, int]]:
+    """(first block, last block, record, first byte): the full blocks, then a shorter last one."""
+    full, tail = divmod(numel, spec.block)
+    groups = [(0, full, spec.record(spec.block), 0)] if full else []
+    if tail:
+        groups.append((full, full + 1, spec.record(tail), full * spec.record(spec.block).bytes))
+    return groups
+
+
+def _encode_rows(
+    rows: Tensor, finite: Tensor, record: TopkRecord, spec: Spec, random: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    order = torch.sort(magnitude_bits(rows), dim=1, descending=True, stable=True).indices
+    position = torch.sort(order[:, : record.kept], dim=1).values
+    kept = torch.gather(rows, 1, position)
+    magnitude = kept.abs()
+    low, high = _two_magnitudes(magnitude, record.kept, spec)
+    if random is None:
+        which = magnitude > as_float(low) * 0.5 + as_float(high) * 0.5
+    else:
+        uniform = (torch.gather(random, 1, position) >> 8).to(torch.float32) * 2.0**-24
+        which = uniform * (as_float(high) - as_float(low)) < magnitude - as_float(low)
+    value = torch.copysign(torch.where(which, as_float(high), as_float(low)), kept)
+    decoded = torch.zeros_like(rows).scatter_(1, position, value)
+
+    ranks = torch.arange(record.kept)
+    high_bits = torch.zeros(len(rows), record.high_bits, dtype=torch.uint8)
+    high_bits.scatter_(1, (position >> record.low_bits) + ranks, 1)
+    low_bits = (position[:, :, None] >> torch.arange(record.low_bits)) & 1
+    value_bits = torch.stack([which, as_int(kept) < 0], 2)
+    sections = [
+        narrow_scale(torch.where(finite, low, NAN_BITS), spec.scale),
+        narrow_scale(torch.where(finite, high, NAN_BITS), spec.scale),
+        *(_pack(bits.reshape(len(rows), -1)) for bits in (low_bits, high_bits, value_bits)),
+    ]
+    return torch.cat(sections, 1), decoded
+
+
+def _two_magnitudes(magnitude: Tensor, kept: int, spec: Spec) -> tuple[Tensor, Tensor]:
+    """fp32 bits [rows, 1] of the low and the high magnitude, rounded to the scale's type."""
+    amax = magnitude_bits(magnitude).amax(1, keepdim=True)
+    exponent = (amax >> 23).clamp(min=TINY_BITS >> 23)
+    fixed = (magnitude * as_float((269 - exponent) << 23)).to(torch.int32)  # the largest lies in [2^15, 2^16)
+    above = fixed > fixed.sum(1, keepdim=True, dtype=torch.int32) // kept
+    count_high = above.sum(1, keepdim=True, dtype=torch.int32)
+    sum_high = torch.where(above, fixed, 0).sum(1, keepdim=True, dtype=torch.int32)
+    sum_low = fixed.sum(1, keepdim=True, dtype=torch.int32) - sum_high
+    unit = as_float((exponent - 15) << 23)
+    low = sum_low.float() / (kept - count_high).float() * unit
+    high = torch.where(count_high > 0, sum_high.float() / count_high.clamp(min=1).float() * unit, low)
+    rounded = [round_scale_nearest(as_int(x), spec.scale).clamp(max=spec.max_scale_bits) for x in (low, high)]
+    return torch.where(amax < TINY_BITS, 0, rounded[0]), torch.where(amax < TINY_BITS, 0, rounded[1])
+
+
+def _scales(records: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    size = spec.scale_bytes
+    return widen_scale(records[:, :size], spec.scale), widen_scale(records[:, size : 2 * size], spec.scale)
+
+
+def _high_bits(records: Tensor, record: TopkRecord) -> Tensor:
+    return _unpack(records[:, record.highs_offset : record.values_offset])
+
+
+def _positions(records: Tensor, record: TopkRecord) -> tuple[Tensor, Tensor, Tensor]:
+    """(position, whether the high magnitude, whether negative) of each kept element, all [rows, kept]."""
+    set_bits = _high_bits(records, record).nonzero()[:, 1].view(len(records), record.kept)
+    high = set_bits - torch.arange(record.kept)
+    lows = _unpack(records[:, record.lows_offset : record.highs_offset])[:, : record.kept * record.low_bits]
+    low = (lows.view(len(records), record.kept, record.low_bits) << torch.arange(record.low_bits)).sum(2)
+    values = _unpack(records[:, record.values_offset :])[:, : 2 * record.kept].view(len(records), record.kept, 2)
+    return (high << record.low_bits) + low, values[:, :, 0] == 1, values[:, :, 1] == 1
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """[rows, n] of 0 and 1 → [rows, ceil(n / 8)] bytes, least significant bit first."""
+    padded = torch.zeros(len(bits), -(-bits.shape[1] // 8) * 8, dtype=torch.int32)
+    padded[:, : bits.shape[1]] = bits
+    return (padded.view(len(bits), -1, 8) << torch.arange(8)).sum(2).to(torch.uint8)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    bits = (packed[:, :, None].to(torch.int64) >> torch.arange(8)) & 1
+    return bits.reshape(len(packed), -1)

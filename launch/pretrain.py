@@ -1,0 +1,72 @@
+"""The script given to `deepspeed`: one rank of one worker.
+
+deepspeed --hostfile hosts launch/pretrain.py --run run.json --region eu
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.outer.layout import layout_of
+from geotrain.outer.messages import Refused
+from geotrain.outer.server import identity_of
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train as one rank of a worker. Started by the deepspeed launcher.")
+    parser.add_argument("--run", required=True, type=Path, help="the run file")
+    parser.add_argument("--region", required=True, help="the region this worker stands in")
+    parser.add_argument("--cluster", type=Path, help="the cluster file; default: cluster.json beside the run file")
+    parser.add_argument("--worker", help="the worker's name; default: the region's only one")
+    parser.add_argument("--resume", action="store_true", help="take up the newest checkpoint of the optimizer")
+    parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        run = load_run(args.run)
+        cluster = load_cluster(args.cluster or args.run.parent / "cluster.json")
+        train(run, cluster, args.region, args.worker, args.resume)
+    except (ConfigError, Refused, ValueError, OSError, TimeoutError) as error:
+        print(f"geotrain: worker in {args.region}: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
+    """Build everything, train, close everything."""
+    # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
+    from geotrain.data.loader import LeasedLoader, open_source
+    from geotrain.inner.dataset import open_tokens
+    from geotrain.inner.engine import build_engine
+    from geotrain.monitor.events import EventLog
+    from geotrain.net.client import MemberClient
+    from geotrain.trainer import Trainer
+
+    worker = cluster.worker(region, worker_name)
+    folder = run.run_folder
+    deepspeed = {**run.deepspeed, **worker.deepspeed}
+    engine = build_engine(run, worker.parallel or run.parallel, deepspeed)
+    vocab_size = engine.architecture.vocab_size
+    source = open_source(Path(run.data.train), open_tokens, run.data.sequence_length, vocab_size, run.seed)
+    micro_batch = deepspeed["train_micro_batch_size_per_gpu"]
+    loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
+    layout = layout_of(run)
+    server = cluster.global_server if run.outer.levels == 1 else cluster.region(region).server
+    checkpoints = folder / run.checkpoint.folder / worker.name
+    with MemberClient(str(server)) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
+        report = lambda numbers: events.write("job", worker=worker.name, **numbers)  # noqa: E731
+        trainer = Trainer(
+            run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints, report
+        )
+        trainer.train(resume)
+    engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Members, parts, exactly once, layouts, leases, state."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from geotrain.config import CodecConfig, OuterConfig
+from geotrain.outer.layout import Slice
+from geotrain.outer.messages import Refused
+from tests.outer.test_rules import config, start_vector
+from tests.outer.world import FakeWorker, World, columns, halves, layout, whole
+
+
+def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, **kwargs) -> World:
+    lay = layout(fragments)
+    start = [start_vector()[:1].expand(f.numel).clone() for f in lay.fragments]
+    regions = {"eu": [FakeWorker("a", lay, cut_a(lay))], "us": [FakeWorker("b", lay, cut_b(lay))]}
+    return World(cfg, regions, start, lay, **kwargs)
+
+
+def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return {f.index: torch.randn(f.numel, generator=gen) for f in world.layout.fragments}
+
+
+def play(world: World, rounds: int = 12) -> list[torch.Tensor]:
+    for i in range(rounds):
+        for n, r in (("a", "eu"), ("b", "us")):
+            world.push(n, random_deltas(world, 10 * i + ord(n)))
+            while update := world.deliver_up(r):
+                world.deliver_down(r, update)
+    return [state.x for state in world.top.fragments]
+
+
+@pytest.mark.parametrize("fragments", [None, 1])
+@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
+def test_different_layouts_give_the_same_server_state_as_equal_ones(rule, fragments):
+    equal = play(make(config(rule=rule), fragments=fragments))
+    different = play(make(config(rule=rule), halves, columns, fragments=fragments))
+    for a, b in zip(equal, different, strict=True):
+        assert torch.equal(a, b)
+    assert float(equal[0].std()) > 0.1
+
+
+def test_an_update_is_applied_once_and_only_whole():
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    first, second = worker.parts(random_deltas(world, 1))
+    before = region.fragments[0].x.clone()
+    assert not region.on_part(first)
+    assert not region.on_part(first)  # a retry of half an update
+    assert torch.equal(region.fragments[0].x, before)
+    assert region.on_part(second)
+    after = region.fragments[0].x.clone()
+    assert not torch.equal(after, before)
+    for retry in (first, second):
+        assert not region.on_part(retry)
+    assert torch.equal(region.fragments[0].x, after)
+    assert region.fragments[0].version == 1
+
+
+def test_all_parts_are_answered_with_the_same_version_however_late_they_ask():
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    for part in worker.parts(random_deltas(world, 1)):
+        region.on_part(part)
+    early = region.answer("a", "life-1", 0, 1, (0,))
+    region.fragments[0].x.add_(1)  # someone else's update arrives in between
+    region.fragments[0].version += 1
+    late = region.answer("a", "life-1", 1, 1, (0,))
+    assert early is not None and late is not None
+    assert early.weights[0].version == late.weights[0].version == 1
+
+
+def test_a_new_life_drops_the_half_update_of_the_old_one():
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    region.on_part(worker.parts(random_deltas(world, 1))[0])
+    for join in worker.joins(world.identity, "life-2"):
+        welcome = region.on_join(join)
+    assert welcome.sequence == 1
+    with pytest.raises(Refused, match="join first"):
+        region.on_part(dataclasses.replace(worker.parts(random_deltas(world, 1))[1], sequence=1))
+    worker.sequence = 0
+    parts = worker.parts(random_deltas(world, 2), incarnation="life-2")
+    assert [region.on_part(p) for p in parts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"member": "zoe"}, "no member is called 'zoe'"),
+        ({"config_digest": "other"}, "config digest differs: a has other .* has config"),
+        ({"layout_digest": "other", "model": "a big one"}, "layout digest differs: a has other .a big one."),
+        ({"part": 2}, "part 2 of 2"),
+        ({"pushes": ((Slice(0, 65),),)}, "does not lie within"),
+        ({"pushes": ((Slice(0, 8, -1, 2),),)}, "does not lie within"),
+        ({"pushes": ()}, "slices for 0 fragments"),
+    ],
+)
+def test_a_join_that_does_not_fit_is_refused(change, reason):
+    world = make(config(), cut_a=halves)
+    join = dataclasses.replace(world.workers["a"][1].joins(world.identity)[0], incarnation="life-2", **change)
+    with pytest.raises(Refused, match=reason):
+        world.regions["eu"].on_join(join)
+
+
+def test_ranks_that_do_not_cover_the_model_are_refused():
+    world = make(config(), cut_a=halves)
+    first, second = world.workers["a"][1].joins(world.identity, "life-2")
+    region = world.regions["eu"]
+    region.on_join(first)
+    with pytest.raises(Refused, match="element 0 of 64 is covered 2 times"):
+        region.on_join(dataclasses.replace(second, pushes=first.pushes))
+
+
+def test_damaged_updates_are_refused_and_change_nothing():
+    world = make(config())
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    before = region.fragments[0].x.clone()
+    good = worker.parts(random_deltas(world, 1))[0]
+
+    def damaged(payload: bytes):
+        return dataclasses.replace(good, deltas=(dataclasses.replace(good.deltas[0], payload=payload),))
+
+    nan = torch.full((64,), torch.nan).numpy().tobytes()
+    for part, reason in (
+        (damaged(good.deltas[0].payload[:-1]), "has 255 bytes, its slices need 256"),
+        (damaged(nan), "not finite"),
+        (dataclasses.replace(good, sequence=5), "update 5 came, but 1 is next"),
+        (dataclasses.replace(good, incarnation="ghost"), "join first"),
+    ):
+        with pytest.raises(Refused, match=reason):
+            region.on_part(part)
+    assert torch.equal(region.fragments[0].x, before)
+    assert region.on_part(good)
+
+
+@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
+@pytest.mark.parametrize("down", ["fp32", "int4"])
+def test_a_server_restored_from_its_state_goes_on_to_the_same_bits(rule, down):
+    straight = make(config(rule=rule, up=CodecConfig(name="int4"), down=CodecConfig(name=down)))
+    want = play(straight, 9)
+    broken = make(config(rule=rule, up=CodecConfig(name="int4"), down=CodecConfig(name=down)))
+    for i in range(9):
+        for n, r in (("a", "eu"), ("b", "us")):
+            broken.push(n, random_deltas(broken, 10 * i + ord(n)))
+            restart(broken, r)
+            while update := broken.deliver_up(r):
+                broken.deliver_down(r, update)
+    for a, b in zip(want, [s.x for s in broken.top.fragments], strict=True):
+        assert torch.equal(a, b)
+
+
+def restart(world: World, region: str) -> None:
+    """Replace a region server by one restored from its state, as after a kill; its members stay as they are."""
+    old = world.regions[region]
+    tensors, meta = old.state()
+    tensors = {k: v.clone() for k, v in tensors.items()}
+    new = type(old)(region, world.identity, world.layout, world.config, tuple(old.members))
+    new.incarnation = old.incarnation
+    new.load(tensors, meta)
+    for name, member in old.members.items():
+        for join in member.joined.values():
+            new.on_join(join)
+        new.members[name].senders = member.senders
+    world.regions[region] = new
+
+
+def test_incremental_answers_track_the_weights():
+    """4-bit changes downwards: what one leaves out goes with the next, so the region stays near."""
+    world = make(config(down=CodecConfig(name="int4"), updates_per_send=1, merge_alpha=1.0))
+    for i in range(30):
+        world.push("a", {0: torch.randn(64, generator=torch.Generator().manual_seed(i)) / (1 + i)})
+        update = world.deliver_up("eu")
+        assert update is not None
+        world.deliver_down("eu", update)
+    receiver = world.regions["eu"].downlink.mirror[0]
+    scale = float((world.top.fragments[0].x).norm())
+    assert float((receiver - world.top.fragments[0].x).norm()) < 0.02 * scale
+
+
+def test_leases_follow_the_delta_that_used_them():
+    world = make(config(updates_per_send=2), train_samples=64)
+    for _ in range(2):
+        lease = world.lease("a")
+        assert lease is not None
+        world.push("a", random_deltas(world, lease.lease), leases=(lease.lease,))
+    assert world.top.book.committed_samples == 0  # trained, but not yet part of the global weights
+    world.deliver_up("eu")
+    assert world.top.book.committed_samples == 16
+
+
+def test_a_dead_workers_lease_is_trained_again():
+    world = make(config(), train_samples=64)
+    lease = world.lease("a")
+    assert lease is not None
+    for join in world.workers["a"][1].joins(world.identity, "life-2"):
+        world.regions["eu"].on_join(join)
+    world._collect("eu")
+    world.deliver_up("eu")
+    again = world.lease("b")
+    assert again is not None
+    assert (again.start, again.samples) == (lease.start, lease.samples)
+
+
+def test_flush_at_the_end_leaves_nothing_pending():
+    world = make(config(updates_per_send=100), train_samples=64)
+    lease = world.lease("a")
+    assert lease is not None
+    world.push("a", random_deltas(world, 1), leases=(lease.lease,))
+    assert world.deliver_up("eu") is None
+    world.regions["eu"].on_leave("a")
+    world._collect("eu")
+    update = world.deliver_up("eu")
+    assert update is not None and update.leases == (lease.lease,)
+    world.deliver_down("eu", update)
+    assert world.deliver_up("eu") is None
+    assert world.top.members["eu"].left
+    assert world.top.book.committed_samples == lease.samples

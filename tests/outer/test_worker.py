@@ -1,0 +1,92 @@
+"""A rank's anchors and what it does with answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from geotrain.canonical import Run
+from geotrain.config import CodecConfig, OuterConfig, OverlapConfig
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.worker import Piece, WorkerRank
+from tests.outer.world import layout
+
+FP32 = CodecConfig(name="fp32")
+
+
+def rank(adopt: str, codec: CodecConfig = FP32) -> tuple[WorkerRank, torch.Tensor, torch.Tensor]:
+    """Owns layer.0, and holds a copy of the norm that another rank speaks for."""
+    matrix, norm = torch.zeros(16), torch.zeros(8)
+    config = OuterConfig(
+        local=codec, overlap=OverlapConfig(steps=0 if adopt == "replace" else 2, adopt=adopt, mix=0.25)
+    )
+    pieces = [Piece((Run("norm", 0, 8),), norm, False), Piece((Run("layer.0", 0, 16),), matrix, True)]
+    return WorkerRank(layout(), config, pieces), matrix, norm
+
+
+def weights(value: float, version: int = 1) -> FragmentWeights:
+    payload = make_codec(FP32).encode(torch.full((24,), value)).payload
+    return FragmentWeights(0, version, to_bytes(payload))
+
+
+@pytest.mark.parametrize(
+    ("adopt", "expected"), [("replace", 5.0), ("mix", 0.25 * 3 + 0.75 * 5), ("rebase", 5 + 3 - 2)]
+)
+def test_adopting(adopt, expected):
+    worker, matrix, norm = rank(adopt)
+    worker.on_weights(weights(1.0), start=True)
+    assert matrix.eq(1).all() and norm.eq(1).all()
+    matrix.fill_(2.0)
+    norm.fill_(2.0)
+    delta = worker.make_delta(0, seed=1)
+    sent = make_codec(FP32).decode(from_bytes(delta.payload), 16)
+    assert sent.eq(-1).all() and delta.anchor_version == 1  # anchor 1 − masters 2, of what it speaks for only
+    matrix.fill_(3.0)  # training went on while the answer travelled
+    norm.fill_(3.0)
+    worker.on_weights(weights(5.0, version=4))
+    assert matrix.eq(expected).all() and norm.eq(expected).all()
+    later = worker.make_delta(0, seed=2)
+    assert later.anchor_version == 4
+    torch.testing.assert_close(
+        make_codec(FP32).decode(from_bytes(later.payload), 16), torch.full((16,), 5.0 - expected)
+    )
+
+
+def test_rebase_forgets_nothing():
+    """Over many exchanges with a server that adds up deltas, the sum of the worker's own progress arrives whole."""
+    worker, matrix, norm = rank("rebase")
+    server = torch.zeros(24)
+    worker.on_weights(weights(0.0), start=True)
+    progress, gen = torch.zeros(16), torch.Generator().manual_seed(0)
+
+    def train() -> None:
+        step = torch.randn(16, generator=gen)
+        matrix.add_(step)
+        progress.add_(step)
+
+    for i in range(10):
+        train()
+        delta = worker.make_delta(0, seed=i)
+        server[:16] -= make_codec(FP32).decode(from_bytes(delta.payload), 16)
+        train()
+        payload = make_codec(FP32).encode(torch.cat([server[:16], norm])).payload
+        worker.on_weights(FragmentWeights(0, i, to_bytes(payload)))
+        torch.testing.assert_close(matrix, progress, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(server[:16] + (matrix - server[:16]), progress, rtol=1e-5, atol=1e-5)
+
+
+def test_error_feedback_sends_later_what_rounding_left_out():
+    worker, matrix, _ = rank("replace", CodecConfig(name="bf16"))
+    zeros = make_codec(CodecConfig(name="bf16")).encode(torch.zeros(24)).payload
+    worker.on_weights(FragmentWeights(0, 1, to_bytes(zeros)), start=True)
+    meant, sent = torch.zeros(16), torch.zeros(16)
+    gen = torch.Generator().manual_seed(0)
+    for i in range(50):
+        before = matrix.clone()
+        matrix.add_(torch.rand(16, generator=gen) / 3)
+        meant += before - matrix
+        delta = worker.make_delta(0, seed=i)
+        sent += make_codec(CodecConfig(name="bf16")).decode(from_bytes(delta.payload), 16)
+    assert float((meant - sent).abs().max()) < 2e-3  # one rounding, not fifty
