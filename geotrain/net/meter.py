@@ -1,7 +1,8 @@
 """Bytes counted where they leave the machine: the kernel's own counters of this process's TCP sockets (Linux).
 
 TCP_INFO gives, for each connection, the payload bytes that the other side has acknowledged and those received: what
-gRPC, TLS and HTTP/2 add is in it, headers of TCP and IP and retransmissions are not.
+gRPC, TLS and HTTP/2 add is in it, headers of TCP and IP and retransmissions are not. (The kernel counts the opening
+handshake of the side that connects as one byte.)
 """
 
 from __future__ import annotations

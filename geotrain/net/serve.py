@@ -167,6 +167,8 @@ class _Host:
         self.above: Address | None = None
 
     async def run(self, address: Address, above: Address | None) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         self.machine = Machine(self.server, self._deliver, self.diary.watch)
         self.service = Service(self.machine, self._control, self._status)
         self.above = above
@@ -178,8 +180,6 @@ class _Host:
         if not _is_loopback(address):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         try:
             await self._until_over()
             await self._snapshot()

@@ -1,0 +1,230 @@
+"""Servers as processes: from a run file and a cluster file to exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.initial import initial_tensor
+from geotrain.net.client import MemberClient
+from geotrain.net.link import Link
+from geotrain.net.store import read_weights
+from geotrain.outer.layout import layout_of
+from geotrain.outer.server import identity_of
+from tests.net.net_worlds import TINY, FakeWorker, halves, outer, wait_for, whole
+
+SERVE = """
+import sys
+from pathlib import Path
+from geotrain.config import load_cluster, load_run
+from geotrain.net.serve import serve_global, serve_region
+folder, which, resume = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "resume"
+run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+if which == "global":
+    sys.exit(serve_global(run, cluster, folder / which, resume))
+sys.exit(serve_region(run, cluster, which, folder / which, resume))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Site:
+    """A run's folder on this machine and the processes that serve it."""
+
+    def __init__(
+        self, folder: Path, rule: str = "halos", train_samples: int = 48, init_from: str | None = None
+    ) -> None:
+        self.folder = folder
+        ports = [free_port() for _ in range(2)]
+        run = {
+            "name": "tiny",
+            "model": {"config": TINY},
+            "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
+            "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
+            "outer": outer(rule).model_dump(by_alias=True, mode="json"),
+            "checkpoint": {"every_updates": 10},
+        }
+        workers = [{"name": n, "hosts": [{"host": "localhost", "slots": 1}]} for n in ("a", "b")]
+        cluster = {
+            "name": "here",
+            "global_server": {"port": ports[0]},
+            "regions": [{"name": "eu", "server": {"port": ports[1]}, "workers": workers}],
+        }
+        (folder / "run.json").write_text(json.dumps(run))
+        (folder / "cluster.json").write_text(json.dumps(cluster))
+        self.run, self.cluster = parse(RunConfig, run, "run"), parse(ClusterConfig, cluster, "cluster")
+        self.layout = layout_of(self.run)
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def serve(self, which: str, resume: bool = False) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(self.folder), which, "resume" if resume else "new"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def address(self, which: str) -> str:
+        return str(self.cluster.global_server if which == "global" else self.cluster.region(which).server)
+
+    def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
+        cut = (halves if name == "a" else whole)(self.layout)
+        identity = identity_of(self.run, self.layout)
+        return FakeWorker(name, incarnation, self.address("eu"), self.layout, self.run.outer, cut, identity)
+
+    def status(self, which: str) -> dict[str, Any]:
+        client = MemberClient(self.address(which), connect_s=20)
+        try:
+            return client.status()
+        finally:
+            client.close()
+
+    def events(self, which: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / which / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def site(tmp_path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    for process in made.processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], within_s: float = 20) -> tuple[int, str]:
+    _, said = process.communicate(timeout=within_s)
+    return process.returncode, said
+
+
+def work(site: Site, jobs: int, incarnation: str) -> list[int]:
+    """Both workers train that many jobs each. Returns the samples' starts."""
+    workers = [site.worker("a", incarnation), site.worker("b", incarnation)]
+    for worker in workers:
+        worker.join()
+    starts = []
+    for _ in range(jobs):
+        for worker in workers:
+            lease = worker.lease()
+            assert lease is not None
+            worker.train(lease)
+            starts.append(lease.start)
+    for worker in workers:
+        worker.close()
+    return starts
+
+
+def test_a_run_from_start_to_end_with_a_pause(site):
+    top, region = site.serve("global"), site.serve("eu")
+    starts = work(site, 3, "life-1")
+    links = site.status("eu")["links"]
+    model_bytes = 4 * site.layout.numel
+    assert links["up_bytes"] > 2 * model_bytes and links["down_bytes"] > 2 * model_bytes
+    assert links["up_bytes"] >= links["peak_up_bytes_per_s"] > model_bytes / 4
+    above = site.status("global")
+    assert abs(above["links"]["up_bytes"] - links["up_bytes"]) < 20_000
+    assert above["peers"]["eu"]["received_bytes"] == above["links"]["up_bytes"]
+
+    region.send_signal(signal.SIGTERM)  # a pause: region first, so that what is in flight is in its snapshot
+    top.send_signal(signal.SIGTERM)
+    assert ended(region) == (0, "") and ended(top) == (0, "")
+    assert not (site.folder / "global" / "listening.json").exists()
+
+    top, region = site.serve("global", resume=True), site.serve("eu", resume=True)
+    workers = [site.worker("a", "life-2"), site.worker("b", "life-2")]
+    for worker in workers:
+        worker.join()
+    left = {worker.name: worker for worker in workers}
+    while left:
+        for name, worker in list(left.items()):
+            lease = worker.lease()
+            if lease is None:
+                worker.leave()
+                del left[name]
+            else:
+                worker.train(lease)
+                starts.append(lease.start)
+    for worker in workers:
+        worker.close()
+    assert ended(region) == (0, "") and ended(top) == (0, "")
+    assert sorted(starts) == list(range(0, 48, 4))
+
+    applied = [e for e in site.events("global") if e["event"] == "UpdateApplied"]
+    assert sum(e["samples"] for e in applied) == 48
+    kinds = {e["event"] for e in site.events("eu")}
+    assert kinds >= {"Joined", "UpdateApplied", "SentUp", "Merged", "Left", "SnapshotWritten"}
+    trained = [e for e in site.events("eu") if e["event"] == "UpdateApplied"]
+    assert sum(e["samples"] for e in trained) == 48
+    assert {e["payload_bytes"] for e in trained} == {4 * f.numel for f in site.layout.fragments}
+    assert all(e["loss"] > 0 and e["staleness"] >= 0 for e in trained)
+
+    weights = dict(read_weights(site.folder / "global", site.layout))
+    first = {p.name: initial_tensor(p, site.run.seed) for p in site.layout.parameters}
+    assert weights.keys() == first.keys()
+    assert not any(torch.equal(weights[name], first[name]) for name in first)
+
+
+def test_what_a_server_says_and_does_without_workers(site):
+    """The first weights are on disk before any worker comes; control; a taken port; a folder in use."""
+    top = site.serve("global")
+    wait_for(lambda: (site.folder / "global" / "listening.json").exists(), 30)
+    for name, tensor in read_weights(site.folder / "global", site.layout):
+        parameter = next(p for p in site.layout.parameters if p.name == name)
+        assert torch.equal(tensor, initial_tensor(parameter, site.run.seed))
+
+    second = site.serve("global", resume=True)
+    code, said = ended(second)
+    assert code == 1 and said == (
+        f"geotrain serve: cannot listen on {site.address('global')}: Address already in use; "
+        "stop what uses the port, or choose another in the cluster file\n"
+    )
+
+    async def control() -> None:
+        link = Link(site.address("global"), "operator", "")
+        await link.control("snapshot")
+        await link.control("stop")
+        await link.close()
+
+    asyncio.run(control())
+    assert ended(top) == (0, "")
+    assert [e["event"] for e in site.events("global")].count("SnapshotWritten") == 3
+
+    code, said = ended(site.serve("global"))
+    assert code == 1 and "holds the state of a run already; resume it, or choose another folder" in said
+
+
+def test_a_killed_region_server_comes_back_by_itself(site):
+    """Its snapshot may be older than what the global server knows of it: the run goes on all the same. It stops on
+    SIGTERM also while the global server is away."""
+    top, region = site.serve("global"), site.serve("eu")
+    work(site, 2, "life-1")
+    region.kill()
+    ended(region)
+    region = site.serve("eu", resume=True)
+    work(site, 1, "life-2")
+    assert site.status("eu")["connected"]
+    top.kill()
+    began = time.monotonic()
+    region.send_signal(signal.SIGTERM)
+    assert ended(region) == (0, "")
+    assert time.monotonic() - began < 5
