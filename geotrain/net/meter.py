@@ -44,6 +44,11 @@ class Traffic:
         self.peak_sent_bytes = max(self.peak_sent_bytes, sum(s for _, s, _ in self.window))
         self.peak_received_bytes = max(self.peak_received_bytes, sum(r for _, _, r in self.window))
 
+    def join(self, other: Traffic) -> None:
+        """Add another connection's bytes (not its peaks, which may not have been at the same time)."""
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
+
 
 class Meter:
     """Samples every PERIOD_S on a thread of its own. A socket that closes between two samples loses at most what it

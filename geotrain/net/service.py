@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from grpc import aio
@@ -41,7 +42,7 @@ class Service:
         extra_status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.machine, self._control, self._extra_status = machine, control, extra_status
-        self.peers: dict[str, str] = {}  # address of a connection → the member that joined over it
+        self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
         self.refused: dict[str, int] = {}  # member → messages refused for good
         self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
         self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
@@ -89,7 +90,7 @@ class Service:
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         welcome = await self._refusable(join.member, self.machine.say(join))
-        self.peers[context.peer()] = join.member
+        self.peers[_plain_peer(context.peer())] = join.member
         self._granted.pop(join.member, None)  # what its earlier life was told may be wrong by now
         return wire.pack(welcome)
 
@@ -225,6 +226,12 @@ async def _next_frame(context: Any, wait_s: float) -> bytes:
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
     return bytes(frame)
+
+
+def _plain_peer(peer: str) -> str:
+    """gRPC's "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5" as the meter writes it."""
+    plain = unquote(peer.partition(":")[2]).replace("[", "").replace("]", "")
+    return plain.removeprefix("::ffff:")
 
 
 def _check_free(address: Address) -> None:
