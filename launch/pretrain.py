@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
@@ -59,7 +60,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     layout = layout_of(run)
     server = cluster.global_server if run.outer.levels == 1 else cluster.region(region).server
     checkpoints = folder / run.checkpoint.folder / worker.name
-    with MemberClient(str(server)) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
+    with closing(MemberClient(str(server))) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
         trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
         trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)
