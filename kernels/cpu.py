@@ -23,7 +23,7 @@ _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 class _Record(ctypes.Structure):
-    _fields_ = [(name, _int) for name in ("length", "kept", "low_bits", "lows", "highs", "values", "bytes")]
+    _fields_ = [(name, _int) for name in ("length", "kept", "low_bits", "lows_at", "highs_at", "values_at", "bytes")]
 
 
 _BLOCKS = [(name, _int) for name in ("format", "block", "scale_shift", "scale_bytes", "max_scale_bits")]
@@ -276,8 +276,7 @@ def _blocks(spec: Spec, numel: int) -> dict[str, Any]:
     if spec.format == "topk2" and numel:
         for i, length in enumerate((spec.block, numel % spec.block or spec.block)):
             r = spec.record(length)
-            offsets = (r.lows_offset, r.highs_offset, r.values_offset)
-            records[i] = _Record(r.length, r.kept, r.low_bits, *offsets, r.bytes)
+            records[i] = _Record(r.length, r.kept, r.low_bits, r.lows_at, r.highs_at, r.values_at, r.bytes)
     return {
         "numel": numel,
         "codes_offset": spec.codes_offset(numel) if dense else 0,

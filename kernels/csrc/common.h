@@ -6,6 +6,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -18,6 +21,7 @@
 #define API __attribute__((visibility("default")))
 
 enum { MAX_BLOCK = 4096, CHUNK = 1 << 15 }; /* elements; a chunk is what a thread takes at a time */
+enum { LANES = 16 };                         /* partial sums of squares */
 enum format { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, E3M0 = 4, E2M1 = 5, TOPK2 = 6 };
 enum { TINY_BITS = 27 << 23, NAN_BITS = 0x7FC00000, INFINITY_BITS = 0x7F800000 };
 
@@ -44,7 +48,7 @@ typedef struct {
     float decay, inverse_level; /* 1 / the grid's largest magnitude */
     int32_t values_are_bf16, format, block, scale_shift, scale_bytes, max_scale_bits, stochastic, threads;
     /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
-    struct record { int32_t length, kept, low_bits, lows, highs, values, bytes; } record[2];
+    struct record { int32_t length, kept, low_bits, lows_at, highs_at, values_at, bytes; } record[2];
 } quantize_job;
 
 typedef struct {
@@ -55,6 +59,21 @@ typedef struct {
     int32_t accumulate, format, block, scale_shift, scale_bytes, max_scale_bits, threads;
     struct record record[2];
 } dequantize_job;
+
+/* A full block to memory that is too large to stay in the cache: past it, without reading it first. */
+enum { STREAM_BYTES = 1 << 24 };
+INLINE void stream(float *restrict to, const float *restrict from, int n) { /* both 64-byte aligned, n % 16 == 0 */
+#ifdef __SSE2__
+    for (int i = 0; i < n; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+#else
+    memcpy(to, from, sizeof(float) * (size_t)n);
+#endif
+}
+INLINE void end_stream(void) {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
 
 INLINE void store_scale(uint8_t *at, int32_t bits, int32_t shift, int32_t bytes) {
     uint32_t stored = (uint32_t)bits >> shift;
@@ -82,6 +101,6 @@ INLINE void random_block(uint32_t *words, int64_t first, int quarter, uint64_t s
     }
 }
 
-/* v of elements [at, at + n) into `v`; returns the largest magnitude's bits, adds v² to *sum. In load.c. */
-int32_t load_block(float *restrict v, const quantize_job *job, int64_t at, int n, double *sum);
+/* v of elements [at, at + n) into `v`; returns the largest magnitude's bits, adds v² to squares[LANES]. In load.c. */
+int32_t load_block(float *restrict v, const quantize_job *job, int64_t at, int n, double *restrict squares);
 #endif

@@ -59,7 +59,7 @@ INLINE void code_block(float *restrict v, uint8_t *restrict codes, const uint32_
 }
 
 /* Blocks [first, last). Returns whether all were finite. */
-INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, double *sum, const int format, const int stochastic) {
+INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format, const int stochastic) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
     uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
@@ -70,7 +70,7 @@ INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, d
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
         const int low = per_byte == 2 && length < block ? (length + 1) / 2 : length;
-        int32_t largest = load_block(v, job, at, length, sum);
+        int32_t largest = load_block(v, job, at, length, squares);
         if (length < block) { /* lay the second half where high nibbles are taken from, zeros elsewhere */
             const int high = per_byte == 2 ? block / 2 : length;
             memmove(v + high, v + low, sizeof(float) * (size_t)(length - low));
@@ -101,13 +101,15 @@ INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, d
 INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last, const int format, const int accumulate) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     const float weight = job->weight;
+    const int streams = !accumulate && job->numel >= STREAM_BYTES / 4 && (uintptr_t)job->out % 64 == 0;
+    float buffer[MAX_BLOCK] __attribute__((aligned(64)));
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
-        const int low = per_byte == 2 ? (length + 1) / 2 : length;
+        const int low = per_byte == 2 ? (length + 1) / 2 : length, buffered = streams && length == block;
         const float scale = float_of(load_scale(job->payload + b * job->scale_bytes, job->scale_shift, job->scale_bytes));
         const uint8_t *restrict codes = job->payload + job->codes_offset + at / per_byte;
-        float *restrict out = job->out + at, *restrict high = out + low;
+        float *restrict out = buffered ? buffer : job->out + at, *restrict high = out + low;
 #define PUT(target, code)                                                                       \
         do {                                                                                    \
             float value = format == INT8 ? (float)(code) * scale                                \
@@ -117,20 +119,22 @@ INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last
         if (format == INT8) {
             const int8_t *restrict signed_codes = (const int8_t *)codes;
             for (int i = 0; i < length; i++) PUT(out[i], (int32_t)signed_codes[i]);
-            continue;
+        } else {
+            for (int j = 0; j < length - low; j++) {
+                int32_t byte = codes[j];
+                PUT(out[j], byte & 15);
+                PUT(high[j], byte >> 4);
+            }
+            if (length - low < low) PUT(out[low - 1], (int32_t)(codes[low - 1] & 15));
         }
-        for (int j = 0; j < length - low; j++) {
-            int32_t byte = codes[j];
-            PUT(out[j], byte & 15);
-            PUT(high[j], byte >> 4);
-        }
-        if (length - low < low) PUT(out[low - 1], (int32_t)(codes[low - 1] & 15));
 #undef PUT
+        if (buffered) stream(job->out + at, buffer, block);
     }
+    if (streams) end_stream();
 }
 
 /* fp32 and bf16, elements of blocks [first, last). */
-INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, double *sum, const int format, const int stochastic) {
+INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format, const int stochastic) {
     const int block = job->block;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
     uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
@@ -138,7 +142,7 @@ INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, do
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
-        const int finite = load_block(v, job, at, length, sum) < INFINITY_BITS;
+        const int finite = load_block(v, job, at, length, squares) < INFINITY_BITS;
         all_finite &= finite;
         float *restrict residual = job->residual ? job->residual + at : NULL;
         if (format == FP32) {
@@ -176,8 +180,8 @@ INLINE void decode_plain(const dequantize_job *job, int64_t first, int64_t last,
 }
 
 #define ENCODE(f, function) \
-    case f: return job->stochastic ? function(job, first, last, sum, f, 1) : function(job, first, last, sum, f, 0);
-CLONES int encode_dense(const quantize_job *job, int64_t first, int64_t last, double *sum) {
+    case f: return job->stochastic ? function(job, first, last, squares, f, 1) : function(job, first, last, squares, f, 0);
+CLONES int encode_dense(const quantize_job *job, int64_t first, int64_t last, double *squares) {
     switch (job->format) {
         ENCODE(FP32, encode_plain)
         ENCODE(BF16, encode_plain)
@@ -215,10 +219,12 @@ CLONES int dense_ok(const dequantize_job *job, int64_t first, int64_t last) {
         const uint16_t *restrict bits = (const uint16_t *)(const void *)job->payload;
         for (int64_t i = begin; i < end; i++) bad |= (bits[i] & 0x7FFF) >= (INFINITY_BITS >> 16);
     } else {
-        for (int64_t b = first; b < last; b++) {
-            int32_t bits = load_scale(job->payload + b * job->scale_bytes, job->scale_shift, job->scale_bytes);
-            bad |= bits < 0 || bits > job->max_scale_bits;
-        }
+        const uint32_t most = (uint32_t)job->max_scale_bits >> job->scale_shift; /* a set sign bit is more */
+        const uint8_t *restrict at = job->payload + first * job->scale_bytes;
+        const int64_t n = last - first;
+        if (job->scale_bytes == 1) for (int64_t i = 0; i < n; i++) bad |= at[i] > most;
+        if (job->scale_bytes == 2) for (int64_t i = 0; i < n; i++) bad |= ((const uint16_t *)(const void *)at)[i] > most;
+        if (job->scale_bytes == 4) for (int64_t i = 0; i < n; i++) bad |= ((const uint32_t *)(const void *)at)[i] > most;
     }
     return !bad;
 }

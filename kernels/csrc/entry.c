@@ -34,7 +34,9 @@ API int32_t geotrain_quantize(const quantize_job *job, double *sum_of_squares) {
     #pragma omp parallel for schedule(static) reduction(&& : finite) num_threads(job->threads) if (c.chunks > 1)
     for (int64_t chunk = 0; chunk < c.chunks; chunk++) {
         const int64_t first = chunk * c.per_chunk, last = end_of(c, chunk);
-        const int ok = job->format == TOPK2 ? encode_topk(job, first, last, &sums[chunk]) : encode_dense(job, first, last, &sums[chunk]);
+        double squares[LANES] = {0};
+        const int ok = job->format == TOPK2 ? encode_topk(job, first, last, squares) : encode_dense(job, first, last, squares);
+        for (int lane = 0; lane < LANES; lane++) sums[chunk] += squares[lane];
         finite = finite && ok;
     }
     *sum_of_squares = 0.0;

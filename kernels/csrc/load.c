@@ -1,22 +1,22 @@
 /* The first pass over a block: what is meant to be sent, its largest magnitude and its sum of squares. */
 #include "common.h"
 
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+
 #define LOAD_LOOP(EXPRESSION)                                                      \
-    _Pragma("omp simd reduction(max : largest) reduction(+ : squares)")            \
     for (int i = 0; i < n; i++) {                                                  \
         float x = EXPRESSION;                                                      \
         int32_t m = magnitude_bits(x);                                             \
         v[i] = x;                                                                  \
         largest = m > largest ? m : largest;                                       \
-        squares += x * x;                                                          \
     }
-CLONES int32_t load_block(float *restrict v, const quantize_job *job, int64_t at, int n, double *sum) {
-    const float *f = (const float *)job->values + at, *a = job->anchor ? job->anchor + at : NULL, *r = job->residual ? job->residual + at : NULL;
+CLONES int32_t load_block(float *restrict v, const quantize_job *job, int64_t at, int n, double *restrict squares) {
+    const float *f = (const float *)job->values + at;
+    const float *a = job->anchor ? job->anchor + at : NULL, *r = job->residual ? job->residual + at : NULL;
     const uint16_t *h = (const uint16_t *)job->values + at;
     const float decay = job->decay;
     int32_t largest = 0;
-    float squares = 0.0f;
-    switch ((job->anchor != NULL) * 4 + (job->residual != NULL) * 2 + (job->values_are_bf16 != 0)) {
+    switch ((a != NULL) * 4 + (r != NULL) * 2 + (job->values_are_bf16 != 0)) {
     case 0: LOAD_LOOP(f[i]) break;
     case 1: LOAD_LOOP(from_bf16(h[i])) break;
     case 2: LOAD_LOOP(f[i] + decay * r[i]) break;
@@ -26,6 +26,14 @@ CLONES int32_t load_block(float *restrict v, const quantize_job *job, int64_t at
     case 6: LOAD_LOOP((a[i] - f[i]) + decay * r[i]) break;
     case 7: LOAD_LOOP((a[i] - from_bf16(h[i])) + decay * r[i]) break;
     }
-    *sum += (double)squares;
+    lanes sum = {0};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        lanes x;
+        memcpy(&x, v + i, sizeof x);
+        sum += x * x;
+    }
+    for (; i < n; i++) sum[i % LANES] += v[i] * v[i];
+    for (int lane = 0; lane < LANES; lane++) squares[lane] += (double)sum[lane];
     return largest;
 }

@@ -48,20 +48,18 @@ INLINE void two_magnitudes(const float *restrict magnitude, int kept, int32_t la
     }
 }
 
-INLINE void put_bits(uint8_t *at, uint32_t first, uint32_t value) { /* up to 16 bits; the bytes were zero */
-    const uint32_t shifted = value << (first & 7);
-    for (uint32_t i = first >> 3, rest = shifted; rest; i++, rest >>= 8) at[i] |= (uint8_t)rest;
+INLINE void put_bits(uint8_t *string, int first, uint32_t value) { /* up to 16 bits, where there were zeros */
+    uint32_t rest = value << (first & 7);
+    for (uint8_t *at = string + (first >> 3); rest; at++, rest >>= 8) *at |= (uint8_t)rest;
 }
-INLINE uint32_t get_bits(const uint8_t *at, uint32_t first, uint32_t count) {
-    uint32_t value = 0, have = 8 - (first & 7);
-    if (!count) return 0;
-    at += first >> 3;
-    value = (uint32_t)*at >> (first & 7);
-    for (; have < count; have += 8) value |= (uint32_t)*++at << have;
-    return value & ((1u << count) - 1);
+INLINE uint32_t get_bits(const uint8_t *string, int first, int count) { /* up to 32 */
+    uint64_t value = 0;
+    const int bytes = ((first & 7) + count + 7) / 8;
+    for (int i = 0; i < bytes; i++) value |= (uint64_t)string[(first >> 3) + i] << (8 * i);
+    return (uint32_t)(value >> (first & 7) & (((uint64_t)1 << count) - 1));
 }
 
-CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, double *sum) {
+CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, double *squares) {
     const int block = job->block;
     float v[MAX_BLOCK] __attribute__((aligned(64))), magnitude[MAX_BLOCK];
     int32_t bits[MAX_BLOCK] __attribute__((aligned(64))), position[MAX_BLOCK];
@@ -72,7 +70,7 @@ CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, dou
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
         const struct record *r = &job->record[length < block];
         uint8_t *out = job->payload + b * job->record[0].bytes;
-        int32_t largest = load_block(v, job, at, length, sum);
+        int32_t largest = load_block(v, job, at, length, squares);
         const int finite = largest < INFINITY_BITS;
         if (!finite) { memset(v, 0, sizeof(float) * (size_t)length); largest = 0; all_finite = 0; }
         for (int i = 0; i < length; i++) bits[i] = magnitude_bits(v[i]);
@@ -91,9 +89,9 @@ CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, dou
             const int which = job->stochastic
                 ? (float)(int32_t)(random[p] >> 8) * 0x1p-24f * (high - low) < magnitude[i] - low
                 : magnitude[i] > middle;
-            put_bits(out + r->lows, (uint32_t)(i * r->low_bits), (uint32_t)p & ((1u << r->low_bits) - 1));
-            put_bits(out + r->highs, (uint32_t)((p >> r->low_bits) + i), 1);
-            put_bits(out + r->values, (uint32_t)(2 * i), (uint32_t)((sign ? 2 : 0) | which));
+            put_bits(out, r->lows_at + i * r->low_bits, (uint32_t)p & ((1u << r->low_bits) - 1));
+            put_bits(out, r->highs_at + (p >> r->low_bits) + i, 1);
+            put_bits(out, r->values_at + 2 * i, (uint32_t)((sign ? 2 : 0) | which));
             v[p] = v[p] - float_of(levels[which] | sign);
         }
         if (job->residual && finite) memcpy(job->residual + at, v, sizeof(float) * (size_t)length);
@@ -101,25 +99,32 @@ CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, dou
     return all_finite;
 }
 
-/* Positions and values of one record; `put` per kept element. Positions beyond the block are passed over. */
-INLINE void decode_record(const dequantize_job *job, const uint8_t *in, const struct record *r, float *restrict out) {
+/* Calls BODY for the kept elements of a record with their `rank` and position `p`; counts them in `rank`. */
+#define FOR_KEPT(in, r, rank, p, BODY)                                                                    \
+    for (int word_at = (r)->highs_at; word_at < (r)->values_at; word_at += 32) {                          \
+        const int left = (r)->values_at - word_at;                                                        \
+        for (uint32_t set = get_bits(in, word_at, left < 32 ? left : 32); set; set &= set - 1, rank++) {  \
+            if (rank >= (r)->kept) return 0;                                                              \
+            const int bit = word_at - (r)->highs_at + __builtin_ctz(set);                                 \
+            const int p = (bit - rank) << (r)->low_bits                                                   \
+                | (int)get_bits(in, (r)->lows_at + rank * (r)->low_bits, (r)->low_bits);                  \
+            if (p >= (r)->length) return 0;                                                               \
+            BODY                                                                                          \
+        }                                                                                                 \
+    }
+
+INLINE int decode_record(const dequantize_job *job, const uint8_t *in, const struct record *r, float *restrict out) {
     float value[4];
+    int rank = 0;
     for (int i = 0; i < 4; i++) {
         const int32_t bits = load_scale(in + (i & 1) * job->scale_bytes, job->scale_shift, job->scale_bytes);
         value[i] = float_of(bits ^ (i & 2 ? INT32_MIN : 0));
     }
-    const uint8_t *highs = in + r->highs;
-    const int high_bytes = r->values - r->highs;
-    int rank = 0;
-    for (int byte = 0; byte < high_bytes; byte++) {
-        for (uint32_t set = highs[byte]; set && rank < r->kept; set &= set - 1, rank++) {
-            const int bit = 8 * byte + __builtin_ctz(set);
-            const int p = (int)((uint32_t)(bit - rank) << r->low_bits | get_bits(in + r->lows, (uint32_t)(rank * r->low_bits), (uint32_t)r->low_bits));
-            if (p >= r->length) continue;
-            const float decoded = value[in[r->values + rank / 4] >> (2 * (rank & 3)) & 3];
-            out[p] = job->accumulate ? out[p] + job->weight * decoded : decoded;
-        }
-    }
+    FOR_KEPT(in, r, rank, p, {
+        const float decoded = value[get_bits(in, r->values_at + 2 * rank, 2)];
+        out[p] = job->accumulate ? out[p] + job->weight * decoded : decoded;
+    })
+    return 1;
 }
 
 CLONES void decode_topk(const dequantize_job *job, int64_t first, int64_t last) {
@@ -131,24 +136,21 @@ CLONES void decode_topk(const dequantize_job *job, int64_t first, int64_t last) 
     }
 }
 
-CLONES int topk_ok(const dequantize_job *job, int64_t first, int64_t last) {
-    for (int64_t b = first; b < last; b++) {
-        const uint8_t *in = job->payload + b * job->record[0].bytes;
-        const struct record *r = &job->record[job->numel - b * job->block < job->block];
-        for (int i = 0; i < 2; i++) {
-            const int32_t bits = load_scale(in + i * job->scale_bytes, job->scale_shift, job->scale_bytes);
-            if (bits < 0 || bits > job->max_scale_bits) return 0;
-        }
-        int rank = 0;
-        for (int byte = 0; byte < r->values - r->highs; byte++) {
-            for (uint32_t set = in[r->highs + byte]; set; set &= set - 1, rank++) {
-                if (rank >= r->kept) return 0;
-                const int bit = 8 * byte + __builtin_ctz(set);
-                const uint32_t p = (uint32_t)(bit - rank) << r->low_bits | get_bits(in + r->lows, (uint32_t)(rank * r->low_bits), (uint32_t)r->low_bits);
-                if (p >= (uint32_t)r->length) return 0;
-            }
-        }
-        if (rank != r->kept) return 0;
+INLINE int record_ok(const dequantize_job *job, const uint8_t *in, const struct record *r) {
+    int rank = 0;
+    for (int i = 0; i < 2; i++) {
+        const int32_t bits = load_scale(in + i * job->scale_bytes, job->scale_shift, job->scale_bytes);
+        if (bits < 0 || bits > job->max_scale_bits) return 0;
     }
-    return 1;
+    FOR_KEPT(in, r, rank, p, {})
+    return rank == r->kept;
+}
+
+CLONES int topk_ok(const dequantize_job *job, int64_t first, int64_t last) {
+    int ok = 1;
+    for (int64_t b = first; b < last; b++) {
+        const struct record *r = &job->record[job->numel - b * job->block < job->block];
+        ok &= record_ok(job, job->payload + b * job->record[0].bytes, r);
+    }
+    return ok;
 }
