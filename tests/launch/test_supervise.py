@@ -155,7 +155,7 @@ def test_hello_reaches_the_process(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_missing(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as supervisor, pytest.raises(LaunchError, match="'a' cannot be started: .*/no/such"):
+    with Supervisor(tmp_path) as supervisor, pytest.raises(LaunchError, match=r"'a' cannot be started: .*/no/such"):
         supervisor.start(Process("a", ("/no/such",)))
 
 
