@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import Refused
+from geotrain.outer.server import identity_of
 
 
 def arguments() -> argparse.Namespace:
@@ -44,7 +46,6 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.inner.engine import build_engine
     from geotrain.monitor.events import EventLog
     from geotrain.net.client import MemberClient
-    from geotrain.net.serve import identity_of, layout_of
     from geotrain.trainer import Trainer
 
     worker = cluster.worker(region, worker_name)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geotrain.canonical import Parameter, Run, digest
+from geotrain.canonical import Parameter, Run, architecture_from_hf, canonical_parameters, digest
+from geotrain.config import RunConfig
 
 
 class LayoutError(ValueError):
@@ -118,6 +119,13 @@ class Layout:
             return self._place[parameter]
         except KeyError:
             raise LayoutError(f"the model has no parameter {parameter!r}") from None
+
+
+def layout_of(run: RunConfig) -> Layout:
+    """The layout of a run's model. The run must come from `load_run`, which puts the model's config inline."""
+    assert isinstance(run.model.config, dict)
+    parameters = canonical_parameters(architecture_from_hf(run.model.config))
+    return Layout(parameters, run.outer.fragments.layers_per_fragment)
 
 
 def numel(slices: Iterable[Slice]) -> int:

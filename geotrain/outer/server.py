@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geotrain.config import CodecConfig
+from geotrain.config import CodecConfig, RunConfig, config_digest
 from geotrain.outer.codec import Codec, make_codec
 from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes
 from geotrain.outer.layout import Layout, LayoutError, Slice, gather, numel, scatter
@@ -36,6 +36,12 @@ class Identity:
     config_digest: str
     layout_digest: str
     model: str  # in words, for error messages
+
+
+def identity_of(run: RunConfig, layout: Layout) -> Identity:
+    assert isinstance(run.model.config, dict)
+    model = f"{run.model.config.get('model_type')} of {layout.numel:,} parameters"
+    return Identity(run.name, config_digest(run), layout.digest, model)
 
 
 @dataclass

@@ -1,0 +1,69 @@
+"""The order in which a run trains its samples: a pseudo-random permutation that needs no memory and no state.
+
+Global sample i of a run belongs to epoch i // n and takes, in it, the place that a permutation of [0, n) gives.
+The permutation is a balanced Feistel network over the next power of four, walked along its cycle until it lands
+inside [0, n) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, §3). Anybody can compute any range
+of it, which is what makes leases, resuming and reassigning them free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 8
+_Int64 = npt.NDArray[np.int64]
+_UInt64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """samples_per_epoch: n, at least 1. The same (n, seed) gives the same order on every machine, for ever."""
+
+    samples_per_epoch: int
+    seed: int
+
+    def positions(self, samples: npt.NDArray[Any]) -> _Int64:
+        """Places in [0, n) of global samples (int64, ≥ 0, any shape); each epoch visits every place once."""
+        samples = np.asarray(samples, np.int64)
+        epochs, indices = np.divmod(samples, self.samples_per_epoch)
+        positions = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            positions[chosen] = self._permute(indices[chosen].astype(np.uint64), int(epoch)).astype(np.int64)
+        return positions
+
+    def _permute(self, values: _UInt64, epoch: int) -> _UInt64:
+        half_bits = max(1, ((self.samples_per_epoch - 1).bit_length() + 1) // 2)
+        keys = _round_keys(self.seed, epoch)
+        values = _feistel(values, half_bits, keys)
+        while (outside := values >= self.samples_per_epoch).any():  # fewer than 4 turns on average
+            values[outside] = _feistel(values[outside], half_bits, keys)
+        return values
+
+
+@lru_cache(maxsize=64)
+def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
+    digest = hashlib.blake2b(f"sample order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return tuple(np.frombuffer(digest, "<u8"))
+
+
+def _feistel(values: _UInt64, half_bits: int, keys: tuple[np.uint64, ...]) -> _UInt64:
+    """A permutation of [0, 4^half_bits)."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    return left << shift | right
+
+
+def _mix(z: _UInt64) -> _UInt64:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

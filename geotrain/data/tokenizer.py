@@ -1,0 +1,159 @@
+"""Tokenizers: any fast Hugging Face one from a folder, a trained byte-level BPE, or plain bytes.
+
+A trained or a byte tokenizer is a `tokenizer.json` like any other: transformers.AutoTokenizer loads its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from geotrain.data.tokens import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+VOCAB_MULTIPLE = 8  # so that tensor parallelism up to 8 splits the embedding evenly
+SMALLEST_BPE = 264  # 256 bytes, the end of a document, rounded up
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What `prepare` needs of a tokenizer.
+
+    json: the content of tokenizer.json. vocab_size: largest id + 1. end_of_document: id that ends each document.
+    files: name → content, what its folder holds.
+    """
+
+    json: str
+    vocab_size: int
+    end_of_document: int
+    files: dict[str, bytes]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files, and only those, from one folder to another. Raises DataError: there are none."""
+    names = [name for name in _FILES if (source / name).is_file()]
+    if not names:
+        raise DataError(f"{source}: no tokenizer here; expected a folder with tokenizer.json")
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+
+
+def special_token_ids(folder: Path) -> dict[str, int | None]:
+    """Ids of the tokenizer's bos, eos and pad tokens under the keys of a Hugging Face config. Raises DataError."""
+    loaded = _load(folder)
+    return {f"{kind}_token_id": getattr(loaded, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+
+
+def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenizer:
+    """Read a Hugging Face tokenizer's folder. end_of_document: a token; default: the tokenizer's eos token.
+
+    Raises DataError: no tokenizer there, not one with a fast implementation, or no end-of-document token.
+    """
+    loaded = _load(folder)
+    if not loaded.is_fast:
+        raise DataError(f"{folder}: {type(loaded).__name__} has no tokenizer.json; convert it to a fast tokenizer")
+    token = end_of_document or loaded.eos_token
+    if token is None:
+        raise DataError(f"{folder}: the tokenizer has no eos token; name the token that ends a document")
+    vocabulary = loaded.get_vocab()
+    if token not in vocabulary:
+        raise DataError(f"{folder}: the tokenizer has no token {token!r} to end documents with")
+    files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    text = loaded.backend_tokenizer.to_str()
+    files.setdefault("tokenizer.json", text.encode())
+    return Tokenizer(text, max(vocabulary.values()) + 1, vocabulary[token], files)
+
+
+def _load(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such tokenizer folder")
+    from transformers import AutoTokenizer  # slow to import, and not needed for bytes or a BPE
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises whatever its parsers raise
+        reason = str(error).strip().splitlines()
+        raise DataError(f"{folder}: not a tokenizer: {reason[0] if reason else type(error).__name__}") from None
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0..255 are the bytes of the UTF-8 text, 256 ends a document, 257..263 are spare."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_special_tokens([_special(END_OF_DOCUMENT)])
+    return _finished(tokenizer)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE. The result has at most `vocab_size` ids, rounded up to a multiple of 8.
+
+    Raises DataError: vocab_size is too small.
+    """
+    if vocab_size < SMALLEST_BPE:
+        raise DataError(f"a byte-level BPE needs a vocabulary of at least {SMALLEST_BPE}, not {vocab_size}")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_special(END_OF_DOCUMENT)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _finished(tokenizer)
+
+
+def _finished(tokenizer: tokenizers.Tokenizer) -> Tokenizer:
+    """Round the vocabulary up with reserved tokens and write the two files of its folder."""
+    tokenizer.decoder = decoders.ByteLevel()
+    used = tokenizer.get_vocab_size()
+    spare = -used % VOCAB_MULTIPLE
+    tokenizer.add_special_tokens([_special(f"<|reserved_{i}|>") for i in range(spare)])
+    text = tokenizer.to_str(pretty=True)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_DOCUMENT,
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {
+        "tokenizer.json": text.encode(),
+        "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
+    }
+    return Tokenizer(text, used + spare, tokenizer.get_vocab()[END_OF_DOCUMENT], files)
+
+
+def _special(text: str) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(text, special=True, normalized=False)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table).
+
+    Printable Latin-1 bytes stand for themselves; the others take the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

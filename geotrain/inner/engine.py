@@ -1,0 +1,295 @@
+"""GeoEngine: DeepSpeed's engine over a Megatron-core model. Trains, evaluates, and lends out the shards it owns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from geotrain.canonical import Architecture, architecture_from_hf
+from geotrain.config import ParallelConfig, RunConfig
+from geotrain.inner import parallel as layout
+from geotrain.inner import platform
+from geotrain.inner.mapping import LocalParameter
+from geotrain.inner.model import build_model, placements
+from geotrain.inner.optimizer import adamw_settings, build_adamw, parameter_groups
+from geotrain.inner.parallel import Mesh
+from geotrain.inner.shards import OwnedShard, owned_shards
+
+with platform.quiet_imports():
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+Placed = list[tuple[nn.Parameter, LocalParameter]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same on every rank.
+
+    loss: mean over the worker's batch, before the step. grad_norm: of all gradients, before clipping.
+    lr: the rate used. tokens: trained by the whole worker.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+
+
+class GeoEngine(DeepSpeedEngine):
+    """A DeepSpeed engine driven by Megatron-core's schedules. Built by `build_engine`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: Mesh,
+        placed: Placed,
+        architecture: Architecture,
+        sequence_length: int,
+    ) -> None:
+        self._placed = placed  # plain attributes: DeepSpeed's __init__ calls methods that read them
+        self._mesh = mesh
+        super().__init__(
+            args=None,
+            model=model,
+            optimizer=optimizer,
+            mpu=mesh,
+            dist_init_required=False,
+            config=config,
+            config_class=DeepSpeedConfig(config, mesh),
+        )
+        self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
+        self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
+        self._shards = owned_shards(placed, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
+
+    # ---------------------------------------------------------------------------------------- what it is
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.dp_size
+
+    @property
+    def is_metrics_rank(self) -> bool:
+        """Whether this rank reports for the worker. Exactly one does."""
+        return self.mesh.rank == 0
+
+    @property
+    def parameter_count(self) -> int:
+        """Of the whole model."""
+        return self.architecture.parameter_count
+
+    # ------------------------------------------------------------------------------------ train, evaluate
+
+    def train_step(self, micro_batches: Sequence[Tensor], schedule_step: int) -> StepResult:
+        """One optimizer step on this data-parallel replica's micro-batches.
+
+        micro_batches: gradient_accumulation_steps tensors, int64 [micro_batch, sequence_length + 1]; the same on
+            all tensor and pipeline ranks of a replica.
+        schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
+        Raises ValueError if number or shape of the micro-batches is wrong.
+        """
+        self._check_batches(micro_batches, self.gradient_accumulation_steps())
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(schedule_step)
+        lr = float(self.get_lr()[0])
+        self.module.train()
+        if self.zero_optimization_partition_gradients():
+            loss = self._backward_partitioned(micro_batches)
+        else:
+            self.set_gradient_accumulation_boundary(False)
+            loss = self._run_schedule(micro_batches, forward_only=False)
+            self._sum_partial_gradients()
+            self.set_gradient_accumulation_boundary(True)
+            self.allreduce_gradients()
+            if not self.zero_optimization() and not self.gradient_clipping():
+                self.clip_fp32_gradients()  # for the norm
+        self.step()
+        loss, norm = torch.stack((self._worker_mean(loss), self._norm())).tolist()
+        tokens = self.train_batch_size() * self.sequence_length
+        if self.monitor.enabled and self.rank == 0:
+            self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
+        return StepResult(loss, norm, lr, tokens)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
+        """Mean loss over the worker's micro-batches; each replica brings equally many, shaped as for train_step."""
+        self._check_batches(micro_batches, len(micro_batches))
+        self.module.eval()
+        return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
+
+    def _check_batches(self, micro_batches: Sequence[Tensor], count: int) -> None:
+        shape = (self.train_micro_batch_size_per_gpu(), self.sequence_length + 1)
+        if len(micro_batches) != count or not count:
+            raise ValueError(f"a step takes {count} micro-batches on each replica, not {len(micro_batches)}")
+        for batch in micro_batches:
+            if tuple(batch.shape) != shape or batch.dtype != torch.int64:
+                raise ValueError(f"a micro-batch is int64 {shape}, not {batch.dtype} {tuple(batch.shape)}")
+
+    def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """[micro_batch, sequence_length] on the last stage; else the stage's output."""
+        tokens = tokens.to(self.device, non_blocking=True)
+        return model(tokens[:, :-1], None, None, labels=tokens[:, 1:])
+
+    def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool) -> Tensor:
+        """Mean loss of this replica on its last stage, else 0; gradients stay in the parameters."""
+
+        def loss_of(losses: Tensor) -> tuple[Tensor, Tensor]:
+            mean = losses.mean()
+            return mean, mean.detach().clone()  # Megatron-core divides the first in place
+
+        def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
+            return self._losses(model, next(batches)), loss_of
+
+        with platform.megatron_runtime():
+            losses = self._forward_backward(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=self.module,
+                num_microbatches=len(micro_batches),
+                seq_length=self.sequence_length,
+                micro_batch_size=self.train_micro_batch_size_per_gpu(),
+                forward_only=forward_only,
+            )
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+
+    def _backward_partitioned(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """ZeRO 2, which has no pipeline: each backward leaves only this rank's part of the gradients."""
+        losses = []
+        with platform.megatron_runtime():
+            for i, tokens in enumerate(micro_batches):
+                self.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
+                loss = self._losses(self, tokens).mean()
+                losses.append(loss.detach())
+                self.backward(loss)
+        for i, group in enumerate(self.optimizer.param_groups):
+            if group["sums_over_tp"]:
+                self._all_reduce(self.optimizer.averaged_gradients[i], self.mesh.tp_group)
+        return torch.stack(losses).mean()
+
+    def _sum_partial_gradients(self) -> None:
+        """Complete gradients of which each tensor rank, or each end of the pipeline, computed a part."""
+        if self.mesh.pp_size > 1 and self.architecture.tied_embeddings:
+            ends = [p for p, place in self._placed if place.name in _TIED]
+            self._all_reduce([_gradient(p) for p in ends], self.mesh.embedding_group)
+        partial = [_gradient(p) for p, place in self._placed if place.sums_over_tp]
+        self._all_reduce(partial, self.mesh.tp_group)
+
+    @staticmethod
+    def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        """Sum in place, in one collective."""
+        if not tensors:
+            return
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            dist.all_reduce(tensors[0], group=group)
+            return
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def _worker_mean(self, loss: Tensor) -> Tensor:
+        """Mean over replicas of what the last stage knows, on every rank, in one collective."""
+        mesh = self.mesh
+        share = loss / (mesh.dp_size * mesh.tp_size) if mesh.is_last_stage else torch.zeros_like(loss)
+        dist.all_reduce(share)
+        return share
+
+    def _norm(self) -> Tensor:
+        norm = torch.as_tensor(self._global_grad_norm, dtype=torch.float32, device=self.device)
+        return torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
+
+    def clip_fp32_gradients(self) -> None:
+        """DeepSpeed calls it without ZeRO. Its own counts no norms but those of the first pipeline stage."""
+        gradients = [_gradient(p) for p, _ in self._placed]
+        counted = [
+            g
+            for g, (_, place) in zip(gradients, self._placed, strict=True)
+            if not place.tied_copy and (place.sharded or self.mesh.tp_rank == 0)
+        ]
+        total = torch.stack(torch._foreach_norm(counted)).square().sum() if counted else self._zero()
+        dist.all_reduce(total, group=self.mesh.model_group)
+        self._global_grad_norm = total.sqrt()
+        clip = self.gradient_clipping()
+        if clip > 0:
+            torch._foreach_mul_(gradients, (clip / (self._global_grad_norm + 1e-6)).clamp(max=1.0))
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self.device)
+
+    # --------------------------------------------------------------------------------------------- shards
+
+    def shards(self) -> tuple[OwnedShard, ...]:
+        """The parts of the fp32 masters that this rank owns, in canonical order. They stay valid."""
+        return self._shards
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Masters were overwritten in place: make the next forward use them. Every rank must call it."""
+        if self.zero_optimization():
+            self.optimizer.update_lp_params()
+
+    def close(self) -> None:
+        """Release hooks and buffers. The process groups stay."""
+        self.destroy()
+
+
+_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The accumulated gradient: in fp32 beside the parameter where DeepSpeed keeps it there."""
+    wide = getattr(parameter, "_hp_grad", None)
+    return parameter.grad if wide is None else wide
+
+
+def build_engine(
+    run: RunConfig, parallel: ParallelConfig, deepspeed_block: dict[str, Any], timeout_s: float = 600.0
+) -> GeoEngine:
+    """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
+
+    deepspeed_block: the run's `deepspeed`, with the worker's keys laid over it. Raises ConfigError.
+    """
+    if not isinstance(run.model.config, dict):
+        raise TypeError("run.model.config must be inline: load the run with geotrain.config.load_run")
+    architecture = architecture_from_hf(run.model.config)
+    mesh = layout.initialize(parallel, timeout_s)
+    sequence_length = run.data.sequence_length
+    layout.check_layout(architecture, parallel, dist.get_world_size(), deepspeed_block, sequence_length)
+    bf16 = layout.trains_in_bf16(deepspeed_block)
+    settings = adamw_settings(deepspeed_block)
+    offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
+    with platform.quiet_construction():
+        model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
+        placed = placements(model, architecture, parallel, mesh)
+        optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
+        return GeoEngine(model, optimizer, _completed(deepspeed_block), mesh, placed, architecture, sequence_length)
+
+
+def _completed(deepspeed_block: dict[str, Any]) -> dict[str, Any]:
+    """The user's block with what this engine needs; what the user states wins where both can work."""
+    config = copy.deepcopy(deepspeed_block)
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device at each micro-batch
+    if layout.trains_in_bf16(config):
+        config["bf16"]["immediate_grad_update"] = True  # the schedule, not the engine, runs backward
+    if layout.zero_stage(config) == 1:
+        config["zero_optimization"]["overlap_comm"] = False  # one reduction a step, after the schedule
+    return config

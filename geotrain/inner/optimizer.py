@@ -1,0 +1,96 @@
+"""The inner AdamW: the fastest that is present, and its state by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geotrain.config import ConfigError
+from geotrain.inner import platform
+from geotrain.inner.mapping import LocalParameter
+
+_KNOWN = ("lr", "betas", "eps", "weight_decay")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def parameter_groups(
+    placed: Iterable[tuple[nn.Parameter, LocalParameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Groups for the optimizer: matrices, which decay; norms; norms whose gradient must be summed over tensor ranks.
+
+    The last carry `sums_over_tp`. Empty groups are left out.
+    """
+    groups = [
+        {"params": [], "weight_decay": weight_decay, "sums_over_tp": False},
+        {"params": [], "weight_decay": 0.0, "sums_over_tp": False},
+        {"params": [], "weight_decay": 0.0, "sums_over_tp": True},
+    ]
+    for parameter, place in placed:
+        groups[0 if place.decays else 2 if place.sums_over_tp else 1]["params"].append(parameter)  # type: ignore[attr-defined]
+    return [group for group in groups if group["params"]]
+
+
+def adamw_settings(deepspeed_block: dict[str, Any]) -> dict[str, Any]:
+    """lr, betas, eps and weight_decay of `deepspeed.optimizer.params`. Raises ConfigError for anything else."""
+    params = deepspeed_block["optimizer"].get("params", {})
+    for key in params:
+        if key not in _KNOWN:
+            raise ConfigError(f"deepspeed.optimizer.params.{key} is not supported; known: {', '.join(_KNOWN)}")
+    return {
+        "lr": params.get("lr", 1e-3),
+        "betas": tuple(params.get("betas", (0.9, 0.95))),
+        "eps": params.get("eps", 1e-8),
+        "weight_decay": params.get("weight_decay", 0.0),
+    }
+
+
+def build_adamw(groups: list[dict[str, Any]], settings: dict[str, Any], on_cpu: bool) -> torch.optim.Optimizer:
+    """NVIDIA apex's FusedAdam, DeepSpeed's, or torch's fused AdamW: the first that works.
+
+    on_cpu: the masters are in host memory, where only torch's works.
+    """
+    if platform.HAS_CUDA and not on_cpu:
+        try:
+            from apex.optimizers import FusedAdam
+
+            return FusedAdam(groups, adam_w_mode=True, **settings)
+        except ImportError:  # not installed, or PyPI's unrelated `apex`
+            pass
+        try:
+            from deepspeed.ops.adam import FusedAdam
+
+            return FusedAdam(groups, adam_w_mode=True, **settings)
+        except Exception:  # it compiles its kernel here, which can fail in many ways
+            pass
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
+    """The moments of one of the optimizer's own tensors; zeros are put in place before the first step."""
+    state = optimizer.state[master]
+    for name in MOMENTS:
+        if name not in state:
+            state[name] = torch.zeros_like(master)
+    return {name: state[name] for name in MOMENTS}
+
+
+def step_count(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps the optimizer took."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            step = optimizer.state.get(tensor, {}).get("step", group.get("step", 0))
+            return int(step)
+    return 0
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Set the count that bias correction uses. Fused Adams keep it per group, torch per tensor."""
+    for group in optimizer.param_groups:
+        if not isinstance(optimizer, torch.optim.AdamW):
+            group["step"] = steps
+            continue
+        for tensor in group["params"]:
+            optimizer.state[tensor]["step"] = torch.tensor(float(steps), device=tensor.device)

@@ -1,0 +1,124 @@
+"""CUDA or CPU: the one place that knows which, and what Megatron-core and DeepSpeed need where there is no GPU.
+
+Import this module before DeepSpeed or Megatron-core: it sets what they read at import. Everything else in
+`geotrain.inner` asks `device()` and `backend()` and wraps calls into Megatron-core in `megatron_runtime()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+HAS_CUDA = torch.cuda.is_available()
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps tensor-parallel traffic by it
+if not HAS_CUDA:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed probes for accelerators, and says so
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    if not HAS_CUDA:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def backend() -> str:
+    """The torch.distributed backend for `device()`."""
+    return "nccl" if HAS_CUDA else "gloo"
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Import Megatron-core and DeepSpeed without their advice on optional packages."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
+        yield
+
+
+@contextlib.contextmanager
+def quiet_construction() -> Iterator[None]:
+    """Build process groups and engines with only DeepSpeed's errors; GEOTRAIN_VERBOSE in the environment undoes it.
+
+    What DeepSpeed reports while it trains, as its configuration asks for, is not touched.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.level
+    with warnings.catch_warnings():
+        if not os.environ.get("GEOTRAIN_VERBOSE"):
+            logger.setLevel(logging.ERROR)
+            warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
+        try:
+            yield
+        finally:
+            logger.setLevel(before)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends calls that name a CUDA device to the CPU, within one thread."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **(kwargs or {}))
+
+
+def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, stand-in) for each CUDA function that Megatron-core calls without asking."""
+    with quiet_imports():
+        from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: object = None, **_: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(state)
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    return [
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", nothing),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", get_state),
+        (torch.cuda, "set_rng_state", set_state),
+        (torch.cuda.random, "get_rng_state", get_state),
+        (torch.cuda.random, "set_rng_state", set_state),
+        (megatron_random, "_set_cuda_rng_state", set_state),
+    ]
+
+
+def compile_no_ops() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives at start on a CPU; only its inference uses them."""
+    import deepspeed.ops
+
+    if not HAS_CUDA:
+        deepspeed.ops.__compatible_ops__ = {}
+
+
+@contextlib.contextmanager
+def megatron_runtime() -> Iterator[None]:
+    """Calls into Megatron-core belong in here. On CUDA it does nothing; else `cuda` means the CPU inside."""
+    if HAS_CUDA:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+        for owner, name, stand_in in _cpu_stand_ins():
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(_CudaMeansCpu())
+        yield

@@ -1,0 +1,166 @@
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from geotrain.data import readers
+from geotrain.data.readers import find_inputs, parse_block, read_blocks
+from geotrain.data.tokens import DataError
+
+TEXTS = ["one", "two\nlines", "ünï©ödé \U0001f600", "x" * 300]
+
+
+def documents(path: Path, key: str = "text") -> list[str]:
+    return [text for block in read_blocks(path, key) for text in parse_block(block, key)]
+
+
+def json_lines(texts: list[str], key: str = "text") -> bytes:
+    return "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def compress(suffix: str, content: bytes) -> bytes:
+    return {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_json_lines_with_any_compression(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(suffix, json_lines(TEXTS)))
+    assert documents(path) == TEXTS
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_text_file_is_a_document(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(compress(suffix, "\n".join(TEXTS).encode()))
+    assert documents(path) == ["\n".join(TEXTS)]
+
+
+def test_compressed_files_may_have_several_parts(tmp_path: Path) -> None:
+    first, second = json_lines(TEXTS[:1]), json_lines(TEXTS[1:])
+    for suffix in (".gz", ".zst"):
+        path = tmp_path / f"a.jsonl{suffix}"
+        path.write_bytes(compress(suffix, first) + compress(suffix, second))
+        assert documents(path) == TEXTS
+
+
+def test_parquet_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PARQUET_ROWS", 3)
+    texts = [f"row {i}" for i in range(10)]
+    table = pyarrow.table({"other": list(range(10)), "body": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    assert documents(tmp_path / "a.parquet", "body") == texts
+    positions = [block.position_bytes for block in read_blocks(tmp_path / "a.parquet", "body")]
+    assert positions == sorted(positions)
+    assert positions[-1] == (tmp_path / "a.parquet").stat().st_size
+
+
+def test_the_text_key_can_be_chosen_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"body": "a"}\r\n\r\n{"body": ""}\n{"body": "b"}')
+    assert documents(path, "body") == ["a", "b"]
+
+
+def test_blocks_are_bounded_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    texts = [f"document {i} " * (i % 7) for i in range(200)]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(texts))
+    blocks = list(read_blocks(tmp_path / "a.jsonl", "text"))
+    assert len(blocks) > 50
+    assert documents(tmp_path / "a.jsonl") == [text for text in texts if text]
+    lines = [number for block in blocks for number in range(block.first, block.first + len(block.items))]
+    assert lines == list(range(1, 201))
+
+
+@pytest.mark.parametrize("text", ["line\n" * 100, "word " * 100, "x" * 500, "\U0001f600" * 125])
+def test_a_long_text_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 97)
+    (tmp_path / "a.txt").write_text(text)
+    pieces = documents(tmp_path / "a.txt")
+    assert "".join(pieces) == text
+    assert all(len(piece.encode()) <= 97 for piece in pieces)
+    if " " in text or "\n" in text:
+        assert all(piece.endswith((" ", "\n")) for piece in pieces)
+
+
+def test_inputs_are_files_folders_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b.txt", "a.jsonl", "sub/c.txt.gz", "sub/notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    a, b, c = tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "sub/c.txt.gz"
+    assert find_inputs([str(tmp_path)]) == [a, b, c]
+    assert find_inputs([str(c), str(tmp_path / "*.txt"), str(tmp_path)]) == [c, b, a]
+    monkeypatch.chdir(tmp_path)
+    assert find_inputs(["**/*.gz"]) == [Path("sub/c.txt.gz")]
+    with pytest.raises(DataError, match=r"notes\.md: unsupported kind of file; supported: \.txt"):
+        find_inputs([str(tmp_path / "sub/notes.md")])
+    with pytest.raises(DataError, match=r"none\.txt: no such file"):
+        find_inputs(["none.txt"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', r"a\.jsonl:3: not JSON: .* column \d+; each line must be one JSON object"),
+        (b"[1]", r"a\.jsonl:3: a list, not a JSON object with the key 'text'"),
+        (b'{"body": "a", "id": 1}', r"a\.jsonl:3: no key 'text'; keys present: body, id; set the text key"),
+        (b'{"text": null}', r"a\.jsonl:3: the key 'text' holds no string but a NoneType"),
+        (b'{"text": "\xff"}', r"a\.jsonl:3: not UTF-8"),
+        (b'{"text": "\\ud800"}', r"a\.jsonl:3: not valid Unicode"),
+        (b'{"text": ' + b"[" * 100_000, r"a\.jsonl:3: "),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["one", "two"]) + line + b"\n" + json_lines(["four"]))
+    with pytest.raises(DataError, match=message):
+        documents(path)
+
+
+def test_a_bad_byte_in_a_text_file_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 10)
+    (tmp_path / "a.txt").write_bytes(b"12345\n" * 7 + b"\xe9t\xe9\n")
+    with pytest.raises(DataError, match=r"a\.txt:8: not UTF-8"):
+        documents(tmp_path / "a.txt")
+
+
+def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LINE_LIMIT_BYTES", 1 << 20)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["one"]) + b"x" * (3 << 20))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: a line longer than 1 MiB"):
+        documents(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
+def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str, damage: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    content = bytearray(compress(suffix, json_lines([f"document {i * i}" for i in range(5000)])))
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    elif damage == "flipped":
+        content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
+    else:
+        content = bytearray(json_lines(TEXTS))
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.jsonl\.(gz|zst)(: (damaged|cannot be read) after line \d+|:\d+: not)"):
+        documents(path)
+
+
+def test_damaged_parquet_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: damaged or no parquet file, after row 0"):
+        documents(path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", None]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: row 3: the column 'text' is null"):
+        documents(path)
+    with pytest.raises(DataError, match=r"no column 'body'; columns: text"):
+        documents(path, "body")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
+    with pytest.raises(DataError, match="holds int64, not strings"):
+        documents(path)

@@ -1,0 +1,189 @@
+"""Small worlds of CPU ranks for tests: start n processes, run a function on each, collect what they return."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from geotrain.canonical import Architecture, Run, architecture_from_hf, canonical_parameters
+from geotrain.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+
+SEQUENCE = 16
+VOCABULARY = 96
+BATCH = 8
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+
+
+def run_world(ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 240.0) -> list[Any]:
+    """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    answers: Any = context.Queue()
+    workers = [
+        context.Process(target=_rank, args=(answers, rank, ranks, port, task, args), daemon=True)
+        for rank in range(ranks)
+    ]
+    until = time.monotonic() + deadline_s
+    results: dict[int, Any] = {}
+    try:
+        for worker in workers:
+            worker.start()
+        while len(results) < ranks:
+            try:
+                rank, error, value = answers.get(timeout=max(0.1, until - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(f"ranks {sorted(set(range(ranks)) - set(results))} are late") from None
+            if error:
+                raise AssertionError(f"rank {rank}:\n{error}")
+            results[rank] = pickle.loads(value)
+        for worker in workers:
+            worker.join(timeout=max(0.1, until - time.monotonic()))
+            assert worker.exitcode == 0, f"a rank ended with {worker.exitcode}"
+        return [results[rank] for rank in range(ranks)]
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+            if worker.pid:
+                worker.join()
+
+
+def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    try:
+        value = task(*args)
+        from geotrain.inner.parallel import shut_down
+
+        shut_down()
+        answers.put((rank, None, pickle.dumps(value)))  # by value: a tensor's shared memory dies with its rank
+    except BaseException:
+        answers.put((rank, traceback.format_exc(), None))
+
+
+def deepspeed_block(stage: int, micro: int = 2, **more: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 40, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def run_config(model: dict[str, Any], block: dict[str, Any], recompute: Any = "none") -> RunConfig:
+    return RunConfig(
+        name="test",
+        model=ModelConfig(config=model, init_from=None, recompute=recompute),
+        data=DataConfig(train="none", validation=None, tokenizer=None, sequence_length=SEQUENCE, train_samples=1000),
+        deepspeed=block,
+    )
+
+
+def start(model: dict[str, Any], parallel: ParallelConfig, block: dict[str, Any], recompute: str = "none") -> Any:
+    """An engine with the canonical test weights."""
+    from geotrain.inner.engine import build_engine
+
+    engine = build_engine(run_config(model, block, recompute), parallel, block, timeout_s=60)
+    write(engine, canonical_weights(engine.architecture))
+    return engine
+
+
+def stop(engine: Any) -> None:
+    from geotrain.inner.parallel import shut_down
+
+    engine.close()
+    shut_down(leave_world=False)
+
+
+def canonical_weights(architecture: Architecture, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        p.name: torch.randn(p.shape, generator=generator) * p.init_std
+        + (1 + 0.1 * torch.randn(p.shape, generator=generator) if p.init == "ones" else 0)
+        for p in canonical_parameters(architecture)
+    }
+
+
+def at(flat: torch.Tensor, run: Run) -> torch.Tensor:
+    """The [count, length] view of a run in its flattened canonical parameter."""
+    return torch.as_strided(flat, (run.count, run.length), (run.stride or run.length, 1), run.start)
+
+
+def write(engine: Any, weights: dict[str, torch.Tensor]) -> None:
+    for shard in engine.shards():
+        shard.master.copy_(torch.cat([at(weights[run.parameter].view(-1), run).reshape(-1) for run in shard.runs]))
+    engine.refresh()
+
+
+def pushed(engine: Any) -> list[tuple[Run, torch.Tensor]]:
+    """What this rank speaks for: runs with their values."""
+    result = []
+    for shard in engine.shards():
+        if shard.pushes:
+            values = shard.master.clone().split([run.numel for run in shard.runs])
+            result += list(zip(shard.runs, values, strict=True))
+    return result
+
+
+def assemble(architecture: Architecture, ranks: list[list[tuple[Run, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """The canonical weights from what all ranks push; fails unless every element is pushed exactly once."""
+    weights = {p.name: torch.zeros(p.numel) for p in canonical_parameters(architecture)}
+    seen = {name: torch.zeros(flat.numel(), dtype=torch.int) for name, flat in weights.items()}
+    for runs in ranks:
+        for run, values in runs:
+            at(weights[run.parameter], run).copy_(values.view(run.count, run.length))
+            at(seen[run.parameter], run).add_(1)
+    for name, count in seen.items():
+        assert (count == 1).all(), f"{name}: pushed {sorted(set(count.tolist()))} times"
+    return weights
+
+
+def batch(step: int) -> torch.Tensor:
+    """The worker's batch of a step, int64 [BATCH, SEQUENCE + 1]; learnable: few sequences come again and again."""
+    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step % 3))
+
+
+def micro_batches(engine: Any, step: int) -> list[torch.Tensor]:
+    mine = batch(step).chunk(engine.dp_size)[engine.dp_rank]
+    return list(mine.split(engine.train_micro_batch_size_per_gpu()))
+
+
+def train(engine: Any, steps: range) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    results = [engine.train_step(micro_batches(engine, step), step) for step in steps]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def architecture(model: dict[str, Any]) -> Architecture:
+    return architecture_from_hf(model)

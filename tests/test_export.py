@@ -1,0 +1,252 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from geotrain.canonical import UnsupportedModelError, architecture_from_hf, canonical_parameters
+from geotrain.data.tokenizer import byte_tokenizer
+from geotrain.export import CheckpointError, read_checkpoint, write_checkpoint
+from geotrain.files import OutputError
+from geotrain.initial import initial_tensor
+from geotrain.sample import sample
+
+BASE = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA: dict[str, Any] = {"model_type": "llama", "rope_theta": 5000.0, "rms_norm_eps": 1e-5, **BASE}
+QWEN3: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": True, "torch_dtype": "float16", **BASE}
+
+
+def weights(config: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:
+    return {p.name: initial_tensor(p, seed) for p in canonical_parameters(architecture_from_hf(config))}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 30_000])
+def test_export_import_export_is_byte_identical(
+    tmp_path: Path, tokenizer: Path, config: dict[str, Any], dtype: Any, max_shard_bytes: int
+) -> None:
+    original = weights(config)
+    write_checkpoint(original.items(), config, tmp_path / "one", tokenizer, dtype, max_shard_bytes)
+    read_config, tensors = read_checkpoint(tmp_path / "one")
+    read = dict(tensors)
+    assert list(read) == list(original)
+    assert all(torch.equal(read[name], tensor.to(getattr(torch, dtype))) for name, tensor in original.items())
+    write_checkpoint(reversed(read.items()), read_config, tmp_path / "two", tmp_path / "one", dtype, max_shard_bytes)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    shards = [p for p in (tmp_path / "one").iterdir() if p.suffix == ".safetensors"]
+    assert (len(shards) > 1) == (max_shard_bytes < 1 << 30)
+    largest = max(t.numel() for t in original.values()) * getattr(torch, dtype).itemsize
+    if len(shards) > 1:
+        assert max(p.stat().st_size for p in shards) < max(max_shard_bytes, largest) + 4000  # the header
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 30_000])
+def test_transformers_loads_every_weight(
+    tmp_path: Path, tokenizer: Path, config: dict[str, Any], max_shard_bytes: int
+) -> None:
+    original = weights(config)
+    write_checkpoint(original.items(), config, tmp_path / "out", tokenizer, "bfloat16", max_shard_bytes)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in original.items())
+    logits = model(torch.arange(50)[None]).logits
+    assert logits.shape == (1, 50, 264)
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_the_exported_config_states_what_was_trained(tmp_path: Path, tokenizer: Path, config: dict[str, Any]) -> None:
+    """transformers' defaults differ from ours: Qwen3's head_dim is 128, Llama's eos token is a byte here."""
+    write_checkpoint(weights(config).items(), config, tmp_path / "out", tokenizer)
+    a, loaded = architecture_from_hf(config), AutoConfig.from_pretrained(tmp_path / "out")
+    assert (loaded.head_dim, loaded.num_key_value_heads, loaded.rms_norm_eps) == (a.head_dim, a.kv_heads, a.norm_eps)
+    assert (loaded.max_position_embeddings, loaded.tie_word_embeddings) == (a.max_positions, a.tied_embeddings)
+    assert loaded.rope_parameters["rope_theta"] == a.rope_theta
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, None)
+    assert loaded.architectures == [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[a.model_type]]
+    assert architecture_from_hf(json.loads((tmp_path / "out/config.json").read_text())) == a
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation["eos_token_id"] == 256
+
+
+def test_special_tokens_of_the_config_stay_where_they_agree(tmp_path: Path, tokenizer: Path) -> None:
+    several = {**LLAMA, "eos_token_id": [256, 7], "bos_token_id": 1}
+    write_checkpoint(weights(LLAMA).items(), several, tmp_path / "out", tokenizer)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["eos_token_id"], written["bos_token_id"]) == ([256, 7], None)
+    write_checkpoint(weights(LLAMA).items(), {**LLAMA, "eos_token_id": 5}, tmp_path / "out", None)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["eos_token_id"], written["bos_token_id"]) == (5, None)
+    assert not (tmp_path / "out/tokenizer.json").exists()
+
+
+def test_views_of_one_buffer_are_written_apart(tmp_path: Path) -> None:
+    """A server may hold all weights in one flat tensor."""
+    original = weights(LLAMA)
+    flat = torch.cat([t.flatten() for t in original.values()])
+    views = zip(original, flat.split([t.numel() for t in original.values()]), strict=True)
+    write_checkpoint(
+        ((name, view.view_as(original[name])) for name, view in views), LLAMA, tmp_path / "out", dtype="float32"
+    )
+    stored = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in original.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight is missing"),
+        (lambda t: t.update(extra=torch.ones(1)), r"tensor 'extra' is no parameter of this model"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(3)}),
+            r"has shape \[3\]; the model's config says \[32\]",
+        ),
+        (lambda t: t["model.norm.weight"].fill_(torch.nan), r"'model\.norm\.weight' is not finite in bfloat16"),
+    ],
+)
+def test_wrong_tensors_are_not_exported(tmp_path: Path, change: Any, message: str) -> None:
+    tensors = weights(LLAMA)
+    change(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        write_checkpoint(tensors.items(), LLAMA, tmp_path / "out")
+    assert os.listdir(tmp_path) == []  # noqa: PTH208 (hidden files too)
+
+
+def test_a_tensor_given_twice_and_a_foreign_folder_are_refused(tmp_path: Path) -> None:
+    tensors = list(weights(LLAMA).items())
+    with pytest.raises(CheckpointError, match="given twice"):
+        write_checkpoint(tensors[:1] + tensors, LLAMA, tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/model.safetensors").write_text("somebody's model")
+    with pytest.raises(OutputError, match="no older export of GeoTrain"):
+        write_checkpoint(tensors, LLAMA, tmp_path / "out")
+    with pytest.raises(UnsupportedModelError, match="model_type 'gpt2'"):
+        write_checkpoint(tensors, {**LLAMA, "model_type": "gpt2"}, tmp_path / "out2")
+
+
+def edit_index(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), r"config\.json: cannot be read: No such file"),
+        (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), r"config\.json: not a JSON object"),
+        (lambda f: (f / "model.safetensors").unlink(), "GeoTrain reads safetensors only"),
+        (lambda f: os.truncate(f / "model.safetensors", 5000), r"model\.safetensors: damaged or not safetensors"),
+        (lambda f: (f / "model.safetensors").write_text("x" * 50), r"model\.safetensors: damaged or not safetensors"),
+        (
+            lambda f: edit_tensors(f, **{NORM: None}),
+            r"tensor model\.norm\.weight is missing, which config\.json asks",
+        ),
+        (
+            lambda f: edit_tensors(f, **{"lm_head.weight": None}),
+            "set tie_word_embeddings to true if the head is tied",
+        ),
+        (lambda f: edit_tensors(f, a=torch.ones(1), b=torch.ones(1)), "tensors a, b are unknown"),
+        (lambda f: edit_tensors(f, **{NORM: torch.ones(31)}), r"has shape \[31\]; config\.json says \[32\]"),
+        (lambda f: edit_tensors(f, **{NORM: torch.ones(32).int()}), "is stored as I32; use F32, BF16 or F16"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
+    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out")
+    damage(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: next(f.glob("model-00002*")).unlink(), r"model-00002-of-\d+\.safetensors: missing"),
+        (lambda f: edit_index(f, lambda m: m.update(x="../x.safetensors")), "lies outside the folder"),
+        (lambda f: edit_index(f, lambda m: m.update(x=m[NORM])), r"tensor 'x' is missing, though .* puts it there"),
+        (lambda f: edit_index(f, lambda m: m.pop(NORM)), r"tensor model\.norm\.weight is missing"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "damaged: no weight_map"),
+    ],
+)
+def test_a_damaged_sharded_checkpoint_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
+    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out", max_shard_bytes=30_000)
+    damage(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path / "out")
+
+
+def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path: Path) -> None:
+    write_checkpoint(weights(QWEN3).items(), QWEN3, tmp_path / "out", dtype="float32")
+    stored = load_file(tmp_path / "out/model.safetensors")
+    assert "lm_head.weight" not in stored
+    embedding = stored["model.embed_tokens.weight"]
+    edit_tensors(tmp_path / "out", **{"lm_head.weight": embedding.clone()})
+    assert "lm_head.weight" not in dict(read_checkpoint(tmp_path / "out")[1])
+    edit_tensors(tmp_path / "out", **{"lm_head.weight": embedding + 1})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        read_checkpoint(tmp_path / "out")
+
+
+def test_tables_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out")
+    edit_tensors(tmp_path / "out", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert set(dict(read_checkpoint(tmp_path / "out")[1])) == set(weights(LLAMA))
+
+
+def test_a_sample_is_the_models_own_likeliest_text(tmp_path: Path, tokenizer: Path) -> None:
+    write_checkpoint(weights(LLAMA, seed=3).items(), LLAMA, tmp_path / "out", tokenizer, "float32")
+    prompt = "def "
+    text = sample(tmp_path / "out", prompt, tokens=12, temperature=0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([list(prompt.encode())])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0]
+    assert text == bytes(i for i in expected.tolist() if i < 256).decode(errors="replace")
+    assert text.startswith(prompt)
+
+
+def test_samples_repeat_with_their_seed_only(tmp_path: Path, tokenizer: Path) -> None:
+    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out", tokenizer, "float32")
+    one, again, other = (sample(tmp_path / "out", "", 30, 1.0, seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+    with pytest.raises(CheckpointError, match="a prompt of 3 tokens and 62 more exceed the model's 64 positions"):
+        sample(tmp_path / "out", "abc", 62)
+    with pytest.raises(CheckpointError, match="none: cannot be loaded"):
+        sample(tmp_path / "none", "abc", 2)

@@ -1,0 +1,83 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from geotrain.files import OutputError, whole_file, whole_folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))  # noqa: PTH208 (hidden files too)
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "new/out", "export") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub/a").write_text("1")
+        assert not (tmp_path / "new/out").exists()
+    assert names(tmp_path / "new") == ["out"]
+    assert (tmp_path / "new/out/sub/a").read_text() == "1"
+
+
+def test_a_failure_leaves_the_older_folder_as_it_was(tmp_path: Path) -> None:
+    for text in ("1", "2"):
+        with whole_folder(tmp_path / "out", "export") as folder:
+            (folder / text).write_text(text)
+    assert names(tmp_path / "out") == [".geotrain.json", "2"]
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "out", "export") as folder:
+        (folder / "3").write_text("3")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == [".geotrain.json", "2"]
+
+
+def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
+    def attempt(kind: str = "export") -> None:
+        with whole_folder(tmp_path / "out", kind):
+            raise AssertionError("must be refused before the work begins")
+
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(OutputError, match="exists and is not a folder"):
+        attempt()
+    (tmp_path / "out").unlink()
+    (tmp_path / "out").mkdir()
+    with whole_folder(tmp_path / "out", "export") as folder:  # an empty folder may be filled
+        (folder / "a").write_text("1")
+    with pytest.raises(OutputError, match="no older dataset of GeoTrain"):
+        attempt("dataset")
+    (tmp_path / "out/mine").symlink_to(tmp_path)
+    with pytest.raises(OutputError, match=r"did not write \(mine\)"):
+        attempt()
+    (tmp_path / "out/mine").unlink()
+    for marker in ("damaged {", "[]"):
+        (tmp_path / "out/.geotrain.json").write_text(marker)
+        with pytest.raises(OutputError, match="no older export of GeoTrain"):
+            attempt()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be created"), whole_folder(tmp_path / "file/out", "export"):
+        pass
+
+
+def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "out", "export") as first:
+        (first / "a").write_text("first")
+        with whole_folder(tmp_path / "out", "export") as second:
+            (second / "a").write_text("second")
+    assert (tmp_path / "out/a").read_text() == "first"
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_file_appears_whole(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "a") as file:
+        file.write("1")
+        assert not (tmp_path / "a").exists()
+    with pytest.raises(ValueError, match="stop"), whole_file(tmp_path / "a") as file:
+        file.write("2")
+        raise ValueError("stop")
+    assert (tmp_path / "a").read_text() == "1"
+    assert names(tmp_path) == ["a"]
+    with pytest.raises(OutputError, match="none/a: cannot be written"), whole_file(tmp_path / "none/a"):
+        pass
