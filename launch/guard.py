@@ -2,6 +2,8 @@
 
     python guard.py [--netns FD] [--grace S] -- command …
 
+The command inherits the guard's other file descriptors (a network namespace's, `--netns`, is closed once entered).
+
 The guard stops the command, with all its descendants, when its own standard input ends: whoever started it holds
 the other end of that pipe, and the kernel closes it however that process dies; ssh carries the end on to another
 machine. It also stops on SIGTERM, and clears up what a command leaves behind. Descendants that lost their parent
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> int:
         os.close(netns)
     with _wakeups() as wakeups:
         try:
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=_die_with_guard)
         except OSError as error:
             print(f"guard: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
             return EXIT_NOT_FOUND

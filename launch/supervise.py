@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Literal
 
 from geotrain.launch import guard
 
@@ -36,7 +37,8 @@ class Process:
     command: must stop, with all it started, when its standard input ends; see `guarded`.
     env: laid over the supervisor's environment.
     hello: written to its standard input first.
-    follows: it ends by itself once all the others have ended well (a server).
+    role: the run is over when all but helpers have ended. A server ends by itself once all workers have; a helper
+        (an emulated link) never does.
     keeps: file descriptors that it inherits.
     """
 
@@ -44,7 +46,7 @@ class Process:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     hello: bytes = b""
-    follows: bool = False
+    role: Literal["worker", "server", "helper"] = "worker"
     keeps: tuple[int, ...] = ()
 
 
@@ -68,8 +70,8 @@ def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = g
 class Supervisor:
     """Use as a context manager, in the main thread: leaving it stops whatever still runs.
 
-    logs: folder of the log files `<name>.log`, appended to. drain_s: how long those that `follow` may take to end
-    after the others have.
+    logs: folder of the log files `<name>.log`, appended to. drain_s: how long servers may take to end after the
+    workers have.
     """
 
     def __init__(self, logs: Path, drain_s: float = 120.0) -> None:
@@ -163,8 +165,8 @@ class Supervisor:
     def _wait(self, tick: Callable[[], None], every_s: float) -> Outcome:
         next_tick = time.monotonic() + every_s
         drained_by: float | None = None
-        while alive := self._alive():
-            if drained_by is None and all(r.process.follows for r in alive):
+        while alive := [r for r in self._alive() if r.process.role != "helper"]:
+            if drained_by is None and all(r.process.role == "server" for r in alive):
                 drained_by = time.monotonic() + self.drain_s
             now = time.monotonic()
             if drained_by is not None and now > drained_by:
@@ -181,7 +183,7 @@ class Supervisor:
     def _on_event(self, key: selectors.SelectorKey) -> Outcome | None:
         if isinstance(key.data, _Running):
             code = self._reap(key.data)
-            return self._failed(key.data.process.name, code) if code else None
+            return self._failed(key.data.process.name, code) if code or key.data.process.role == "helper" else None
         if key.data == "stdin":
             if os.read(key.fd, 4096):
                 return None
@@ -193,10 +195,10 @@ class Supervisor:
         return Outcome(128 + number, f"stopped by {signal.Signals(number).name}")
 
     def _failed(self, name: str, code: int) -> Outcome:
-        how = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        how = f"failed with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
         log = self.log(name)
         text = f"process {name!r} {how}; the end of its log {log}:\n{_indented(tail(log))}"
-        return Outcome(code if code > 0 else 128 - code, text)
+        return Outcome((code or 1) if code >= 0 else 128 - code, text)
 
     def _not_drained(self, alive: list[_Running]) -> Outcome:
         names = ", ".join(repr(r.process.name) for r in alive)

@@ -124,7 +124,7 @@ def test_killing_a_guard_fails_the_run_and_leaves_nothing(tmp_path: Path) -> Non
 
 def test_servers_that_do_not_follow_the_workers_are_a_failure(tmp_path: Path) -> None:
     with Supervisor(tmp_path, drain_s=0.3) as supervisor:
-        supervisor.start(Process("server", sh("echo waiting for eu-0; sleep 300"), follows=True))
+        supervisor.start(Process("server", sh("echo waiting for eu-0; sleep 300"), role="server"))
         supervisor.start(Process("eu-0", sh("exit 0")))
         outcome = supervisor.wait()
     assert outcome.code == 1
@@ -134,9 +134,29 @@ def test_servers_that_do_not_follow_the_workers_are_a_failure(tmp_path: Path) ->
 
 def test_servers_that_follow_end_well(tmp_path: Path) -> None:
     with Supervisor(tmp_path, drain_s=10) as supervisor:
-        supervisor.start(Process("server", sh("sleep 0.5"), follows=True))
+        supervisor.start(Process("server", sh("sleep 0.5"), role="server"))
         supervisor.start(Process("eu-0", sh("exit 0")))
         assert supervisor.wait().code == 0
+
+
+def test_helpers_run_until_the_others_have_ended(tmp_path: Path) -> None:
+    mark = new_mark()
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(Process("wan", sh("sleep 300"), env=mark, role="helper"))
+        supervisor.start(Process("eu-0", sh("sleep 0.2")))
+        assert supervisor.wait().code == 0
+        assert marked(mark) == []
+
+
+def test_a_helper_that_ends_before_is_a_failure(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(Process("wan", sh("exit 0"), role="helper"))
+        supervisor.start(Process("eu-0", sh("sleep 300")))
+        outcome = supervisor.wait()
+    assert (outcome.code, outcome.reason.splitlines()[0][:48]) == (
+        1,
+        "process 'wan' failed with exit code 0; the end o",
+    )
 
 
 def test_ticks_come_at_their_pace(tmp_path: Path) -> None:
