@@ -69,7 +69,7 @@ class GeoEngine(DeepSpeedEngine):
         )
         self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
-        self._shards = owned_shards(placed, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
+        self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
 
     # ---------------------------------------------------------------------------------------- what it is
 
@@ -233,6 +233,20 @@ class GeoEngine(DeepSpeedEngine):
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self.device)
 
+    # -------------------------------------------------------------------------------- words between ranks
+
+    def agree(self, flag: bool) -> bool:
+        """Whether every rank says so. A collective, on the hosts."""
+        votes = torch.tensor(int(flag))
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.mesh.control_group)
+        return bool(votes)
+
+    def from_rank_0(self, text: str) -> str:
+        """Rank 0's text, on every rank. A collective, on the hosts."""
+        box = [text]
+        dist.broadcast_object_list(box, src=0, group=self.mesh.control_group)
+        return box[0]
+
     # --------------------------------------------------------------------------------------------- shards
 
     def shards(self) -> tuple[OwnedShard, ...]:
@@ -253,7 +267,7 @@ class GeoEngine(DeepSpeedEngine):
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: Any) -> Tensor:
     """The accumulated gradient: in fp32 beside the parameter where DeepSpeed keeps it there."""
     wide = getattr(parameter, "_hp_grad", None)
     return parameter.grad if wide is None else wide

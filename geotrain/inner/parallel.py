@@ -60,9 +60,7 @@ def check_layout(
                 f"choose a parallel.{key} that divides it, or a {what} of {math.ceil(size / parts) * parts}"
             )
     if parallel.sequence and tp == 1:
-        raise ConfigError(
-            "parallel.sequence = true needs parallel.tensor > 1; set one of the two"
-        )
+        raise ConfigError("parallel.sequence = true needs parallel.tensor > 1; set one of the two")
     if parallel.sequence and sequence_length % tp:
         raise ConfigError(
             f"data.sequence_length = {sequence_length} is not divisible by parallel.tensor = {tp}, as "
@@ -141,6 +139,7 @@ class Mesh:
     pp_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup  # all ranks, over gloo: small words between hosts, never on the device
 
     @property
     def is_first_stage(self) -> bool:
@@ -230,6 +229,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 600.0) -> Mesh:
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         embedding_group=parallel_state.get_embedding_group(check_initialized=False),
+        control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
     )
 
 
@@ -240,4 +240,3 @@ def shut_down(leave_world: bool = True) -> None:
     parallel_state.destroy_model_parallel()
     if leave_world and dist.is_initialized():
         dist.destroy_process_group()
-
