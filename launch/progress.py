@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from geotrain.config import ClusterConfig, RunConfig
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.outer.messages import GLOBAL
 
 Status = Mapping[str, Any]
@@ -53,6 +56,24 @@ def addresses(run: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
     return {GLOBAL: str(cluster.global_server), **regions}
 
 
+def status_of_run(folder: Path) -> tuple[ClusterConfig, dict[str, Status]]:
+    """What the servers of a run say; of those that have ended, what they said last.
+
+    Raises ConfigError: there is no run, or none of its servers has said anything.
+    """
+    run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+    servers = addresses(run, cluster)
+    found = ask(servers)
+    for site in servers:
+        last = folder / "servers" / site / "status.json"
+        if site not in found and last.exists():
+            found[site] = json.loads(last.read_text())
+    if not found:
+        where = ", ".join(f"{site} at {address}" for site, address in servers.items())
+        raise ConfigError(f"{folder}: no server answers ({where}), and none has left its last status")
+    return cluster, found
+
+
 def ask(servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
     """The status of every server that answers in time."""
     with ThreadPoolExecutor(max(1, len(servers))) as executor:
@@ -65,7 +86,7 @@ def _ask_one(address: str, within_s: float) -> Status | None:
     from geotrain.net.link import Unreachable
 
     try:
-        with MemberClient(address, connect_s=within_s) as client:
+        with closing(MemberClient(address, connect_s=within_s)) as client:
             return client.status()
     except (Unreachable, OSError, TimeoutError, ValueError):
         return None
