@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,10 +32,7 @@ class Client(Protocol):
 
 
 class Trainer:
-    """One rank of a worker.
-
-    report: called on the metrics rank after every job, with plain numbers.
-    """
+    """One rank of a worker. `report` is called on the metrics rank after every job, with plain numbers."""
 
     def __init__(
         self,
@@ -47,11 +44,11 @@ class Trainer:
         loader: LeasedLoader,
         client: Client,
         checkpoints: Path,
-        report: Callable[[dict[str, float]], None],
     ) -> None:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.engine, self.loader, self.client = engine, loader, client
-        self.checkpoints, self.report = checkpoints, report
+        self.checkpoints = checkpoints
+        self.report: Callable[[dict[str, Any]], None] = lambda numbers: None
         pieces = [Piece(s.runs, s.master, s.pushes) for s in engine.shards()]
         self.worker = WorkerRank(layout, run.outer, pieces)
         self.exchange = Exchange(run, name, engine, self.worker, client, len(layout.fragments))

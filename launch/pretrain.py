@@ -44,7 +44,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.data.loader import LeasedLoader, open_source
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
-    from geotrain.monitor.events import EventLog
+    from geotrain.monitor.events import EventLog, JobTrained
     from geotrain.net.client import MemberClient
     from geotrain.trainer import Trainer
 
@@ -60,10 +60,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     server = cluster.global_server if run.outer.levels == 1 else cluster.region(region).server
     checkpoints = folder / run.checkpoint.folder / worker.name
     with MemberClient(str(server)) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
-        report = lambda numbers: events.write("job", worker=worker.name, **numbers)  # noqa: E731
-        trainer = Trainer(
-            run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints, report
-        )
+        trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
+        trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)
     engine.close()
 
