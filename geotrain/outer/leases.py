@@ -7,7 +7,7 @@ may return to the pool and be trained by another worker.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
@@ -60,7 +60,7 @@ class LeaseBook:
         for lease in self.open.values():
             if (lease.worker, lease.job) == (request.worker, request.job):
                 return lease
-        if request.step_s > 0:
+        if 0 < request.step_s < inf:
             self.step_s[request.worker] = request.step_s
         steps = self._steps(request.worker)
         if self.rounds is not None:
