@@ -188,7 +188,7 @@ class RegionNode(Node):
 
     def start(self) -> None:
         """Join the global server and ask for the weights."""
-        self.uplink.join(self.server.join_message())
+        self.server.on_welcome(self.uplink.join(self.server.join_message()))
         everything = tuple(range(len(self.server.layout.fragments)))
         self.uplink.pull(0, everything).then(self._on_weights)
 
