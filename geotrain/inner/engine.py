@@ -254,6 +254,7 @@ class GeoEngine(DeepSpeedEngine):
         return self._shards
 
     @torch.no_grad()
+    @torch.no_grad()
     def refresh(self) -> None:
         """Masters were overwritten in place: make the next forward use them. Every rank must call it."""
         if self.zero_optimization():
