@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
+STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
 EVENTS = "events.jsonl"
 EXPECTED = (
     ListenError,
@@ -209,6 +210,8 @@ class _Host:
             for task in done:
                 task.result()
         finally:
+            with whole_file(self.folder / STATUS) as file:  # while its links are still open
+                json.dump(self.service.status(), file)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
