@@ -170,7 +170,8 @@ def _table(summary: dict[str, Any]) -> Table:
         "validation loss": f"{start:.3f} → {final:.3f} nats a token ({1 - final / start:.0%} lower)",
         "trained": f"{summary['tokens']:,} tokens in {summary['train_s']:.0f} s ({summary['wall_s']:.0f} s in all)",
         "between regions": f"{size(summary['wan_bytes_up'])} up, {size(summary['wan_bytes_down'])} down; "
-        f"bf16 all-reduce each step: {size(summary['data_parallel_bytes'])}, {summary['wan_reduction']:g} times as much",
+        f"bf16 all-reduce each step: {size(summary['data_parallel_bytes'])}, "
+        f"{summary['wan_reduction']:g} times as much",
         "workers": "; ".join(f"{name}: {layout}" for name, layout in summary["layouts"].items()),
         "versions": f"{summary['global_versions']} global; {summary['region_versions']} in the regions",
         "lost updates": str(summary["lost_updates"]),
