@@ -53,9 +53,11 @@ class Server:
         os.kill(self.process.pid, number)
 
     def ended(self, within_s: float = 30) -> tuple[int | None, str]:
-        """Exit code, and what it wrote to stderr."""
+        """Exit code, and from where on stderr speaks of trouble (libraries may warn before)."""
         self.process.join(within_s)
-        return self.process.exitcode, self.said.read_text()
+        said = self.said.read_text()
+        begins = [at for word in ("geotrain serve:", "Traceback") if (at := said.find(word)) >= 0]
+        return self.process.exitcode, said[min(begins) :] if begins else ""
 
 
 def free_port() -> int:
