@@ -281,7 +281,9 @@ def placement(problem: Problem, table: Ints) -> Placement:
     if table.shape != (problem.stages, problem.replicas):
         raise PlacementError(f"table has shape {table.shape}, wanted ({problem.stages}, {problem.replicas})")
     if len(np.unique(table)) != table.size or table.min() < 0 or table.max() >= problem.devices:
-        raise PlacementError(f"a table places {table.size} different devices out of 0…{problem.devices - 1}, once each")
+        raise PlacementError(
+            f"a table places {table.size} different devices out of 0…{problem.devices - 1}, once each"
+        )
     return Placement(
         table=tuple(tuple(int(i) for i in row) for row in table),
         data_parallel_s=float(stage_costs(problem, table).max()),

@@ -14,6 +14,7 @@ and if no single change makes it right, two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,10 +126,7 @@ class _Search:
         for placed in range(1, self.stages - 1):
             labels = halves[placed]
             bounds = np.flatnonzero(np.diff(labels.last, prepend=-1, append=-1))
-            grown = [
-                self._grow(labels, np.arange(low, high), placed)
-                for low, high in zip(bounds[:-1], bounds[1:], strict=True)
-            ]
+            grown = [self._grow(labels, np.arange(low, high), placed) for low, high in pairwise(bounds)]
             halves.append(_undominated(grown) if grown else halves[0])
         return halves
 
