@@ -16,6 +16,7 @@ from grpc import aio
 from geotrain.config import Address
 from geotrain.net import calls, wire
 from geotrain.net.certs import OPERATOR, Credentials, Role, identity
+from geotrain.net.deadline import within
 from geotrain.net.machine import Machine
 from geotrain.net.pulse import WORKER_SILENT_S, Pulse
 from geotrain.outer.global_server import GlobalServer
@@ -122,8 +123,8 @@ class Service:
             reply = await self._take_update(context)
         except Refused as refused:
             reply = calls.Refusal.of(refused)
-        await asyncio.wait_for(context.write(wire.pack(reply)), calls.STALL_S)
-        while await asyncio.wait_for(context.read(), calls.STALL_S) is not aio.EOF:
+        await within(calls.STALL_S, context.write(wire.pack(reply)))
+        while await within(calls.STALL_S, context.read()) is not aio.EOF:
             pass
 
     async def _take_update(self, context: Any) -> calls.Ack:
@@ -152,7 +153,7 @@ class Service:
             min(pull.wait_s, calls.MAX_WAIT_S),
         )
         for frame in wire.frames(calls.NotYet() if answer is None else answer):
-            await asyncio.wait_for(context.write(frame), calls.STALL_S)
+            await within(calls.STALL_S, context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
         ask = wire.unpack(request, calls.AskLease)
@@ -271,7 +272,7 @@ class Service:
 
 
 async def _next_frame(context: Any, wait_s: float) -> bytes:
-    frame = await asyncio.wait_for(context.read(), wait_s)
+    frame = await within(wait_s, context.read())
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
     return bytes(frame)
