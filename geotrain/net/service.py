@@ -25,6 +25,8 @@ from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Ref
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 8192  # at the same time
+MAX_LATE_FRAMES = 1024  # of an update, read after the reply to it
+DAMAGED_RETRY_S = 0.5
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -123,9 +125,14 @@ class Service:
             reply = await self._take_update(context)
         except Refused as refused:
             reply = calls.Refusal.of(refused)
+        except wire.DamagedError as error:
+            reply = calls.Refusal(str(error), DAMAGED_RETRY_S, False)
+        except wire.WireError as error:
+            reply = calls.Refusal(str(error), None, False)
         await within(calls.STALL_S, context.write(wire.pack(reply)))
-        while await within(calls.STALL_S, context.read()) is not aio.EOF:
-            pass
+        for _ in range(MAX_LATE_FRAMES):
+            if await within(calls.STALL_S, context.read()) is aio.EOF:
+                break
 
     async def _take_update(self, context: Any) -> calls.Ack:
         """Everything that can be known from the header is checked before the payload is taken."""
