@@ -22,6 +22,7 @@ from geotrain.outer.messages import (
     Lease,
     LeaseRequest,
     Leave,
+    Message,
     NotJoined,
     Refused,
     Release,
@@ -84,13 +85,13 @@ class Uplink:
     async def _session(self, within_s: float) -> None:
         join = await self.machine.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)
-        lost = await self.machine.say(welcome)
+        lost = await self._tell(welcome)
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
         if not self.server.fragments:
             fragments = tuple(range(len(self.server.layout.fragments)))
-            await self.machine.say(await self._pull(0, fragments))
+            await self._tell(await self._pull(0, fragments))
         again = [send.message for send in await self.machine.read(self.server.resend)]
         self._updates = deque(again)  # type: ignore[arg-type]
         if self.server.gone:
@@ -113,7 +114,7 @@ class Uplink:
             message = await self._next(self._updates)
             if isinstance(message, Leave):
                 await self._persist(_certain(self.link.leave, 0, self.server.sequence))
-                await self.machine.say(message)
+                await self._tell(message)
                 raise _Done
             if message.sequence > last:  # what was sent again at the beginning may be said a second time
                 last = message.sequence
@@ -129,7 +130,7 @@ class Uplink:
                     await self._persist(_certain(self.link.release, message))
                 else:
                     lease: Lease | Finished = await self._persist(partial(self.link.lease, message))
-                    await self.machine.say(lease)
+                    await self._tell(lease)
             except NotJoined:
                 raise
             except Refused as refused:
@@ -144,10 +145,20 @@ class Uplink:
         while True:
             update = await pushed.get()
             fragments = tuple(delta.fragment for delta in update.deltas)
-            await self.machine.say(await self._pull(update.sequence, fragments))
+            await self._tell(await self._pull(update.sequence, fragments))
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
         return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))
+
+    async def _tell(self, message: Message) -> Any:
+        """Tell the region server; as often as it asks to (its disk may be full)."""
+        while True:
+            try:
+                return await self.machine.say(message)
+            except Refused as refused:
+                if refused.retry_s is None:
+                    raise
+                await asyncio.sleep(refused.retry_s)
 
     async def _next(self, lane: deque[Any]) -> Any:
         """The head of the lane, left there until it was delivered."""

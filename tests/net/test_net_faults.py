@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import socket
 import threading
 import time
@@ -18,20 +19,13 @@ from geotrain.net.client import MemberClient, ServerForgot
 from geotrain.net.link import Link, Unreachable
 from geotrain.net.service import ListenError
 from geotrain.outer.messages import Join, Refused
-from tests.net.net_worlds import Cluster, FakeWorker, Loop, Running, clusters, halves, outer, wait_for, whole
+from tests.net.net_worlds import Cluster, FakeWorker, clusters, halves, outer, wait_for, whole
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    with clusters() as maker:
+def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as maker:
         yield maker
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.close()
 
 
 def in_background(call: Callable[[], None]) -> threading.Thread:
@@ -42,17 +36,16 @@ def in_background(call: Callable[[], None]) -> threading.Thread:
 
 @pytest.mark.parametrize("rule", ["sync", "halos"])
 def test_a_run_survives_restarts_of_both_servers(make, rule):
-    """Restored from their state, at any time: workers rejoin in the same life, nothing is lost or done twice."""
+    """Recovered from their folders, at any time: workers rejoin in the same life, nothing is lost or done twice."""
     cluster = make(outer(rule), {"eu": {"a": halves}, "us": {"b": whole}}, train_samples=120)
     workers = [cluster.worker("a"), cluster.worker("b")]
     threads = [in_background(w.run) for w in workers]
     for turn in range(3):
         time.sleep(0.15)
         if turn % 2:
-            cluster.top = cluster.restart(cluster.top, cluster.new_global())
+            cluster.restart_top()
         else:
-            fresh = cluster.new_region("eu", f"life-{turn + 2}")
-            cluster.regions["eu"] = cluster.restart(cluster.regions["eu"], fresh)
+            cluster.restart("eu")
     for thread in threads:
         thread.join(40)
         assert not thread.is_alive()
@@ -76,11 +69,9 @@ def test_sync_restarts_leave_the_same_bits(make):
         for turn in range(restarts):
             time.sleep(0.1)
             if turn % 2:
-                cluster.top = cluster.restart(cluster.top, cluster.new_global())
+                cluster.restart_top()
             else:
-                cluster.regions["us"] = cluster.restart(
-                    cluster.regions["us"], cluster.new_region("us", f"life-{turn + 2}")
-                )
+                cluster.restart("us")
         for thread in threads:
             thread.join(40)
             assert not thread.is_alive()
@@ -179,15 +170,13 @@ def test_a_server_restored_from_an_older_state_is_noticed(make):
     """What it had acknowledged is gone: the worker must not go on as if nothing had happened."""
     cluster = make(outer(), {"eu": {"a": whole}})
     worker = joined(cluster)
+    worker.train(worker.lease())
+    copy = cluster.folder / "copy"
+    shutil.copytree(cluster.regions["eu"].folder, copy)
+    worker.train(worker.lease())
     region = cluster.regions["eu"]
-    worker.train(worker.lease())
-    tensors, meta = region.server.state()
-    old = {name: t.clone() for name, t in tensors.items()}
-    worker.train(worker.lease())
     region.kill()
-    fresh = cluster.new_region("eu", "life-2")
-    fresh.load(old, meta)
-    cluster.regions["eu"] = Running(cluster.loop, fresh, region.port, region.above)
+    cluster.regions["eu"] = cluster.new_region("eu", copy, region.port)
     with pytest.raises(ServerForgot, match="start this worker again"):
         worker.exchange(worker.parts(worker.trained[-1], (0,)), (0,))
     worker.close()
@@ -203,7 +192,7 @@ def test_a_region_whose_folder_is_lost_starts_again_from_the_global_weights(make
     region.kill()
     before = cluster.top.server.members["eu"].sequence
     assert before > 0
-    cluster.regions["eu"] = Running(cluster.loop, cluster.new_region("eu", "life-2"), region.port, region.above)
+    cluster.regions["eu"] = cluster.new_region("eu", cluster.folder / "empty", region.port)
     second = cluster.worker("a", "life-2")
     second.join()
     for _ in range(2):

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from geotrain.initial import initial_tensor
 from geotrain.net.client import MemberClient
 from geotrain.net.link import Link
 from geotrain.net.serve import serve_global, serve_region
-from geotrain.net.store import read_weights
+from geotrain.net.store import SNAPSHOTS, Store, read_weights
 from geotrain.outer.layout import layout_of
 from geotrain.outer.server import identity_of
 from tests.net.net_worlds import TINY, FakeWorker, halves, outer, wait_for, whole
@@ -195,17 +195,22 @@ def test_a_run_from_start_to_end_with_a_pause(site):
 
 
 def test_what_a_server_says_and_does_without_workers(site):
-    """The first weights are on disk before any worker comes; control; a taken port; a folder in use."""
+    """The first weights are on disk before any worker comes; control; a taken port; folders in use."""
     top = site.serve("global")
     wait_for(lambda: (site.folder / "global" / "listening.json").exists(), 30)
     for name, tensor in read_weights(site.folder / "global", site.layout):
         parameter = next(p for p in site.layout.parameters if p.name == name)
         assert torch.equal(tensor, initial_tensor(parameter, site.run.seed))
 
-    second = site.serve("global", resume=True)
-    code, said = second.ended()
+    code, said = site.serve("global", resume=True).ended()
+    assert code == 1 and "another server is running in this folder" in said
+
+    with socket.socket() as squatter:
+        squatter.bind(("127.0.0.1", site.cluster.region("eu").server.port))
+        squatter.listen()
+        code, said = site.serve("eu").ended()
     assert code == 1 and said == (
-        f"geotrain serve: cannot listen on {site.address('global')}: Address already in use; "
+        f"geotrain serve: cannot listen on {site.address('eu')}: Address already in use; "
         "stop what uses the port, or choose another in the cluster file\n"
     )
 
@@ -223,18 +228,43 @@ def test_what_a_server_says_and_does_without_workers(site):
     assert code == 1 and "holds the state of a run already; resume it, or choose another folder" in said
 
 
-def test_a_killed_region_server_comes_back_by_itself(site):
-    """Its snapshot may be older than what the global server knows of it: the run goes on all the same. It stops on
-    SIGTERM also while the global server is away."""
-    top, region = site.serve("global"), site.serve("eu")
-    work(site, 2, "life-1")
-    region.send(signal.SIGKILL)
-    region.ended()
-    region = site.serve("eu", resume=True)
-    work(site, 1, "life-2")
-    assert site.status("eu")["connected"]
-    top.send(signal.SIGKILL)
-    began = time.monotonic()
-    region.send(signal.SIGTERM)
-    assert region.ended() == (0, "")
-    assert time.monotonic() - began < 15
+def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
+    """SIGKILL of the region server and the global server, in turns, during a synchronous run: every update is applied
+    once, every sample trained once, and the weights are those of a run that nothing happened to. A region server also
+    stops on SIGTERM while the global server is away."""
+    ends = []
+    for kills in (0, 4):
+        (folder := tmp_path / str(kills)).mkdir()
+        site = Site(folder, "sync", train_samples=96)
+        servers = {which: site.serve(which) for which in ("global", "eu")}
+        workers = [site.worker("a"), site.worker("b")]
+        threads = [threading.Thread(target=w.run, daemon=True) for w in workers]
+        for thread in threads:
+            thread.start()
+        for turn in range(kills):
+            wait_for(lambda t=turn, trained=workers[0].trained: len(trained) > 2 * t, 60)
+            which = ("eu", "global")[turn % 2]
+            servers[which].send(signal.SIGKILL)
+            servers[which].ended()
+            servers[which] = site.serve(which, resume=True)
+        for thread in threads:
+            thread.join(90)
+            assert not thread.is_alive()
+        assert servers["eu"].ended() == (0, "") and servers["global"].ended() == (0, "")
+        for worker in workers:
+            worker.close()
+        assert sorted(lease.start for w in workers for lease in w.trained) == list(range(0, 96, 4))
+        recoveries = [e for which in ("eu", "global") for e in site.events(which) if e["event"] == "Recovery"]
+        assert len(recoveries) == 2 + kills
+        assert not kills or sum(e["replayed"] for e in recoveries) > 0
+        ends.append(dict(read_weights(folder / "global", site.layout)))
+        newest, _ = Store(folder / "eu" / SNAPSHOTS).load_newest(())
+        assert newest is not None
+        applied = [m["updates"] for m in newest.meta["state"]["members"].values()]
+        assert applied == [12 * len(site.layout.fragments)] * 2
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+    servers["eu"] = site.serve("eu", resume=True)
+    wait_for(lambda: (site.folder / "eu" / "listening.json").exists(), 30)
+    servers["eu"].send(signal.SIGTERM)
+    assert servers["eu"].ended() == (0, "")

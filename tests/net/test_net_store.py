@@ -99,7 +99,8 @@ def test_weights_are_read_by_name(tmp_path):
     layout = tiny_layout(config)
     server = GlobalServer(Identity("r", "c", layout.digest, "m"), layout, config, {"eu": ("a",)}, 8, 2)
     server.set_weights(first_weights(layout))
-    Store(tmp_path / SNAPSHOTS).save(*server.state())
+    tensors, state = server.state()
+    Store(tmp_path / SNAPSHOTS).save(tensors, {"state": state})
     weights = dict(read_weights(tmp_path, layout))
     assert list(weights) == [p.name for f in layout.fragments for p in f.parameters]
     for p in layout.parameters:

@@ -135,8 +135,9 @@ def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     restored.load(*world.top.state())
     assert restored.members["eu"].left and not restored.finished
     world.top.on_leave("us")
-    assert world.top.finished
     restored.load(*world.top.state())
+    assert restored.finished
+    restored.begin_again()
     assert not restored.finished and not restored.members["eu"].left  # it waits for its members to come back
     region = world.regions["eu"]
     region.on_leave("a")
@@ -144,6 +145,8 @@ def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     assert half_way.gone and half_way.empty  # its goodbye is still to be said
     region.on_farewell()
     again = saved_and_loaded(world, "eu")
+    assert again.done
+    again.begin_again()
     assert not again.gone and not again.empty
 
 
