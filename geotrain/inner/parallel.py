@@ -96,6 +96,11 @@ def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
             f"deepspeed.zero_optimization.stage = 2 does not go with parallel.pipeline = {pp}: a pipeline keeps the "
             "gradients of all micro-batches until its end; use stage 1"
         )
+    if block.get("zero_optimization", {}).get("round_robin_gradients"):
+        raise ConfigError(
+            "deepspeed.zero_optimization.round_robin_gradients = true is not supported: DeepSpeed 0.19 then links "
+            "weights to the wrong masters; leave it out"
+        )
     if block.get("fp16", {}).get("enabled", False):
         raise ConfigError("deepspeed.fp16.enabled = true is not supported; use deepspeed.bf16.enabled")
     if trains_in_bf16(block) and stage == 0:
