@@ -94,13 +94,31 @@ class JobTrained:
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """A server has started. replayed: messages of its journal that came after its snapshot."""
+
+    replayed: int
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Something that a person should know of."""
 
     what: str
 
 
-Event = Joined | Left | UpdateApplied | SentUp | Merged | UpdatesLost | SnapshotWritten | JobTrained | Trouble
+Event = (
+    Joined
+    | Left
+    | UpdateApplied
+    | SentUp
+    | Merged
+    | UpdatesLost
+    | SnapshotWritten
+    | Recovery
+    | JobTrained
+    | Trouble
+)
 
 
 class EventLog:

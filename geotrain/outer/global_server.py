@@ -53,6 +53,10 @@ class GlobalServer(Server):
     def on_applied(self, part: UpdatePart) -> None:
         self.book.commit(part.leases)
 
+    def begin_again(self) -> None:
+        super().begin_again()
+        self.book.dismissed.clear()
+
     @property
     def finished(self) -> bool:
         """Every member left: the run is over."""
@@ -75,6 +79,3 @@ class GlobalServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.book.load(meta["leases"])
-        if self.finished:
-            self.begin_again()
-            self.book.dismissed.clear()
