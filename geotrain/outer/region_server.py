@@ -142,6 +142,9 @@ class RegionServer(Server):
     # -- members
 
     def on_new_life(self, name: str, join: Join) -> None:
+        self.release_leases(name)
+
+    def release_leases(self, name: str) -> None:
         untrained = [key for key in self.leases if key[0] == name]
         if untrained:
             self._outgoing.append(Send(GLOBAL, Release(tuple(self.leases.pop(key).lease for key in untrained))))
@@ -159,10 +162,13 @@ class RegionServer(Server):
         self.gone = self.done = False
 
     def on_applied(self, part: UpdatePart) -> None:
-        for key in [key for key, lease in self.leases.items() if lease.lease in part.leases]:
+        """Leases that the worker does not hold (any more) do not count: others train them."""
+        trained = {lease.lease: key for key, lease in self.leases.items() if key[0] == part.member}
+        trained = {number: key for number, key in trained.items() if number in part.leases}
+        for key in trained.values():
             del self.leases[key]
         pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
-        self.trained.update({lease: set(pending) for lease in part.leases})
+        self.trained.update({number: set(pending) for number in trained})
         self._send_what_is_due()
 
     @property

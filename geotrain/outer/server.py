@@ -23,6 +23,7 @@ from geotrain.outer.messages import (
     Join,
     NotJoined,
     Refused,
+    Silence,
     UpdatePart,
     Welcome,
 )
@@ -120,6 +121,11 @@ class Server:
 
     def on_leave(self, name: str) -> None:
         self._member(name).left = True
+
+    def on_silence(self, silence: Silence) -> None:
+        """What this member had been given to train goes to others."""
+        if self._member(silence.member).incarnation == silence.incarnation:
+            self.release_leases(silence.member)
 
     @property
     def empty(self) -> bool:
@@ -255,6 +261,9 @@ class Server:
         """The saved run was finished: it goes on (with more data, or to say so again) once members are back."""
         for member in self.members.values():
             member.left = False
+
+    def release_leases(self, name: str) -> None:
+        """The leases that this member holds and has not trained return to the pool."""
 
     def on_new_life(self, name: str, join: Join) -> None:
         """A member came back after a death, or came for the first time."""
