@@ -32,17 +32,16 @@ class Learner(Weights, Protocol):
 
 
 class Idle:
-    """Timing only: nothing is learned, every delta is the same zeros. layout: of the stand-in tensors."""
+    """Timing only: nothing is learned, no delta weighs anything. layout: of the stand-in tensors."""
 
     every_step = False
 
     def __init__(self, layout: Layout) -> None:
         self.pushes = self.holds = tuple(layout.whole(f.index) for f in layout.fragments)
-        self._zeros = tuple(bytes(4 * f.numel) for f in layout.fragments)
         self._versions = [0] * len(layout.fragments)
 
     def make_delta(self, fragment: int, seed: int) -> FragmentDelta:
-        return FragmentDelta(fragment, self._versions[fragment], self._zeros[fragment])
+        return FragmentDelta(fragment, self._versions[fragment], b"")
 
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
         self._versions[weights.fragment] = weights.version

@@ -20,6 +20,7 @@ from geotrain.simulate.links import Ring, Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, Uplink
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec, WorldSpec
+from geotrain.simulate.timed import TimedGlobalServer, TimedRegionServer
 from geotrain.simulate.worker import Idle, Learner, SimWorker
 
 FP32 = CodecConfig(name="fp32")
@@ -40,6 +41,8 @@ class Task:
     train_samples: int
     samples_per_step: int
     learner: Callable[[WorkerSpec], Learner]
+    global_server: type[GlobalServer] = GlobalServer
+    region_server: type[RegionServer] = RegionServer
 
 
 def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step: int) -> Task:
@@ -56,6 +59,8 @@ def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step:
         steps * samples_per_step,
         samples_per_step,
         lambda spec: Idle(tiny),
+        TimedGlobalServer,
+        TimedRegionServer,
     )
 
 
@@ -82,7 +87,7 @@ class World:
         self.identity = Identity("simulated", "config", task.layout.digest, "simulated")
         names = {r.name: tuple(w.name for w in r.workers) for r in spec.regions}
         self.top = GlobalNode(
-            GlobalServer(self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step),
+            task.global_server(self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step),
             task.sizes.wide,
             self._applied,
         )
@@ -145,7 +150,7 @@ class World:
     def _build_region(self, name: str) -> None:
         region = next(r for r in self.spec.regions if r.name == name)
         workers = tuple(w.name for w in region.workers)
-        server = RegionServer(name, self.identity, self.task.layout, self.task.outer, workers)
+        server = self.task.region_server(name, self.identity, self.task.layout, self.task.outer, workers)
         server.incarnation = f"{name}-1"
         uplink = Uplink(self.clock, self.links, self.top, name)
         self.top.uplinks[name] = uplink
