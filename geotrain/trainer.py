@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
@@ -28,10 +28,7 @@ class Client(exchange.Client, Protocol):
 
 
 class Trainer:
-    """One rank of a worker.
-
-    report: called on the metrics rank after every job, with plain numbers.
-    """
+    """One rank of a worker. `report` is called on the metrics rank after every job, with plain numbers."""
 
     def __init__(
         self,
@@ -43,11 +40,11 @@ class Trainer:
         loader: LeasedLoader,
         client: Client,
         checkpoints: Path,
-        report: Callable[[dict[str, float]], None],
     ) -> None:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.engine, self.loader, self.client = engine, loader, client
-        self.checkpoints, self.report = checkpoints, report
+        self.checkpoints = checkpoints
+        self.report: Callable[[dict[str, Any]], None] = lambda numbers: None
         pieces = [Piece(s.runs, s.master, s.pushes) for s in engine.shards()]
         self.worker = WorkerRank(layout, run.outer, pieces)
         self.exchange = Exchange(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
@@ -44,7 +45,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.data.loader import LeasedLoader, open_source
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
-    from geotrain.monitor.events import EventLog
+    from geotrain.monitor.events import EventLog, JobTrained
     from geotrain.net.client import MemberClient
     from geotrain.trainer import Trainer
 
@@ -59,11 +60,9 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     layout = layout_of(run)
     server = cluster.global_server if run.outer.levels == 1 else cluster.region(region).server
     checkpoints = folder / run.checkpoint.folder / worker.name
-    with MemberClient(str(server)) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
-        report = lambda numbers: events.write("job", worker=worker.name, **numbers)  # noqa: E731
-        trainer = Trainer(
-            run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints, report
-        )
+    with closing(MemberClient(str(server))) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
+        trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
+        trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)
     engine.close()
 

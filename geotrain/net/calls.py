@@ -81,10 +81,12 @@ class ReleaseLeases:
 
 @dataclass(frozen=True)
 class SayLeave:
-    """sequence: the last update that the member has sent; the server has to know it whole."""
+    """One rank is done. sequence: the last update that it has sent; the server has to know it whole. The member has
+    left, and all ranks are told so, when each of them has said it."""
 
     member: str
     incarnation: str
+    part: int
     sequence: int
 
 

@@ -36,7 +36,7 @@ class MemberClient:
     Updates are delivered in order, and kept until they are part of the server's weights, so that a server restarted
     meanwhile gets them again. After "join first" the client joins by itself, in the same life, and goes on.
 
-    connect_s: how long `join` and `leave` try. deadline_s: how long the others try, each.
+    connect_s: how long `join` tries. deadline_s: how long the others try, each.
     """
 
     def __init__(self, address: str, *, connect_s: float = 60.0, deadline_s: float = 3600.0) -> None:
@@ -93,8 +93,9 @@ class MemberClient:
         return self._wait(ask(), self.connect_s + 5)
 
     def leave(self) -> None:
-        """Say goodbye, once every update of this member is part of the server's weights. Raises as `push`."""
-        self._wait(self._leave(), 2 * self.connect_s + 5)
+        """Say goodbye, once every update of this rank has been delivered; returns when all ranks of the member have
+        said it. Raises as `push`."""
+        self._wait(self._leave(), 2 * self.deadline_s + 5)
 
     def close(self) -> None:
         """Give up everything that is under way. Idempotent."""
@@ -218,15 +219,16 @@ class MemberClient:
 
     async def _leave(self) -> None:
         try:
-            async with asyncio.timeout(self.connect_s):
+            async with asyncio.timeout(self.deadline_s):
                 while any(not p.acknowledged for p in self._parts):
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            raise self._live().unreachable(self.connect_s, "updates wait to be sent") from None
-        await self._live().persist(self._say_leave, self.connect_s, rejoin=self._rejoin)
+            raise self._live().unreachable(self.deadline_s, "updates wait to be sent") from None
+        await self._live().persist(self._say_leave, self.deadline_s, rejoin=self._rejoin)
 
     async def _say_leave(self) -> bool:
-        await self._live().leave(self._sequence)
+        assert self._join is not None
+        await self._live().leave(self._join.part, self._sequence)
         return True
 
     def _note_applied(self, sequence: int) -> None:

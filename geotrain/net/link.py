@@ -119,9 +119,10 @@ class Link:
             "release", wire.pack(calls.ReleaseLeases(self.member, self.incarnation, release)), calls.Ack
         )
 
-    async def leave(self, sequence: int) -> None:
+    async def leave(self, part: int, sequence: int) -> None:
         """sequence: of the last update sent."""
-        await self._unary("leave", wire.pack(calls.SayLeave(self.member, self.incarnation, sequence)), calls.Ack)
+        leave = calls.SayLeave(self.member, self.incarnation, part, sequence)
+        await self._unary("leave", wire.pack(leave), calls.Ack, within_s=calls.MAX_WAIT_S + REPLY_S)
 
     async def status(self) -> dict[str, Any]:
         return json.loads(await self._raw_unary("status", b"", REPLY_S))

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geotrain.canonical import UnsupportedModelError, architecture_from_hf, canonical_parameters
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, config_digest
+from geotrain.canonical import UnsupportedModelError
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig
+from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
 from geotrain.monitor.events import EventLog, SnapshotWritten, Trouble, UpdatesLost
 from geotrain.net.diary import Diary
@@ -29,15 +30,16 @@ from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError
 from geotrain.net.uplink import Uplink
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.layout import Layout, LayoutError
+from geotrain.outer.layout import Layout, LayoutError, layout_of
 from geotrain.outer.messages import GLOBAL, Refused, Send
 from geotrain.outer.region_server import RegionServer
-from geotrain.outer.server import Identity
+from geotrain.outer.server import identity_of
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
+STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
 EVENTS = "events.jsonl"
 EXPECTED = (
     ListenError,
@@ -47,6 +49,7 @@ EXPECTED = (
     Refused,
     ConfigError,
     UnsupportedModelError,
+    OutputError,
 )
 
 
@@ -54,10 +57,10 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
     """Run the global server until every member has left, or SIGTERM. Returns the process's exit code."""
 
     def build() -> GlobalServer:
-        layout = run_layout(run)
+        layout = layout_of(run)
         regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.regions}
         return GlobalServer(
-            _identity(run, layout), layout, run.outer, regions, run.data.train_samples, run.samples_per_step
+            identity_of(run, layout), layout, run.outer, regions, run.data.train_samples, run.samples_per_step
         )
 
     def first_weights(server: GlobalServer | RegionServer) -> None:
@@ -70,9 +73,9 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
     """Run a region's server until the global server took its goodbye, or SIGTERM. Returns the exit code."""
 
     def build() -> RegionServer:
-        layout = run_layout(run)
+        layout = layout_of(run)
         workers = tuple(w.name for w in cluster.region(region).workers)
-        server = RegionServer(region, _identity(run, layout), layout, run.outer, workers)
+        server = RegionServer(region, identity_of(run, layout), layout, run.outer, workers)
         server.incarnation = uuid.uuid4().hex
         return server
 
@@ -81,13 +84,6 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
     except ConfigError as error:
         return _failed(error)
     return _serve(build, None, address, cluster.global_server, run, folder, resume)
-
-
-def run_layout(run: RunConfig) -> Layout:
-    """Raises UnsupportedModelError."""
-    assert isinstance(run.model.config, dict)  # load_run puts it inline
-    architecture = architecture_from_hf(run.model.config)
-    return Layout(canonical_parameters(architecture), run.outer.fragments.layers_per_fragment)
 
 
 def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
@@ -111,12 +107,6 @@ def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
     if places:
         raise ConfigError(f"model.init_from: {run.model.init_from}: has no tensor {next(iter(places))}")
     return vectors
-
-
-def _identity(run: RunConfig, layout: Layout) -> Identity:
-    millions = layout.numel / 1e6
-    words = f"{millions:.3g} million parameters, run file {run.name!r}"
-    return Identity(run.name, config_digest(run), layout.digest, words)
 
 
 def _serve(
@@ -184,7 +174,8 @@ class _Host:
         self.meter = Meter(self._is_wide_area)
         port = await self.service.start(address)
         listening = self.folder / LISTENING
-        _write_atomically(listening, {"address": f"{address.host}:{port}", "pid": os.getpid()})
+        with whole_file(listening) as file:
+            json.dump({"address": f"{address.host}:{port}", "pid": os.getpid()}, file)
         if not _is_loopback(address):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
@@ -216,6 +207,8 @@ class _Host:
             for task in done:
                 task.result()
         finally:
+            with whole_file(self.folder / STATUS) as file:  # while its links are still open
+                json.dump(self.service.status(), file)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -295,9 +288,3 @@ class _Host:
 
 def _is_loopback(address: Address) -> bool:
     return address.host in ("localhost", "::1") or address.host.startswith("127.")
-
-
-def _write_atomically(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)

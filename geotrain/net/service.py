@@ -43,7 +43,8 @@ class Service:
         self.machine, self._control, self._extra_status = machine, control, extra_status
         self.peers: dict[str, str] = {}  # address of a connection → the member that joined over it
         self.refused: dict[str, int] = {}  # member → messages refused for good
-        self._granted: dict[str, Lease | Finished] = {}  # worker → what came down for it
+        self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
+        self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
         self._receiving: dict[tuple[str, int], asyncio.Task[Any]] = {}
         self._grpc: aio.Server | None = None
 
@@ -88,6 +89,7 @@ class Service:
         join = wire.unpack(request, Join)
         welcome = await self._refusable(join.member, self.machine.say(join))
         self.peers[context.peer()] = join.member
+        self._granted.pop(join.member, None)  # what its earlier life was told may be wrong by now
         return wire.pack(welcome)
 
     async def _push(self, _: Any, context: Any) -> bytes:
@@ -124,8 +126,6 @@ class Service:
             lease = await self.machine.until(
                 lambda: self._granted_for(ask.request.worker, job), min(ask.wait_s, calls.MAX_WAIT_S)
             )
-            if lease is not None:
-                self._granted.pop(ask.request.worker, None)
         return wire.pack(lease or calls.NotYet())
 
     async def _release(self, request: bytes, context: Any) -> bytes:
@@ -137,9 +137,18 @@ class Service:
     async def _leave(self, request: bytes, context: Any) -> bytes:
         leave = wire.unpack(request, calls.SayLeave)
         member = await self._check_life(leave.member, leave.incarnation)
+        if leave.part not in member.joined:
+            raise Refused(f"{leave.member}: part {leave.part} has not joined")
         if member.sequence < leave.sequence:
             raise Refused(f"{leave.member}: update {leave.sequence} is not here whole yet", retry_s=0.2)
-        await self.machine.say(Leave(leave.member))
+        life, ranks = self._leaving.get(leave.member, ("", set()))
+        ranks = ranks if life == leave.incarnation else set()
+        ranks.add(leave.part)
+        self._leaving[leave.member] = leave.incarnation, ranks
+        if not member.left and ranks >= set(range(member.parts)):
+            await self.machine.say(Leave(leave.member))
+        if not await self.machine.until(lambda: member.left or None, calls.MAX_WAIT_S):
+            raise Refused(f"{leave.member}: its other ranks have not left yet", retry_s=0.2)
         return wire.pack(calls.Ack(member.sequence))
 
     async def _status(self, request: bytes, context: Any) -> bytes:

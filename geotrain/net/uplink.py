@@ -109,7 +109,7 @@ class Uplink:
         while True:
             message = await self._next(self._updates)
             if isinstance(message, Leave):
-                await self._persist(_certain(self.link.leave, self.server.sequence))
+                await self._persist(_certain(self.link.leave, 0, self.server.sequence))
                 await self.machine.say(message)
                 raise _Done
             if message.sequence in self.server.in_flight and message.sequence not in pulled:
@@ -155,11 +155,11 @@ class Uplink:
         return await self.link.persist(attempt, FOREVER_S)
 
 
-def _certain(call: Callable[[T], Awaitable[None]], argument: T) -> Callable[[], Awaitable[bool]]:
+def _certain(call: Callable[..., Awaitable[None]], *arguments: Any) -> Callable[[], Awaitable[bool]]:
     """An attempt that gives True when the call, which gives nothing, was done."""
 
     async def attempt() -> bool:
-        await call(argument)
+        await call(*arguments)
         return True
 
     return attempt

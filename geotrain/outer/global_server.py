@@ -77,3 +77,4 @@ class GlobalServer(Server):
         self.book.load(meta["leases"])
         if self.finished:
             self.begin_again()
+            self.book.dismissed.clear()

@@ -46,6 +46,7 @@ class LeaseBook:
         self.pool: list[tuple[int, int]] = []  # (start, samples) that came back, sorted
         self.open: dict[int, Lease] = {}
         self.committed_samples = 0
+        self.dismissed: dict[str, int] = {}  # worker → job for which it was told that it is finished
         self.step_s: dict[str, float] = {}
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         self._held: dict[tuple[str, int], Lease] = {}  # (worker, job) → what is open
@@ -65,12 +66,14 @@ class LeaseBook:
         held = self._held.get((request.worker, request.job))
         if held:
             return held
+        if request.job == self.dismissed.get(request.worker):  # the same to all its ranks
+            return Finished(request.worker, request.job)
         if 0 < request.step_s < inf:
             self._note_speed(request.worker, request.step_s)
         if self.rounds is not None:
             return self._grant_round(request)
         if not self._left():
-            return Finished(request.worker, request.job)
+            return self._dismiss(request)
         return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step))
 
     def commit(self, leases: tuple[int, ...]) -> int:
@@ -87,7 +90,10 @@ class LeaseBook:
         """These leases return to the pool; unknown or committed ones are passed over."""
         for number in leases:
             lease = self._close(number)
-            if lease and self.rounds is None:
+            if lease is None:
+                continue
+            self.dismissed.pop(lease.worker, None)
+            if self.rounds is None:
                 self.pool.append((lease.start, lease.samples))
         self.pool.sort()
 
@@ -102,6 +108,7 @@ class LeaseBook:
             "pool": [list(r) for r in self.pool],
             "open": [[n, v.worker, v.job, v.start, v.samples, v.steps] for n, v in self.open.items()],
             "committed_samples": self.committed_samples,
+            "dismissed": self.dismissed,
             "step_s": self.step_s,
             "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
         }
@@ -111,6 +118,7 @@ class LeaseBook:
         self.pool = [(start, samples) for start, samples in state["pool"]]
         self.open = {n: Lease(worker, job, n, *place) for n, worker, job, *place in state["open"]}
         self.committed_samples = state["committed_samples"]
+        self.dismissed = dict(state["dismissed"])
         self.step_s = dict(state["step_s"])
         self.laid_out = {
             int(job): {w: (start, samples) for w, (start, samples) in places.items()}
@@ -153,7 +161,7 @@ class LeaseBook:
         while newest < request.job and self._lay_out(newest + 1):
             newest += 1
         if newest < request.job:
-            return Finished(request.worker, request.job)
+            return self._dismiss(request)
         if request.job not in self.laid_out:
             raise Refused(f"worker {request.worker!r} asks for round {request.job}; the run is at round {newest}")
         return self._open(request, *self.laid_out[request.job][request.worker])
@@ -180,6 +188,10 @@ class LeaseBook:
         if lease:
             del self._held[lease.worker, lease.job]
         return lease
+
+    def _dismiss(self, request: LeaseRequest) -> Finished:
+        self.dismissed[request.worker] = request.job
+        return Finished(request.worker, request.job)
 
     def _open(self, request: LeaseRequest, start: int, samples: int) -> Lease:
         steps = samples // self.samples_per_step
