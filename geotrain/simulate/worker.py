@@ -69,7 +69,8 @@ class OneRank:
 
 
 class SimWorker:
-    """Lives through its spec's spans; `trained_s` are seconds of inner steps, lost ones included."""
+    """Lives through its spec's spans. trained_s: seconds of inner steps, lost ones included. job_starts_s: when each
+    of its jobs began."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class SimWorker:
         self.lives = 0
         self.trained_s = 0.0
         self.trained_steps = 0
+        self.job_starts_s: list[float] = []
         self.left = False
 
     def live(self, uplink: Uplink) -> Process:
@@ -112,6 +114,7 @@ class SimWorker:
 
     def _train_job(self, exchange: Exchange, lease: Lease) -> Waiting[None]:
         exchange.begin(lease)
+        self.job_starts_s.append(self.clock.now)
         done = 0
         for step, due in stops(self.fragments, lease.steps):
             while done < step:

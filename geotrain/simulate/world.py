@@ -87,7 +87,9 @@ class World:
         self.identity = Identity("simulated", "config", task.layout.digest, "simulated")
         names = {r.name: tuple(w.name for w in r.workers) for r in spec.regions}
         self.top = GlobalNode(
-            task.global_server(self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step),
+            task.global_server(
+                self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step
+            ),
             task.sizes.wide,
             self._applied,
         )
