@@ -130,15 +130,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
 ) -> None:
     """Show how a run goes, or went."""
-    from rich.console import Console
-
-    from geotrain.launch.progress import status_of_run, table, view
+    from geotrain.launch.progress import new_console, status_of_run, table, view
 
     cluster, statuses = status_of_run(folder)
     if as_json:
         print(json.dumps(statuses, indent=2))
     else:
-        Console().print(table(view(cluster, statuses)))
+        new_console().print(table(view(cluster, statuses)))
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")
@@ -171,12 +169,11 @@ def sample(
 @app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
 def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
-    from rich.console import Console
-
     from geotrain.config import load_cluster, load_run
     from geotrain.launch.dry_run import needs, show
+    from geotrain.launch.progress import new_console
 
-    show(needs(load_run(run), load_cluster(cluster)), Console(soft_wrap=True))
+    show(needs(load_run(run), load_cluster(cluster)), new_console())
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")

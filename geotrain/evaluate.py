@@ -20,9 +20,11 @@ def evaluate(folder: Path, validation: Path, samples: int, sequence_length: int,
     training. Runs on CUDA when there is one. Raises CheckpointError, DataError.
     """
     from transformers import AutoModelForCausalLM  # slow to import
+    from transformers.utils import logging
 
     from geotrain.inner.dataset import open_tokens  # imports Megatron-core
 
+    logging.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     except Exception as error:  # the library raises whatever its parsers raise

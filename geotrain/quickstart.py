@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import torch
 from rich.table import Table
 
 from geotrain.canonical import canonical_parameters
@@ -23,8 +23,8 @@ from geotrain.initial import initial_tensor
 from geotrain.launch.check import architecture_of, check_together
 from geotrain.launch.dry_run import describe
 from geotrain.launch.preparing import prepare_files
-from geotrain.launch.progress import size, status_of_run
-from geotrain.launch.region import launch
+from geotrain.launch.progress import new_console, size, status_of_run
+from geotrain.launch.region import launch, locked
 from geotrain.outer.messages import GLOBAL
 from geotrain.sample import sample
 
@@ -39,12 +39,14 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
 
     Raises ConfigError and whatever the steps raise.
     """
-    console = Console()
+    console = new_console()
     begin = time.monotonic()
     run, cluster = load_run(run_path), load_cluster(cluster_path)
     check_together(run, cluster)
     folder = run.run_folder
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    ranks = sum(worker.ranks for region in cluster.regions for worker in region.workers)
+    if torch.cuda.device_count() < ranks:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     if not resume:
         _move_aside(folder)
         console.rule("text")
@@ -60,7 +62,7 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
     summary = summarize(run, cluster, folder, train_s)
     summary["wall_s"] = round(time.monotonic() - begin, 1)
     with whole_file(folder / "summary.json") as file:
-        file.write(json.dumps(summary, indent=2) + "\n")
+        file.write(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     for prompt in PROMPTS:
         console.print(sample(folder / "export", prompt, SAMPLE_TOKENS), highlight=False, markup=False)
         console.print("…", style="dim")
@@ -155,6 +157,8 @@ def _move_aside(folder: Path) -> None:
     """Keep the run that is there as <folder>.previous, in place of an older one. Raises ConfigError."""
     if not folder.exists():
         return
+    with locked(folder):
+        pass  # it is not running
     if not (folder / "run.json").exists() and not (folder / "data").exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} exists, but holds no run; move it away")
     previous = folder.with_name(folder.name + ".previous")
@@ -170,7 +174,7 @@ def _table(summary: dict[str, Any]) -> Table:
         "validation loss": f"{start:.3f} → {final:.3f} nats a token ({1 - final / start:.0%} lower)",
         "trained": f"{summary['tokens']:,} tokens in {summary['train_s']:.0f} s ({summary['wall_s']:.0f} s in all)",
         "between regions": f"{size(summary['wan_bytes_up'])} up, {size(summary['wan_bytes_down'])} down; "
-        f"bf16 all-reduce each step: {size(summary['data_parallel_bytes'])}, {summary['wan_reduction']:g} times as much",
+        f"bf16 all-reduce: {size(summary['data_parallel_bytes'])}, {summary['wan_reduction']:g} times as much",
         "workers": "; ".join(f"{name}: {layout}" for name, layout in summary["layouts"].items()),
         "versions": f"{summary['global_versions']} global; {summary['region_versions']} in the regions",
         "lost updates": str(summary["lost_updates"]),

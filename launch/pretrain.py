@@ -6,11 +6,13 @@ deepspeed --hostfile hosts launch/pretrain.py --run run.json --region eu
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import closing
 from pathlib import Path
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.launch.world import rank_environment
 from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import Refused
 from geotrain.outer.server import identity_of
@@ -41,6 +43,7 @@ def main() -> int:
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
     """Build everything, train, close everything."""
+    os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
     from geotrain.data.loader import LeasedLoader, open_source
     from geotrain.inner.dataset import open_tokens

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 # DeepSpeed 0.19 still calls what torch 2.13 renames.
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
 
-HAS_CUDA = torch.cuda.is_available()
+HAS_CUDA = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps tensor-parallel traffic by it
 if not HAS_CUDA:

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from geotrain.monitor.events import EventLog, SnapshotWritten, Trouble, UpdatesL
 from geotrain.net.diary import Diary
 from geotrain.net.link import Unreachable
 from geotrain.net.machine import Machine
-from geotrain.net.meter import Meter
+from geotrain.net.meter import Meter, Traffic
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError
 from geotrain.net.uplink import Uplink
@@ -165,9 +166,12 @@ class _Host:
         self.saved_updates = self._updates()
         self.stop = asyncio.Event()
         self.saving = asyncio.Lock()
+        self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")  # one at a time, also after a cancellation
         self.above: Address | None = None
 
     async def run(self, address: Address, above: Address | None) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         self.machine = Machine(self.server, self._deliver, self.diary.watch)
         self.service = Service(self.machine, self._control, self._status)
         self.above = above
@@ -179,8 +183,6 @@ class _Host:
         if not _is_loopback(address):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         try:
             await self._until_over()
             await self._snapshot()
@@ -188,6 +190,7 @@ class _Host:
             listening.unlink(missing_ok=True)
             await self.service.stop(LINGER_S)
             self.machine.close()
+            self.disk.shutdown()
             self.meter.stop()
 
     async def _until_over(self) -> None:
@@ -235,7 +238,8 @@ class _Host:
             began_s = time.monotonic()
             self.saved_updates = self._updates()
             tensors, meta = await self.machine.read(self._copy)
-            number = await asyncio.to_thread(self.store.save, tensors, meta)
+            loop = asyncio.get_running_loop()
+            number = await loop.run_in_executor(self.disk, self.store.save, tensors, meta)
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
 
     def _copy(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -259,28 +263,29 @@ class _Host:
             self.stop.set()
 
     def _is_wide_area(self, peer: str) -> bool:
-        """A region server's wide-area link is the one to the global server; all of the global server's are."""
+        """A region server's wide-area link is the one to the global server; the global server's are all it has."""
         return self.above is None or peer.rpartition(":")[2] == str(self.above.port)
 
     def _status(self) -> dict[str, Any]:
         """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
-        rates over a second."""
-        traffic, total = self.meter.traffic(), self.meter.total
-        to_global = (total.sent_bytes, total.peak_sent_bytes), (total.received_bytes, total.peak_received_bytes)
-        (up, peak_up), (down, peak_down) = to_global if self.above else reversed(to_global)
-        peers: dict[str, tuple[int, int]] = {}
+        rates over a second. peers: bytes with each member."""
+        traffic = self.meter.traffic()
+        members: dict[str, Traffic] = {}
         for peer, member in self.service.peers.items():
-            sent, received = (traffic[peer].sent_bytes, traffic[peer].received_bytes) if peer in traffic else (0, 0)
-            before = peers.get(member, (0, 0))
-            peers[member] = (before[0] + sent, before[1] + received)
+            if peer in traffic:
+                members.setdefault(member, Traffic()).join(traffic[peer])
+        total = self.meter.total
+        sent, received = ("up", "down") if self.above else ("down", "up")
         return {
             "links": {
-                "up_bytes": up,
-                "down_bytes": down,
-                "peak_up_bytes_per_s": peak_up,
-                "peak_down_bytes_per_s": peak_down,
+                f"{sent}_bytes": total.sent_bytes,
+                f"{received}_bytes": total.received_bytes,
+                f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
+                f"peak_{received}_bytes_per_s": total.peak_received_bytes,
             },
-            "peers": {m: {"sent_bytes": s, "received_bytes": r} for m, (s, r) in peers.items()},
+            "peers": {
+                name: {"sent_bytes": t.sent_bytes, "received_bytes": t.received_bytes} for name, t in members.items()
+            },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,
         }

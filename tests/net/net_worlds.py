@@ -203,7 +203,7 @@ class FakeWorker:
         self.identity = identity
         self.codec = make_codec(config.local)
         self.receivers = [WeightsReceiver(config.local) for _ in slicing]
-        self.clients = [MemberClient(address, connect_s=10, deadline_s=30) for _ in slicing]
+        self.clients = [MemberClient(address, connect_s=60, deadline_s=60) for _ in slicing]
         self.anchor = [torch.zeros(f.numel) for f in layout.fragments]
         self.versions = [0] * len(layout.fragments)
         self.sequence = self.job = 0
