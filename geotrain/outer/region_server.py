@@ -52,6 +52,9 @@ class RegionServer(Server):
         self.sequence = 0  # of the last update sent up
         self.in_flight: dict[int, UpdatePart] = {}  # sequence → update without its answer
         self.leases: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
+        self.reserve = config.lease_reserve if config.rule != "sync" else 0  # rounds are laid out with known speeds
+        self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs that wait for their lease
+        self.reserved_to = dict.fromkeys(workers, 0)  # the last job whose lease was asked for in this life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
         self.gone = False  # said goodbye to the global server
         self.done = False  # and it said goodbye: this region has nothing left to do
@@ -125,30 +128,38 @@ class RegionServer(Server):
     # -- leases: forwarded, and remembered until the delta that used them went up
 
     def on_lease_request(self, request: LeaseRequest) -> Lease | None:
-        """The lease, if it is here already; otherwise None, and the request goes up."""
-        self._member(request.worker)
-        lease = self.leases[request.worker].get(request.job)
-        if lease:
-            return lease
-        self._outgoing.append(Send(GLOBAL, request))
-        return None
+        """The lease, if it is here already; otherwise None, and the request goes up. So do requests for the jobs
+        after it, as far as the reserve reaches."""
+        worker, job = request.worker, request.job
+        self._member(worker)
+        lease = self.leases[worker].get(job)
+        if lease is None:
+            self.wanted[worker].add(job)
+            self._outgoing.append(Send(GLOBAL, request))
+        for ahead in range(max(job, self.reserved_to[worker]) + 1, job + 1 + self.reserve):
+            self._outgoing.append(Send(GLOBAL, replace(request, job=ahead)))
+            self.reserved_to[worker] = ahead
+        return lease
 
     def on_lease(self, lease: Lease | Finished) -> None:
         if lease.job <= self._member(lease.worker).job:
             return  # a second copy of an answer: that job is done
         if isinstance(lease, Lease):
             self.leases[lease.worker][lease.job] = lease
-        self._outgoing.append(Send(lease.worker, lease))
+        if lease.job in self.wanted[lease.worker]:
+            self.wanted[lease.worker].discard(lease.job)
+            self._outgoing.append(Send(lease.worker, lease))
 
     # -- members
 
     def on_new_life(self, name: str, join: Join) -> None:
-        untrained, self.leases[name] = self.leases[name], {}
-        if untrained:
-            self._outgoing.append(Send(GLOBAL, Release(tuple(lease.lease for lease in untrained.values()))))
+        self.wanted[name].clear()
+        self.reserved_to[name] = 0
+        self._release_leases(name)
 
     def on_leave(self, name: str) -> None:
         super().on_leave(name)
+        self._release_leases(name)  # asked for in reserve, and no longer wanted
         self._send_what_is_due()
 
     def on_farewell(self) -> None:
@@ -250,6 +261,11 @@ class RegionServer(Server):
         return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)
 
     # -- inside
+
+    def _release_leases(self, name: str) -> None:
+        untrained, self.leases[name] = self.leases[name], {}
+        if untrained:
+            self._outgoing.append(Send(GLOBAL, Release(tuple(lease.lease for lease in untrained.values()))))
 
     def _send_what_is_due(self) -> None:
         for fragment, state in enumerate(self.fragments):

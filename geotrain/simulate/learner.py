@@ -39,7 +39,7 @@ class Study:
     batch: int = 4
     length: int = 64
     seed: int = 0
-    inner: InnerSettings = InnerSettings()
+    inner: InnerSettings = field(default_factory=InnerSettings)
     quarter_of: dict[str, int] = field(default_factory=dict)
 
     def model(self) -> SmallLM:

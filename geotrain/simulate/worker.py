@@ -69,8 +69,8 @@ class OneRank:
 
 
 class SimWorker:
-    """Lives through its spec's spans. trained_s: seconds of inner steps, lost ones included. job_starts_s: when each
-    of its jobs began."""
+    """Lives through its spec's spans. lost_s: seconds of training that died with it. job_starts_s: when each of its
+    jobs began."""
 
     def __init__(
         self,
@@ -86,10 +86,22 @@ class SimWorker:
         self.learner, self.fragments = learner, fragments
         self.probed_s = spec.step_s if speeds_known else 0.0
         self.lives = 0
-        self.trained_s = 0.0
         self.trained_steps = 0
+        self.lost_s = 0.0
         self.job_starts_s: list[float] = []
         self.left = False
+        self._past_s = 0.0  # trained in bursts that are over
+        self._burst_s: float | None = None  # when the present one began
+        self._job_s = 0.0  # trained before this job
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds spent in inner steps until now, lost ones included."""
+        return self._past_s + (0.0 if self._burst_s is None else self.clock.now - self._burst_s)
+
+    def die(self) -> None:
+        self.lost_s += self.trained_s - self._job_s
+        self._past_s, self._burst_s = self.trained_s, None
 
     def live(self, uplink: Uplink) -> Process:
         """A life over this connection."""
@@ -108,6 +120,7 @@ class SimWorker:
             following = uplink.lease(LeaseRequest(name, lease.job + 1, exchange.step_s or self.probed_s))
             yield from self._train_job(exchange, lease)
             lease = yield following
+        self._job_s = self.trained_s
         yield from exchange.finish()
         self.left = True
         uplink.leave()
@@ -115,13 +128,15 @@ class SimWorker:
     def _train_job(self, exchange: Exchange, lease: Lease) -> Waiting[None]:
         exchange.begin(lease)
         self.job_starts_s.append(self.clock.now)
+        self._job_s = self.trained_s
         done = 0
         for step, due in stops(self.fragments, lease.steps):
             while done < step:
                 steps = 1 if self.learner.every_step else exchange.steps_at_rest(step - done)
+                self._burst_s = self.clock.now
                 yield steps * self.spec.step_s
+                self._past_s, self._burst_s = self.trained_s, None
                 self.learner.train(lease, done, steps)
-                self.trained_s += steps * self.spec.step_s
                 self.trained_steps += steps
                 done += steps
                 now_due = due if done == step else ()

@@ -121,7 +121,7 @@ class World:
         speed = sum(1 / w.step_s for w in self.spec.workers)
         usage = {**self.links.usage()}
         for name, star in self.local_links.items():
-            usage.update({f"{name} local {way}": u for way, u in star.usage().items()})
+            usage.update({f"{name} {way}": u for way, u in star.usage().items()})
         return {
             "seconds": self.clock.now,
             "hours": self.clock.now / 3600,
@@ -129,6 +129,7 @@ class World:
             "committed_steps": book.committed_samples / samples,
             "trained_steps": sum(w.trained_steps for w in self.workers.values()),
             "compute_bound_s": book.committed_samples / samples / speed,
+            "lost_s": sum(w.lost_s for w in self.workers.values()),
             "utilization": trained_s / (end * len(self.workers)),
             "goodput": book.committed_samples / samples / speed / end,
             "global_versions": [f.version for f in self.top.server.fragments],
@@ -158,7 +159,7 @@ class World:
         self.top.uplinks[name] = uplink
         node = RegionNode(server, self.task.sizes.local, uplink)
         self.regions[name] = node
-        self.local_links[name] = Star({"all": region.local}, dict.fromkeys(workers, "all"), self.spec.seed)
+        self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
         self.clock.at(0.0, node.start)
 
     def _build_worker(self, region: str, spec: WorkerSpec) -> None:
@@ -201,6 +202,7 @@ class World:
             return
         uplink, process = self._lives[name]
         process.kill()
+        self.workers[name].die()
         uplink.node.forget(uplink)
 
     def _applied(self) -> None:
