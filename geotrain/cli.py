@@ -170,10 +170,12 @@ def sample(
 def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
     from geotrain.config import load_cluster, load_run
+
+    files = load_run(run), load_cluster(cluster)
     from geotrain.launch.dry_run import needs, show
     from geotrain.launch.progress import new_console
 
-    show(needs(load_run(run), load_cluster(cluster)), new_console())
+    show(needs(*files), new_console())
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")

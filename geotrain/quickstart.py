@@ -15,7 +15,7 @@ from rich.table import Table
 
 from geotrain.canonical import canonical_parameters
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
-from geotrain.data.corpus import write_jsonl
+from geotrain.data.corpus import documents
 from geotrain.evaluate import evaluate
 from geotrain.export import export_run, write_checkpoint
 from geotrain.files import whole_file
@@ -29,7 +29,8 @@ from geotrain.outer.messages import GLOBAL
 from geotrain.sample import sample
 
 CORPUS_BYTES = 8_000_000
-VALIDATION_SHARE = 0.05
+PASSAGE_CHARACTERS = 2000  # of a few hundred long files: so that validation text is of many of them
+VALIDATION_SHARE = 0.02
 PROMPTS = ("The ", "def ")
 SAMPLE_TOKENS = 160
 
@@ -120,7 +121,10 @@ def _prepare(run: RunConfig, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         corpus = Path(scratch) / "corpus.jsonl"
-        write_jsonl(corpus, CORPUS_BYTES)
+        with corpus.open("w", encoding="utf-8") as file:
+            for text in documents(CORPUS_BYTES):
+                for start in range(0, len(text), PASSAGE_CHARACTERS):
+                    file.write(json.dumps({"text": text[start : start + PASSAGE_CHARACTERS]}) + "\n")
         prepare_files([str(corpus)], data, None, None, True, VALIDATION_SHARE)
 
 

@@ -27,11 +27,11 @@ def prepare_files(
     processes: int | None = None,
 ) -> None:
     """Raises ConfigError, DataError, OutputError; then nothing is written."""
-    from geotrain.inner.dataset import TokenWriter  # imports Megatron-core
-
     console = Console(stderr=True)
     files = find_inputs(inputs)
     tokenizer = _tokenizer(files, tokenizer_folder, bpe_size, use_bytes, text_key, end_of_document, console)
+    from geotrain.inner.dataset import TokenWriter  # imports Megatron-core
+
     with progress_display(console) as progress:
         manifests = prepare(
             files,

@@ -64,7 +64,7 @@ def launch_site() -> int:
     folder = order.run.run_folder.absolute()
     if set(order.sites) - {GLOBAL}:
         check_data(order.run)
-    with locked(folder), Supervisor(folder / "logs", DRAIN_S) as supervisor:
+    with locked(folder, order.sites), Supervisor(folder / "logs", DRAIN_S) as supervisor:
         write_files(order, folder)
         supervisor.stop_on_end_of(0)
         for process in processes(order, folder, this_machine()):
@@ -124,10 +124,13 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One launcher at a time; the kernel lets go of the lock however this process ends. Raises ConfigError."""
+def locked(folder: Path, sites: tuple[str, ...] = ()) -> Iterator[None]:
+    """One launcher at a time, and one for each far site (whose folder may be this one, on a shared file system).
+
+    The kernel lets go of the lock however this process ends. Raises ConfigError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(folder / "-".join((".lock", *sites)), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -56,8 +56,8 @@ class GeoEngine(DeepSpeedEngine):
         architecture: Architecture,
         sequence_length: int,
     ) -> None:
-        self._placed = placed  # plain attributes: DeepSpeed's __init__ calls methods that read them
-        self._mesh = mesh
+        # Before DeepSpeed's __init__: it builds the optimizer, and _configure_zero_optimizer may need these.
+        self.mesh, self.architecture, self.sequence_length, self._placed = mesh, architecture, sequence_length, placed
         super().__init__(
             args=None,
             model=model,
@@ -67,7 +67,6 @@ class GeoEngine(DeepSpeedEngine):
             config=config,
             config_class=DeepSpeedConfig(config, mesh),
         )
-        self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
         self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
 
@@ -109,7 +108,8 @@ class GeoEngine(DeepSpeedEngine):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(schedule_step)
         lr = float(self.get_lr()[0])
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
         else:
@@ -167,7 +167,7 @@ class GeoEngine(DeepSpeedEngine):
                 micro_batch_size=self.train_micro_batch_size_per_gpu(),
                 forward_only=forward_only,
             )
-        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+        return torch.stack(losses).mean() if losses else self._zero()
 
     def _backward_partitioned(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """ZeRO 2, which has no pipeline: each backward leaves only this rank's part of the gradients."""
@@ -212,7 +212,9 @@ class GeoEngine(DeepSpeedEngine):
         return share
 
     def _norm(self) -> Tensor:
-        norm = torch.as_tensor(self._global_grad_norm, dtype=torch.float32, device=self.device)
+        unknown = self._global_grad_norm is None  # zero_optimization.compute_grad_norm is off
+        norm = torch.nan if unknown else self._global_grad_norm
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
         return torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
 
     def clip_fp32_gradients(self) -> None:
@@ -287,24 +289,31 @@ def build_engine(
     sequence_length, bf16 = run.data.sequence_length, layout.trains_in_bf16(deepspeed_block)
     ranks = layout.join(timeout_s)
     layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
-    settings = adamw_settings(deepspeed_block)
-    mesh = layout.initialize(parallel, timeout_s)
+    mesh, settings = layout.initialize(parallel, timeout_s), adamw_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
         model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
         placed = placements(model, architecture, parallel, mesh)
         optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
-        return GeoEngine(model, optimizer, _completed(deepspeed_block), mesh, placed, architecture, sequence_length)
+        config = _completed(deepspeed_block, sum(place.numel for _, place in placed))
+        return GeoEngine(model, optimizer, config, mesh, placed, architecture, sequence_length)
 
 
-def _completed(deepspeed_block: dict[str, Any]) -> dict[str, Any]:
-    """The user's block with what this engine needs; what the user states wins where both can work."""
+def _completed(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, Any]:
+    """The user's block with what this engine needs; what the user states wins where both can work.
+
+    parameters: held by this rank.
+    """
     config = copy.deepcopy(deepspeed_block)
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device at each micro-batch
     if layout.trains_in_bf16(config):
         config["bf16"]["immediate_grad_update"] = True  # the schedule, not the engine, runs backward
-    if layout.zero_stage(config) == 1:
+    stage = layout.zero_stage(config)
+    if stage == 1:
         config["zero_optimization"]["overlap_comm"] = False  # one reduction a step, after the schedule
+    if stage > 0:  # DeepSpeed allocates the bucket whole, however small the model
+        bucket = layout.reduction_bucket(config, parameters)
+        config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
     return config

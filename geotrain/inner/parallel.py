@@ -16,8 +16,10 @@ import torch.distributed as dist
 from geotrain.canonical import Architecture
 from geotrain.config import ConfigError, ParallelConfig
 from geotrain.inner import platform
+from geotrain.inner.optimizer import adamw_settings
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_DEEPSPEED_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size
 
 
 def zero_stage(deepspeed_block: dict[str, Any]) -> int:
@@ -28,6 +30,12 @@ def zero_stage(deepspeed_block: dict[str, Any]) -> int:
 def trains_in_bf16(deepspeed_block: dict[str, Any]) -> bool:
     """Whether weights are bf16 with fp32 masters; else everything is fp32."""
     return bool(deepspeed_block.get("bf16", {}).get("enabled", False))
+
+
+def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
+    """Elements of the bucket in which ZeRO reduces gradients, on a rank that holds `parameters`."""
+    stated = deepspeed_block["zero_optimization"].get("reduce_bucket_size")
+    return int(stated) if stated is not None else min(parameters, _DEEPSPEED_BUCKET)
 
 
 def check_layout(
@@ -71,13 +79,13 @@ def check_layout(
             f"data.sequence_length = {sequence_length} is above the model's max_position_embeddings = "
             f"{architecture.max_positions}; shorten the sequences or raise it in the model config"
         )
-    _check_deepspeed(deepspeed_block, pp)
+    _check_deepspeed(deepspeed_block, tp, pp)
     dp = ranks // (tp * pp)
     accumulation_steps(deepspeed_block, dp)
     return dp
 
 
-def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
+def _check_deepspeed(block: dict[str, Any], tp: int, pp: int) -> None:
     stage = zero_stage(block)
     if stage not in (0, 1, 2):
         raise ConfigError(
@@ -88,6 +96,16 @@ def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
         raise ConfigError(
             f"deepspeed.zero_optimization.stage = 2 does not go with parallel.pipeline = {pp}: a pipeline keeps the "
             "gradients of all micro-batches until its end; use stage 1"
+        )
+    if stage == 2 and tp > 1 and "offload_optimizer" in block["zero_optimization"]:
+        raise ConfigError(
+            f"deepspeed.zero_optimization: stage 2 with offload_optimizer does not go with parallel.tensor = {tp}: "
+            "gradients leave the device before tensor ranks can sum them; use stage 1"
+        )
+    if block.get("zero_optimization", {}).get("round_robin_gradients"):
+        raise ConfigError(
+            "deepspeed.zero_optimization.round_robin_gradients = true is not supported: DeepSpeed 0.19 then links "
+            "weights to the wrong masters; leave it out"
         )
     if block.get("fp16", {}).get("enabled", False):
         raise ConfigError("deepspeed.fp16.enabled = true is not supported; use deepspeed.bf16.enabled")
@@ -100,6 +118,7 @@ def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
         raise ConfigError(
             f"deepspeed.optimizer.type = {block.get('optimizer', {}).get('type')!r} is not supported; use 'AdamW'"
         )
+    adamw_settings(block)
     scheduler = block.get("scheduler", {}).get("type")
     if scheduler is not None and scheduler not in SCHEDULERS:
         raise ConfigError(

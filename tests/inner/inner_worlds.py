@@ -38,7 +38,7 @@ LLAMA = {
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 
 
-def run_world(ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 240.0) -> list[Any]:
+def run_world(ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 280.0) -> list[Any]:
     """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def start(model: dict[str, Any], parallel: ParallelConfig, block: dict[str, Any]
     """An engine with the canonical test weights."""
     from geotrain.inner.engine import build_engine
 
-    engine = build_engine(run_config(model, block, recompute), parallel, block, timeout_s=60)
+    engine = build_engine(run_config(model, block, recompute), parallel, block, timeout_s=120)
     write(engine, canonical_weights(engine.architecture))
     return engine
 
