@@ -95,6 +95,7 @@ class Exchange:
         self.rank, self.weights, self.client = rank, weights, client
         self.all = tuple(range(fragments))
         self.incarnation = ""
+        self.server_life = ""  # of the server that gave the last weights
         self.sequence = 0  # of the next update
         self.step = 0
         self.job = 0
@@ -125,8 +126,9 @@ class Exchange:
                 self.weights.holds,
             )
         )
-        self.sequence = welcome.sequence
-        self._adopt((yield self.client.pull(0, self.all)), start=True)
+        self.sequence, self.server_life = welcome.sequence, welcome.life
+        answer = yield from self._of_one_life((yield self.client.pull(0, self.all)), self.all)
+        self._adopt(answer, start=True)
         return welcome.job
 
     def begin(self, lease: Lease) -> None:
@@ -212,9 +214,21 @@ class Exchange:
 
     def _adopt_first(self) -> Waiting[None]:
         begin = self.clock()
-        answer = yield self.travelling.pop(0).answer
+        first = self.travelling.pop(0)
+        answer = yield from self._of_one_life((yield first.answer), first.fragments)
         self._adopt(answer)
         self.waited_s += self.clock() - begin
+
+    def _of_one_life(self, answer: Answer, fragments: tuple[int, ...]) -> Waiting[Answer]:
+        """The answer, pulled again until all ranks have it from the same life of the server. Without this, ranks that
+        hold copies of one parameter could adopt different weights when the server restarts between their pulls.
+
+        Each rank compares with the life it saw before; since a round of pulls begins after every rank has ended the
+        one before, two equal rounds on every rank are the same life on all."""
+        while not self.rank.agree(answer.life == self.server_life):
+            self.server_life = answer.life
+            answer = yield self.client.pull(answer.sequence, fragments)
+        return answer
 
     def _adopt(self, answer: Answer, start: bool = False) -> None:
         for weights in answer.weights:

@@ -47,10 +47,14 @@ class Join:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The server knows the member: its next update is `sequence`, its next job is `job`."""
+    """The server knows the member: its next update is `sequence`, its next job is `job`.
+
+    life: names the server's present life.
+    """
 
     sequence: int
     job: int
+    life: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,15 @@ class FragmentWeights:
 
 @dataclass(frozen=True)
 class Answer:
-    """Weights for one part of a member, in answer to its update `sequence` (0: to its join)."""
+    """Weights for one part of a member, in answer to its update `sequence` (0: to its join).
+
+    life: of the server that froze it. One life gives all parts the same versions; after a restart the server freezes
+    answers anew, so ranks must not mix those of two lives.
+    """
 
     sequence: int
     weights: tuple[FragmentWeights, ...]
+    life: str = ""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class RegionServer(Server):
     ) -> None:
         super().__init__(identity, layout, region_rule(config, workers), workers, config.local, config.local)
         self.name = name
-        self.incarnation = ""  # set by whoever runs it; new in every life
         self.up_codec = make_codec(config.up)
         self.downlink = WeightsReceiver(config.down)
         self.residuals: dict[int, Tensor] = {}

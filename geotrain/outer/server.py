@@ -86,6 +86,7 @@ class Server:
         down: CodecConfig,
     ) -> None:
         self.identity, self.layout, self.rule = identity, layout, rule
+        self.incarnation = ""  # set by whoever runs it; new in every life
         self.members = {name: Member() for name in members}
         self.fragments: list[FragmentState] = []  # empty until the first weights are known
         self.up: Codec = make_codec(up)
@@ -110,7 +111,7 @@ class Server:
         member.joined[join.part] = join
         if member.complete:
             self._check_cover(join.member, member)
-        return Welcome(member.sequence + 1, member.job + 1)
+        return Welcome(member.sequence + 1, member.job + 1, self.incarnation)
 
     def current(self, name: str, incarnation: str) -> Member:
         """The member, if this life of it has joined with every part. Raises Refused."""
@@ -187,7 +188,7 @@ class Server:
                 self._freeze(member, sequence, fragment)
         if member.awaiting.get(sequence):
             return None
-        return Answer(sequence, tuple(member.answers[sequence][part]))
+        return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
 
     # -- state
 

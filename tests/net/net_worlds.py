@@ -197,7 +197,9 @@ class Cluster:
         self.regions = {name: self.new_region(name, folder / name) for name in regions}
 
     def new_global(self) -> GlobalServer:
-        return GlobalServer(self.identity, self.layout, self.config, self.names, *self.plan)
+        server = GlobalServer(self.identity, self.layout, self.config, self.names, *self.plan)
+        server.incarnation = uuid.uuid4().hex
+        return server
 
     def first_weights(self, server: AnyServer) -> None:
         server.set_weights(first_weights(self.layout))
@@ -264,12 +266,17 @@ class FakeWorker:
             )  # fmt: skip
         self.sequence, self.job = welcome.sequence, welcome.job
         everything = tuple(range(len(self.layout.fragments)))
-        self.adopt([c.pull(0, everything) for c in self.clients])
+        self.adopt([c.pull(0, everything) for c in self.clients], everything)
 
-    def adopt(self, answers: list[Future[Answer]]) -> None:
+    def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
+        """As the trainer does: ranks adopt answers of one life of the server only."""
+        arrived = [answer.result(30) for answer in answers]
+        while len({answer.life for answer in arrived}) > 1:
+            again = [c.pull(arrived[0].sequence, fragments) for c in self.clients]
+            arrived = [answer.result(30) for answer in again]
         versions = set()
-        for part, answer in enumerate(answers):
-            for w in answer.result(30).weights:
+        for part, answer in enumerate(arrived):
+            for w in answer.weights:
                 cut = self.slicing[part][w.fragment]
                 scatter(self.receivers[part].decode(w, numel(cut)), cut, self.anchor[w.fragment])
                 self.versions[w.fragment] = w.version
@@ -312,7 +319,7 @@ class FakeWorker:
         for push in pushed:
             push.result(30)
         self.sequence += 1
-        self.adopt(answers)
+        self.adopt(answers, fragments)
 
     def run(self) -> None:
         self.join()

@@ -1,0 +1,107 @@
+"""Ranks of one worker whose server restarts between their pulls adopt the answers of one life only."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from geotrain.config import OverlapConfig
+from geotrain.outer.exchange import Exchange, wait_for
+from geotrain.outer.messages import Answer, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.server import Identity
+
+
+class RestartingServer:
+    """Answers with its life. At the pulls that `restarts` names (counted over both ranks), it has just restarted."""
+
+    def __init__(self, restarts: set[int]) -> None:
+        self.restarts, self.life, self.pulls = restarts, 1, 0
+        self.lock = threading.Lock()
+
+    def answer(self, sequence: int) -> Answer:
+        with self.lock:
+            self.pulls += 1
+            if self.pulls in self.restarts:
+                self.life += 1
+            return Answer(sequence, (), f"life {self.life}")
+
+
+class TwoRanks:
+    """agree() over two threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=10)
+        self.flags = [True, True]
+
+    def agree(self, rank: int, flag: bool) -> bool:
+        self.flags[rank] = flag
+        self.barrier.wait()
+        together = all(self.flags)
+        self.barrier.wait()
+        return together
+
+
+class OneRank:
+    """A rank with its client and its (empty) weights, as the exchange sees them."""
+
+    pushes = holds = ((),)
+    world_size = 2
+
+    def __init__(self, rank: int, group: TwoRanks, server: RestartingServer) -> None:
+        self.rank, self.group, self.server = rank, group, server
+        self.adopted: list[str] = []
+        self.answer_life = ""
+
+    def agree(self, flag: bool) -> bool:
+        return self.group.agree(self.rank, flag)
+
+    def refresh(self) -> None:
+        self.adopted.append(self.answer_life)
+
+    def join(self, join: Join) -> Welcome:
+        return Welcome(1, 1, f"life {self.server.life}")
+
+    def push(self, part: UpdatePart) -> Future[None]:
+        return done(None)
+
+    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
+        answer = self.server.answer(sequence)
+        self.answer_life = answer.life
+        return done(answer)
+
+    def make_delta(self, fragment: int, seed: int) -> Any:
+        return None
+
+    def on_weights(self, weights: Any, start: bool = False) -> None:
+        pass
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+@pytest.mark.parametrize("restarts", [set(), {2}, {3}, {4}, {2, 4}, {4, 6}, {3, 4, 5, 6, 7}])
+def test_ranks_adopt_the_answers_of_one_life(restarts):
+    server, group = RestartingServer(restarts), TwoRanks()
+    ranks = [OneRank(i, group, server) for i in range(2)]
+
+    def run(rank: OneRank) -> None:
+        exchange = Exchange("w", OverlapConfig(), rank, rank, rank, 1, clock=lambda: 0.0)
+        wait_for(exchange.start(Identity("r", "c", "l", "m"), "1"))
+        for job in range(1, 4):
+            exchange.begin(Lease("w", job, job, 0, 1, 1))
+            wait_for(exchange.after_step((0,), {}))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert ranks[0].adopted == ranks[1].adopted and len(ranks[0].adopted) == 4
+    if not restarts:
+        assert server.pulls == 8  # nothing is pulled twice
