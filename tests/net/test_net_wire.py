@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from geotrain.net import calls, wire
 from geotrain.outer import messages
 from geotrain.outer.layout import Slice
-from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, UpdatePart, Welcome
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    FragmentDelta,
+    FragmentWeights,
+    Join,
+    UpdatePart,
+    Welcome,
+)
 
 ALL = (*typing.get_args(messages.Message), calls.Ack, calls.NotYet, calls.Pull, calls.AskLease, calls.ReleaseLeases,
        calls.SayLeave, calls.Control, calls.Refusal)  # fmt: skip
@@ -66,19 +74,21 @@ def test_sizes_are_known_from_the_header():
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        ([1, "Welcome", [1]], "Welcome: 2 fields expected"),
-        ([1, "Welcome", [1, "2"]], "Welcome.job: an integer expected, not str"),
-        ([1, "Welcome", [1, True]], "Welcome.job: an integer expected, not True"),
-        ([1, "Welcome", [1, 2.0]], "Welcome.job: an integer expected"),
-        ([1, "Welcome", [1, 1 << 63]], "Welcome.job: an integer expected"),
-        ([2, "Welcome", [1, 2]], "same version of GeoTrain"),
-        ([1, "Leave", ["a"]], "type 'Leave' is not expected here, only Welcome"),
+        ([1, "Finished", ["a"]], "Finished: 2 fields expected"),
+        ([1, "Finished", ["a", "2"]], r"Finished\.job: an integer expected, not str"),
+        ([1, "Finished", ["a", True]], r"Finished\.job: an integer expected, not True"),
+        ([1, "Finished", ["a", 2.0]], r"Finished\.job: an integer expected, not 2\.0"),
+        ([1, "Finished", ["a", 1 << 63]], r"Finished\.job: an integer expected"),
+        ([1, "Finished", [b"a", 1]], r"Finished\.worker: a text of at most 4096 characters"),
+        ([1, "Finished", ["a" * 4097, 1]], r"Finished\.worker: a text of at most 4096 characters"),
+        ([2, "Finished", ["a", 1]], "same version of GeoTrain"),
+        ([1, "Leave", ["a"]], "type 'Leave' is not expected here, only Finished"),
         ({"a": 1}, "not a message"),
     ],
 )
 def test_what_is_wrong_is_said(raw, reason):
     with pytest.raises(wire.WireError, match=reason):
-        wire.unpack(wire._sealed(msgpack.packb(raw)), Welcome)
+        wire.unpack(wire._sealed(msgpack.packb(raw)), Finished)
 
 
 def test_a_damaged_frame_is_told_from_a_wrong_one():
