@@ -167,7 +167,7 @@ class GeoEngine(DeepSpeedEngine):
                 micro_batch_size=self.train_micro_batch_size_per_gpu(),
                 forward_only=forward_only,
             )
-        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+        return torch.stack(losses).mean() if losses else self._zero()
 
     def _backward_partitioned(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """ZeRO 2, which has no pipeline: each backward leaves only this rank's part of the gradients."""
@@ -289,8 +289,7 @@ def build_engine(
     sequence_length, bf16 = run.data.sequence_length, layout.trains_in_bf16(deepspeed_block)
     ranks = layout.join(timeout_s)
     layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
-    settings = adamw_settings(deepspeed_block)
-    mesh = layout.initialize(parallel, timeout_s)
+    mesh, settings = layout.initialize(parallel, timeout_s), adamw_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
         model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)

@@ -108,16 +108,7 @@ class Trouble:
 
 
 Event = (
-    Joined
-    | Left
-    | UpdateApplied
-    | SentUp
-    | Merged
-    | UpdatesLost
-    | SnapshotWritten
-    | Recovery
-    | JobTrained
-    | Trouble
+    Joined | Left | UpdateApplied | SentUp | Merged | UpdatesLost | SnapshotWritten | Recovery | JobTrained | Trouble
 )
 
 
