@@ -49,6 +49,7 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
         supervisor = stack.enter_context(Supervisor(folder / "logs", DRAIN_S))
         for process in starting:
             supervisor.start(process)
+        console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
         display = stack.enter_context(Display(run, cluster, console))
         outcome = supervisor.wait(display.show, run.monitor.every_s)
         display.finish(folder)
