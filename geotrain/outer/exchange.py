@@ -63,7 +63,7 @@ def wait_for(waiting: Waiting[T]) -> T:
         while True:
             pending = waiting.send(pending.result())
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+        return end.value
 
 
 @dataclass
