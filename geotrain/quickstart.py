@@ -172,7 +172,8 @@ def _move_aside(folder: Path) -> None:
         return
     with locked(folder):
         pass  # it is not running
-    if not (folder / "run.json").exists() and not (folder / "data").exists() and any(folder.iterdir()):
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".lock")}
+    if names and not names & {"run.json", "data"}:
         raise ConfigError(f"{folder} exists, but holds no run; move it away")
     previous = folder.with_name(folder.name + ".previous")
     if previous.exists():

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.net.status import ask_status
 from geotrain.outer.messages import GLOBAL
 
 Status = Mapping[str, Any]
@@ -79,19 +79,8 @@ def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
 def ask(servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
     """The status of every server that answers in time."""
     with ThreadPoolExecutor(max(1, len(servers))) as executor:
-        answers = executor.map(lambda address: _ask_one(address, within_s), servers.values())
+        answers = executor.map(lambda address: ask_status(address, within_s), servers.values())
         return {site: status for site, status in zip(servers, answers, strict=True) if status is not None}
-
-
-def _ask_one(address: str, within_s: float) -> Status | None:
-    from geotrain.net.client import MemberClient
-    from geotrain.net.link import Unreachable
-
-    try:
-        with closing(MemberClient(address, connect_s=within_s)) as client:
-            return client.status()
-    except (Unreachable, OSError, TimeoutError, ValueError):
-        return None
 
 
 def view(cluster: ClusterConfig, statuses: Mapping[str, Status], eta_s: float | None = None) -> View:

@@ -1,0 +1,21 @@
+"""A visitor's question to a server: how does it go? Blocking, so that a launcher needs no event loop for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+
+from geotrain.net import calls
+
+
+def ask_status(address: str, within_s: float) -> dict[str, Any] | None:
+    """What the server at host:port says of itself (`Service.status`); None when it does not answer in time."""
+    with grpc.insecure_channel(address, options=calls.OPTIONS) as channel:
+        try:
+            answer: bytes = channel.unary_unary(f"/{calls.SERVICE}/status")(b"", timeout=within_s)
+        except grpc.RpcError:
+            return None
+    said: dict[str, Any] = json.loads(answer)
+    return said
