@@ -69,7 +69,7 @@ class GeoEngine(DeepSpeedEngine):
         )
         self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
-        self._shards = owned_shards(placed, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
+        self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
 
     # ---------------------------------------------------------------------------------------- what it is
 
@@ -253,7 +253,7 @@ class GeoEngine(DeepSpeedEngine):
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: Any) -> Tensor:
     """The accumulated gradient: in fp32 beside the parameter where DeepSpeed keeps it there."""
     wide = getattr(parameter, "_hp_grad", None)
     return parameter.grad if wide is None else wide

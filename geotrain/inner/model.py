@@ -53,7 +53,10 @@ class CausalAttention(nn.Module):
         self.grouped = config.num_query_groups != config.num_attention_heads
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
-        """query: [sequence, batch, heads, head_dim]; key, value: with fewer heads. → [sequence, batch, heads·head_dim]"""
+        """query: [sequence, batch, heads, head_dim]; key, value with fewer heads; the mask is not used.
+
+        Returns [sequence, batch, heads · head_dim].
+        """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.grouped
@@ -169,8 +172,8 @@ def build_model(
         )
     for parameter, place in placements(model, a, parallel, mesh):
         parameter.data.zero_()
-        parameter.tensor_model_parallel = place.sharded
-        parameter.ds_pipe_replicated = place.tied_copy
+        for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
+            setattr(parameter, mark, value)
     return model
 
 

@@ -87,10 +87,12 @@ def step_count(optimizer: torch.optim.Optimizer) -> int:
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the count that bias correction uses. Fused Adams keep it per group, torch per tensor."""
+    """Set the count that bias correction uses; fused Adams keep it per group, torch per tensor."""
     for group in optimizer.param_groups:
-        if not isinstance(optimizer, torch.optim.AdamW):
+        fused = not isinstance(optimizer, torch.optim.AdamW)
+        if fused:
             group["step"] = steps
-            continue
         for tensor in group["params"]:
-            optimizer.state[tensor]["step"] = torch.tensor(float(steps), device=tensor.device)
+            moments(optimizer, tensor)  # an optimizer takes a state with a step count for complete
+            count = torch.tensor(float(steps), device=tensor.device)
+            optimizer.state[tensor]["step"] = steps if fused else count

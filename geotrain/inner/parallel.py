@@ -60,9 +60,7 @@ def check_layout(
                 f"choose a parallel.{key} that divides it, or a {what} of {math.ceil(size / parts) * parts}"
             )
     if parallel.sequence and tp == 1:
-        raise ConfigError(
-            "parallel.sequence = true needs parallel.tensor > 1; set one of the two"
-        )
+        raise ConfigError("parallel.sequence = true needs parallel.tensor > 1; set one of the two")
     if parallel.sequence and sequence_length % tp:
         raise ConfigError(
             f"data.sequence_length = {sequence_length} is not divisible by parallel.tensor = {tp}, as "
@@ -240,4 +238,3 @@ def shut_down(leave_world: bool = True) -> None:
     parallel_state.destroy_model_parallel()
     if leave_world and dist.is_initialized():
         dist.destroy_process_group()
-

@@ -7,6 +7,7 @@ Import this module before DeepSpeed or Megatron-core: it sets what they read at 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import warnings
@@ -16,6 +17,9 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+# DeepSpeed 0.19 still calls what torch 2.13 renames.
+warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -50,12 +54,14 @@ def quiet_construction() -> Iterator[None]:
 
     What DeepSpeed reports while it trains, as its configuration asks for, is not touched.
     """
+    if os.environ.get("GEOTRAIN_VERBOSE"):
+        yield
+        return
     logger = logging.getLogger("DeepSpeed")
     before = logger.level
-    with warnings.catch_warnings():
-        if not os.environ.get("GEOTRAIN_VERBOSE"):
-            logger.setLevel(logging.ERROR)
-            warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        logger.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
         try:
             yield
         finally:
@@ -116,8 +122,6 @@ def megatron_runtime() -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
         for owner, name, stand_in in _cpu_stand_ins():
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(_CudaMeansCpu())

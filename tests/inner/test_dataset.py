@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,10 @@ import pytest
 from geotrain.inner.dataset import DatasetError, TokenWriter, open_tokens
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def write(prefix: Path, vocab_size: int = 100) -> str:
@@ -28,7 +31,7 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     assert tokens.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert tokens.document_ends.tolist() == [3, 4, 8]
     assert tokens.document_ends.dtype == np.int64
-    assert sorted(os.listdir(tmp_path / "new")) == ["train.bin", "train.idx"]
+    assert names(tmp_path / "new") == ["train.bin", "train.idx"]
 
 
 def test_megatron_reads_it(tmp_path: Path) -> None:
@@ -54,7 +57,7 @@ def test_nothing_appears_before_close_and_an_exception_discards(tmp_path: Path) 
         writer.add_document([1])
         assert not (tmp_path / "train.bin").exists()
         raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_a_failed_rewrite_keeps_the_old_file(tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_bad_documents_are_refused(tmp_path: Path, document: list) -> None:
 def test_an_empty_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no document"):
         TokenWriter(str(tmp_path / "train"), 100).close()
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
@@ -84,7 +87,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     writer._builder.data_file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
     with pytest.raises(DatasetError, match="No space left"):
         writer.add_document([1, 2])
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
