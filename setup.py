@@ -1,7 +1,32 @@
 """Packaging. The kernels and the launch scripts live at the top level of the repository, and are
-installed as `geotrain.kernels` and `geotrain.launch`."""
+installed as `geotrain.kernels` and `geotrain.launch`. The CPU kernels are a plain shared library beside them; without
+a C compiler with OpenMP the installation goes on, and torch does that work, slower."""
 
-from setuptools import find_packages, setup
+import hashlib
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+
+CSRC = sorted(Path("kernels/csrc").glob("*.[ch]"))
+CPU_KERNELS = Extension(
+    "geotrain.kernels._fast",
+    sources=[str(path) for path in CSRC if path.suffix == ".c"],
+    depends=[str(path) for path in CSRC],
+    # the same digest as geotrain.kernels.cpu computes
+    define_macros=[("GEOTRAIN_SOURCE", f'"{hashlib.sha256(b"".join(p.read_bytes() for p in CSRC)).hexdigest()}"')],
+    # no contraction: bits must not depend on the instruction set, which is picked at run time
+    extra_compile_args=[
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fopenmp",
+        "-fvisibility=hidden",
+    ],
+    extra_link_args=["-fopenmp"],
+    libraries=["m"],
+    optional=True,
+)
 
 PACKAGES = [
     *find_packages(include=["geotrain", "geotrain.*"]),
@@ -18,6 +43,7 @@ setup(
     packages=PACKAGES,
     package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch"},
     package_data={"geotrain": ["py.typed"]},
+    ext_modules=[CPU_KERNELS],
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",

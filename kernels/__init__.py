@@ -1,5 +1,31 @@
-"""Triton kernels, one file an operation; `reference` holds the plain torch truth."""
+"""The arithmetic under codecs, servers and optimizers: Triton for GPUs, C for CPUs, plain torch as the truth.
 
-from geotrain.kernels.dispatch import dequantize, payload_ok, quantize
+layout, steps    what the ops take: payload layouts, coefficients (no tensors)
+dispatch         the ops, and which implementation runs them
+reference*       torch: the truth that the others reproduce bit for bit
+triton_*         Triton, one file an op
+cpu, csrc/       C with OpenMP
+"""
 
-__all__ = ["dequantize", "payload_ok", "quantize"]
+from geotrain.kernels.dispatch import (
+    adam_estimate,
+    adam_step,
+    dequantize,
+    merge,
+    outer_update,
+    payload_ok,
+    quantize,
+)
+from geotrain.kernels.steps import AdamStep, OuterStep
+
+__all__ = [
+    "AdamStep",
+    "OuterStep",
+    "adam_estimate",
+    "adam_step",
+    "dequantize",
+    "merge",
+    "outer_update",
+    "payload_ok",
+    "quantize",
+]

@@ -109,29 +109,26 @@ class Spec:
 class TopkRecord:
     """One block of topk2: `kept` elements of `length`, their positions in Elias–Fano form, 2 bits for each value.
 
-    [low scale][high scale][lows: low_bits for each][highs][values: 2 bits each, sign · 2 + which scale]; each
-    section is padded to whole bytes, bits count from the least significant. Of the i-th kept position p
-    (ascending) the low_bits low bits stand in `lows`, and bit (p >> low_bits) + i of `highs` is set. That is close
-    to the entropy of the positions, and of fixed size (P. Elias 1974; R. Fano 1971).
+    A string of bits, least significant first, in whole 32-bit words: [low scale][high scale][lows: low_bits each]
+    [highs][values: 2 bits each, sign · 2 + which scale]. Of the i-th kept position p (ascending) the low_bits low
+    bits stand in `lows`, and bit (p >> low_bits) + i of `highs` is set. That is close to the entropy of the
+    positions, and of fixed size (P. Elias 1974; R. Fano 1971). `*_at` are bit offsets.
     """
 
     length: int
     kept: int
     low_bits: int
-    lows_offset: int
-    highs_offset: int
-    values_offset: int
+    lows_at: int
+    highs_at: int
+    values_at: int
     bytes: int
-
-    @property
-    def high_bits(self) -> int:
-        return self.kept + ((self.length - 1) >> self.low_bits)
 
 
 def topk_record(length: int, density: float, scale_bytes: int) -> TopkRecord:
     kept = min(length, max(1, ceil(density * length)))
     low_bits = (length // kept).bit_length() - 1
-    lows = 2 * scale_bytes
-    highs = lows + (kept * low_bits + 7) // 8
-    values = highs + (kept + ((length - 1) >> low_bits) + 7) // 8
-    return TopkRecord(length, kept, low_bits, lows, highs, values, values + (2 * kept + 7) // 8)
+    lows_at = 2 * scale_bytes * 8
+    highs_at = lows_at + kept * low_bits
+    values_at = highs_at + kept + ((length - 1) >> low_bits)
+    words = -(-(values_at + 2 * kept) // 32)
+    return TopkRecord(length, kept, low_bits, lows_at, highs_at, values_at, 4 * words)

@@ -84,17 +84,13 @@ def _encode_rows(
     value = torch.copysign(torch.where(which, as_float(high), as_float(low)), kept)
     decoded = torch.zeros_like(rows).scatter_(1, position, value)
 
-    ranks = torch.arange(record.kept)
-    high_bits = torch.zeros(len(rows), record.high_bits, dtype=torch.uint8)
-    high_bits.scatter_(1, (position >> record.low_bits) + ranks, 1)
+    high_bits = torch.zeros(len(rows), record.values_at - record.highs_at, dtype=torch.int64)
+    high_bits.scatter_(1, (position >> record.low_bits) + torch.arange(record.kept), 1)
     low_bits = (position[:, :, None] >> torch.arange(record.low_bits)) & 1
     value_bits = torch.stack([which, as_int(kept) < 0], 2)
-    sections = [
-        narrow_scale(torch.where(finite, low, NAN_BITS), spec.scale),
-        narrow_scale(torch.where(finite, high, NAN_BITS), spec.scale),
-        *(_pack(bits.reshape(len(rows), -1)) for bits in (low_bits, high_bits, value_bits)),
-    ]
-    return torch.cat(sections, 1), decoded
+    scales = [narrow_scale(torch.where(finite, bits, NAN_BITS), spec.scale) for bits in (low, high)]
+    strings = [_unpack(torch.cat(scales, 1)), *(b.reshape(len(rows), -1) for b in (low_bits, high_bits, value_bits))]
+    return _pack(torch.cat(strings, 1), record.bytes), decoded
 
 
 def _two_magnitudes(magnitude: Tensor, kept: int, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -119,26 +115,27 @@ def _scales(records: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def _high_bits(records: Tensor, record: TopkRecord) -> Tensor:
-    return _unpack(records[:, record.highs_offset : record.values_offset])
+    return _unpack(records)[:, record.highs_at : record.values_at]
 
 
 def _positions(records: Tensor, record: TopkRecord) -> tuple[Tensor, Tensor, Tensor]:
     """(position, whether the high magnitude, whether negative) of each kept element, all [rows, kept]."""
-    set_bits = _high_bits(records, record).nonzero()[:, 1].view(len(records), record.kept)
+    rows, bits = len(records), _unpack(records)
+    set_bits = _high_bits(records, record).nonzero()[:, 1].view(rows, record.kept)
     high = set_bits - torch.arange(record.kept)
-    lows = _unpack(records[:, record.lows_offset : record.highs_offset])[:, : record.kept * record.low_bits]
-    low = (lows.view(len(records), record.kept, record.low_bits) << torch.arange(record.low_bits)).sum(2)
-    values = _unpack(records[:, record.values_offset :])[:, : 2 * record.kept].view(len(records), record.kept, 2)
+    lows = bits[:, record.lows_at : record.highs_at].reshape(rows, record.kept, record.low_bits)
+    low = (lows << torch.arange(record.low_bits)).sum(2)
+    values = bits[:, record.values_at : record.values_at + 2 * record.kept].reshape(rows, record.kept, 2)
     return (high << record.low_bits) + low, values[:, :, 0] == 1, values[:, :, 1] == 1
 
 
-def _pack(bits: Tensor) -> Tensor:
-    """[rows, n] of 0 and 1 → [rows, ceil(n / 8)] bytes, least significant bit first."""
-    padded = torch.zeros(len(bits), -(-bits.shape[1] // 8) * 8, dtype=torch.int32)
+def _pack(bits: Tensor, size_bytes: int) -> Tensor:
+    """[rows, n] of 0 and 1 → [rows, size_bytes], least significant bit first, zeros after the end."""
+    padded = torch.zeros(len(bits), size_bytes * 8, dtype=torch.int32)
     padded[:, : bits.shape[1]] = bits
-    return (padded.view(len(bits), -1, 8) << torch.arange(8)).sum(2).to(torch.uint8)
+    return (padded.view(len(bits), size_bytes, 8) << torch.arange(8)).sum(2).to(torch.uint8)
 
 
 def _unpack(packed: Tensor) -> Tensor:
     bits = (packed[:, :, None].to(torch.int64) >> torch.arange(8)) & 1
-    return bits.reshape(len(packed), -1)
+    return bits.reshape(len(packed), packed.shape[1] * 8)

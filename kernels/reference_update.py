@@ -65,7 +65,8 @@ def _adamw(x: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: AdamStep) -> tup
     g = grad.float() * _f(step.grad_scale)
     m = _f(step.beta1) * m + _f(1 - step.beta1) * g
     v = _f(step.beta2) * v + _f(1 - step.beta2) * (g * g)
-    direction = m / (torch.sqrt(v) * _f(step.root_scale) + _f(step.eps))
+    root = torch.sqrt(v.double()).float()  # fp32 torch.sqrt may come from MKL, which is an ulp off at times
+    direction = m / (root * _f(step.root_scale) + _f(step.eps))
     return (x - _f(step.shrink) * x) - _f(step.rate) * direction, m, v
 
 

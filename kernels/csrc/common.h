@@ -1,0 +1,106 @@
+/* Shared by the CPU kernels. Same bits as kernels/reference.py: one rounding an operation (-ffp-contract=off),
+ * integer maxima instead of ordered float ones. Loops are plain C that gcc vectorizes, in one clone for each
+ * instruction set, picked at run time. */
+#ifndef GEOTRAIN_COMMON_H
+#define GEOTRAIN_COMMON_H
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define API __attribute__((visibility("default")))
+
+enum { MAX_BLOCK = 4096, CHUNK = 1 << 15 }; /* elements; a chunk is what a thread takes at a time */
+enum { LANES = 16 };                         /* partial sums of squares */
+enum format { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, E3M0 = 4, E2M1 = 5, TOPK2 = 6 };
+enum { TINY_BITS = 27 << 23, NAN_BITS = 0x7FC00000, INFINITY_BITS = 0x7F800000 };
+
+INLINE int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
+INLINE float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
+INLINE int32_t magnitude_bits(float x) { return bits_of(x) & 0x7FFFFFFF; }
+INLINE float from_bf16(uint16_t b) { return float_of((int32_t)((uint32_t)b << 16)); }
+
+/* Nearest, half to even; NaN stays NaN. As torch rounds. */
+INLINE uint16_t to_bf16(float x) {
+    uint32_t b = (uint32_t)bits_of(x);
+    uint32_t rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
+    return (uint16_t)((b & 0x7FFFFFFF) > INFINITY_BITS ? 0x7FC0 : rounded);
+}
+
+/* What is coded: v = (anchor −) values + decay · residual, of `numel` elements. */
+typedef struct {
+    const float *anchor;  /* or NULL */
+    const void *values;   /* fp32, or bf16 if values_are_bf16 */
+    float *residual;      /* or NULL; becomes v − decoded */
+    uint8_t *payload;
+    int64_t numel, codes_offset;
+    uint64_t seed;
+    float decay, inverse_level; /* 1 / the grid's largest magnitude */
+    int32_t values_are_bf16, format, block, scale_shift, scale_bytes, max_scale_bits, stochastic, threads;
+    /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
+    struct record { int32_t length, kept, low_bits, lows_at, highs_at, values_at, bytes; } record[2];
+} quantize_job;
+
+typedef struct {
+    const uint8_t *payload;
+    float *out;
+    int64_t numel, codes_offset;
+    float weight;
+    int32_t accumulate, format, block, scale_shift, scale_bytes, max_scale_bits, threads;
+    struct record record[2];
+} dequantize_job;
+
+/* A full block to memory that is too large to stay in the cache: past it, without reading it first. */
+enum { STREAM_BYTES = 1 << 24 };
+INLINE void stream(float *restrict to, const float *restrict from, int n) { /* both 64-byte aligned, n % 16 == 0 */
+#ifdef __SSE2__
+    for (int i = 0; i < n; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+#else
+    memcpy(to, from, sizeof(float) * (size_t)n);
+#endif
+}
+INLINE void end_stream(void) {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+INLINE void store_scale(uint8_t *at, int32_t bits, int32_t shift, int32_t bytes) {
+    uint32_t stored = (uint32_t)bits >> shift;
+    memcpy(at, &stored, (size_t)bytes);
+}
+INLINE int32_t load_scale(const uint8_t *at, int32_t shift, int32_t bytes) {
+    uint32_t stored = 0;
+    memcpy(&stored, at, (size_t)bytes);
+    return (int32_t)(stored << shift);
+}
+
+/* Philox-4x32-10 (Salmon et al., SC 2011): word w of counter first + j to words[w · quarter + j]. */
+INLINE void random_block(uint32_t *words, int64_t first, int quarter, uint64_t seed) {
+    for (int j = 0; j < quarter; j++) {
+        uint64_t counter = (uint64_t)first + (uint64_t)j;
+        uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        for (int round = 0; round < 10; round++) {
+            uint32_t low0 = c0 * 0xD2511F53u, high0 = (uint32_t)(((uint64_t)c0 * 0xD2511F53u) >> 32);
+            uint32_t low1 = c2 * 0xCD9E8D57u, high1 = (uint32_t)(((uint64_t)c2 * 0xCD9E8D57u) >> 32);
+            c0 = high1 ^ c1 ^ k0; c1 = low1; c2 = high0 ^ c3 ^ k1; c3 = low0;
+            k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
+        }
+        words[j] = c0; words[quarter + j] = c1; words[2 * quarter + j] = c2; words[3 * quarter + j] = c3;
+    }
+}
+
+/* v of elements [at, at + n) into `v`; returns the largest magnitude's bits, adds v² to squares[LANES]. In load.c. */
+int32_t load_block(float *restrict v, const quantize_job *job, int64_t at, int n, double *restrict squares);
+#endif

@@ -1,0 +1,230 @@
+/* fp32, bf16, int8 and the 4-bit formats: blocks of the payload, encoded and decoded. */
+#include "blocks.h"
+#include "common.h"
+
+INLINE int mantissa_of(int format) { return format == INT8 ? 7 : format == INT4 ? 3 : format == E2M1 ? 1 : 0; }
+
+/* Index of the nearest magnitude, ties to the even index; with `stochastic` one of the two neighbours. */
+INLINE int32_t to_code(float x, uint32_t random, const int format, const int stochastic) {
+    const int mantissa = mantissa_of(format), shift = 23 - mantissa, offset = (126 + mantissa) << mantissa;
+    const int32_t max_code = format == INT8 ? 127 : 7;
+    int32_t small, code;
+    if (stochastic) {
+        int32_t whole = (int32_t)x;
+        small = whole + ((float)(int32_t)(random >> 8) * 0x1p-24f < x - (float)whole);
+    } else {
+        small = bits_of(x + 0x1p23f) & 0x7FFFFF;
+    }
+    code = small;
+    if (format == E3M0 || format == E2M1) {
+        int32_t b = bits_of(x);
+        int32_t increment = stochastic ? (int32_t)(random >> (9 + mantissa)) : (1 << (shift - 1)) - 1 + ((b >> shift) & 1);
+        int32_t large = ((b + increment) >> shift) - offset;
+        int32_t is_small = -(x < (float)(1 << mantissa)); /* a mask: a conditional would keep gcc from vectorizing */
+        code = (small & is_small) | (large & ~is_small);
+    }
+    return code < max_code ? code : max_code;
+}
+
+INLINE float to_level(int32_t code, const int format) {
+    const int mantissa = mantissa_of(format);
+    if (format == INT8 || format == INT4) return (float)code;
+    float large = float_of((code << (23 - mantissa)) + ((126 + mantissa) << 23));
+    return code < (1 << mantissa) ? (float)code : large;
+}
+
+/* Code of v, and v − decoded to *rest. */
+INLINE int32_t code_of(float v, float inverse, float scale, uint32_t random, const int format, const int stochastic, float *rest) {
+    int32_t sign = bits_of(v) & INT32_MIN;
+    int32_t code = to_code(float_of(magnitude_bits(v)) * inverse, random, format, stochastic);
+    *rest = v - float_of(bits_of(to_level(code, format) * scale) | sign);
+    return format == INT8 ? (sign ? -code : code) : code | ((sign >> 28) & 8);
+}
+
+/* One padded block: v[block] → codes, v becomes what is left. */
+INLINE void code_block(float *restrict v, uint8_t *restrict codes, const uint32_t *restrict random, int block,
+                       float inverse, float scale, const int format, const int stochastic) {
+    if (format == INT8) {
+        for (int i = 0; i < block; i++)
+            codes[i] = (uint8_t)code_of(v[i], inverse, scale, stochastic ? random[i] : 0, format, stochastic, &v[i]);
+        return;
+    }
+    const int half = block / 2;
+    float *restrict high = v + half;
+    for (int j = 0; j < half; j++) {
+        int32_t first = code_of(v[j], inverse, scale, stochastic ? random[j] : 0, format, stochastic, &v[j]);
+        int32_t second = code_of(high[j], inverse, scale, stochastic ? random[half + j] : 0, format, stochastic, &high[j]);
+        codes[j] = (uint8_t)(first | second << 4);
+    }
+}
+
+/* Blocks [first, last). Returns whether all were finite. */
+INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format, const int stochastic) {
+    const int block = job->block, per_byte = format == INT8 ? 1 : 2;
+    float v[MAX_BLOCK] __attribute__((aligned(64)));
+    uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
+    uint8_t codes[MAX_BLOCK] __attribute__((aligned(64)));
+    const int32_t mask = (int32_t)((1u << job->scale_shift) - 1);
+    int all_finite = 1;
+    for (int64_t b = first; b < last; b++) {
+        const int64_t at = b * block;
+        const int length = job->numel - at < block ? (int)(job->numel - at) : block;
+        const int low = per_byte == 2 && length < block ? (length + 1) / 2 : length;
+        int32_t largest = load_block(v, job, at, length, squares);
+        if (length < block) { /* lay the second half where high nibbles are taken from, zeros elsewhere */
+            const int high = per_byte == 2 ? block / 2 : length;
+            memmove(v + high, v + low, sizeof(float) * (size_t)(length - low));
+            if (per_byte == 2) memset(v + low, 0, sizeof(float) * (size_t)(high - low));
+            memset(v + high + length - low, 0, sizeof(float) * (size_t)(block - high - (length - low)));
+        }
+        const int finite = largest < INFINITY_BITS;
+        int32_t bits = (bits_of(float_of(largest) * job->inverse_level) + mask) & ~mask;
+        bits = bits < job->max_scale_bits ? bits : job->max_scale_bits;
+        if (!finite) { memset(v, 0, sizeof(float) * (size_t)block); all_finite = 0; }
+        if (!finite || largest < TINY_BITS) bits = 0;
+        const float scale = float_of(bits), inverse = bits ? 1.0f / scale : 0.0f;
+        if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
+        uint8_t *target = job->payload + job->codes_offset + at / per_byte;
+        uint8_t *into = length < block ? codes : target;
+        code_block(v, into, random, block, inverse, scale, format, stochastic);
+        if (length < block) memcpy(target, codes, (size_t)low);
+        store_scale(job->payload + b * job->scale_bytes, finite ? bits : NAN_BITS, job->scale_shift, job->scale_bytes);
+        if (job->residual && finite) {
+            const int high = length < block && per_byte == 2 ? block / 2 : low;
+            memcpy(job->residual + at, v, sizeof(float) * (size_t)low);
+            memcpy(job->residual + at + low, v + high, sizeof(float) * (size_t)(length - low));
+        }
+    }
+    return all_finite;
+}
+
+INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last, const int format, const int accumulate) {
+    const int block = job->block, per_byte = format == INT8 ? 1 : 2;
+    const float weight = job->weight;
+    const int streams = !accumulate && job->numel >= STREAM_BYTES / 4 && (uintptr_t)job->out % 64 == 0;
+    float buffer[MAX_BLOCK] __attribute__((aligned(64)));
+    for (int64_t b = first; b < last; b++) {
+        const int64_t at = b * block;
+        const int length = job->numel - at < block ? (int)(job->numel - at) : block;
+        const int low = per_byte == 2 ? (length + 1) / 2 : length, buffered = streams && length == block;
+        const float scale = float_of(load_scale(job->payload + b * job->scale_bytes, job->scale_shift, job->scale_bytes));
+        const uint8_t *restrict codes = job->payload + job->codes_offset + at / per_byte;
+        float *restrict out = buffered ? buffer : job->out + at, *restrict high = out + low;
+#define PUT(target, code)                                                                       \
+        do {                                                                                    \
+            float value = format == INT8 ? (float)(code) * scale                                \
+                : float_of(bits_of(to_level((code) & 7, format) * scale) ^ (int32_t)(((uint32_t)(code) & 8) << 28)); \
+            target = accumulate ? target + weight * value : value;                              \
+        } while (0)
+        if (format == INT8) {
+            const int8_t *restrict signed_codes = (const int8_t *)codes;
+            for (int i = 0; i < length; i++) PUT(out[i], (int32_t)signed_codes[i]);
+        } else {
+            for (int j = 0; j < length - low; j++) {
+                int32_t byte = codes[j];
+                PUT(out[j], byte & 15);
+                PUT(high[j], byte >> 4);
+            }
+            if (length - low < low) PUT(out[low - 1], (int32_t)(codes[low - 1] & 15));
+        }
+#undef PUT
+        if (buffered) stream(job->out + at, buffer, block);
+    }
+    if (streams) end_stream();
+}
+
+/* fp32 and bf16, elements of blocks [first, last). */
+INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format, const int stochastic) {
+    const int block = job->block;
+    float v[MAX_BLOCK] __attribute__((aligned(64)));
+    uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
+    int all_finite = 1;
+    for (int64_t b = first; b < last; b++) {
+        const int64_t at = b * block;
+        const int length = job->numel - at < block ? (int)(job->numel - at) : block;
+        const int finite = load_block(v, job, at, length, squares) < INFINITY_BITS;
+        all_finite &= finite;
+        float *restrict residual = job->residual ? job->residual + at : NULL;
+        if (format == FP32) {
+            memcpy(job->payload + at * 4, v, sizeof(float) * (size_t)length);
+            for (int i = 0; residual && i < length; i++)
+                residual[i] = magnitude_bits(v[i]) < INFINITY_BITS ? 0.0f : residual[i];
+            continue;
+        }
+        uint16_t codes[MAX_BLOCK] __attribute__((aligned(64)));
+        if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
+        for (int i = 0; i < length; i++) {
+            uint32_t bits = (uint32_t)bits_of(v[i]), magnitude = bits & 0x7FFFFFFF;
+            uint32_t rounded = (magnitude + (stochastic ? random[i] >> 16 : 0x7FFF + ((bits >> 16) & 1))) >> 16;
+            rounded = rounded < 0x7F7F ? rounded : 0x7F7F;
+            rounded = magnitude < INFINITY_BITS ? rounded : NAN_BITS >> 16;
+            codes[i] = (uint16_t)(rounded | ((bits >> 16) & 0x8000));
+        }
+        memcpy(job->payload + at * 2, codes, sizeof(uint16_t) * (size_t)length);
+        for (int i = 0; residual && i < length; i++)
+            residual[i] = magnitude_bits(v[i]) < INFINITY_BITS ? v[i] - from_bf16(codes[i]) : residual[i];
+    }
+    return all_finite;
+}
+
+INLINE void decode_plain(const dequantize_job *job, int64_t first, int64_t last, const int format, const int accumulate) {
+    const float weight = job->weight;
+    const int64_t begin = first * job->block, end = last * job->block < job->numel ? last * job->block : job->numel;
+    const float *restrict wide = (const float *)(const void *)job->payload;
+    const uint16_t *restrict narrow = (const uint16_t *)(const void *)job->payload;
+    float *restrict out = job->out;
+    for (int64_t i = begin; i < end; i++) {
+        float value = format == FP32 ? wide[i] : from_bf16(narrow[i]);
+        out[i] = accumulate ? out[i] + weight * value : value;
+    }
+}
+
+#define ENCODE(f, function) \
+    case f: return job->stochastic ? function(job, first, last, squares, f, 1) : function(job, first, last, squares, f, 0);
+CLONES int encode_dense(const quantize_job *job, int64_t first, int64_t last, double *squares) {
+    switch (job->format) {
+        ENCODE(FP32, encode_plain)
+        ENCODE(BF16, encode_plain)
+        ENCODE(INT8, encode_blocks)
+        ENCODE(INT4, encode_blocks)
+        ENCODE(E3M0, encode_blocks)
+        ENCODE(E2M1, encode_blocks)
+    }
+    return 0;
+}
+
+#define DECODE(f, function)                                        \
+    case f:                                                        \
+        if (job->accumulate) function(job, first, last, f, 1);     \
+        else function(job, first, last, f, 0);                     \
+        break;
+CLONES void decode_dense(const dequantize_job *job, int64_t first, int64_t last) {
+    switch (job->format) {
+        DECODE(FP32, decode_plain)
+        DECODE(BF16, decode_plain)
+        DECODE(INT8, decode_blocks)
+        DECODE(INT4, decode_blocks)
+        DECODE(E3M0, decode_blocks)
+        DECODE(E2M1, decode_blocks)
+    }
+}
+
+CLONES int dense_ok(const dequantize_job *job, int64_t first, int64_t last) {
+    int bad = 0;
+    const int64_t begin = first * job->block, end = last * job->block < job->numel ? last * job->block : job->numel;
+    if (job->format == FP32) {
+        const int32_t *restrict bits = (const int32_t *)(const void *)job->payload;
+        for (int64_t i = begin; i < end; i++) bad |= (bits[i] & 0x7FFFFFFF) >= INFINITY_BITS;
+    } else if (job->format == BF16) {
+        const uint16_t *restrict bits = (const uint16_t *)(const void *)job->payload;
+        for (int64_t i = begin; i < end; i++) bad |= (bits[i] & 0x7FFF) >= (INFINITY_BITS >> 16);
+    } else {
+        const uint32_t most = (uint32_t)job->max_scale_bits >> job->scale_shift; /* a set sign bit is more */
+        const uint8_t *restrict at = job->payload + first * job->scale_bytes;
+        const int64_t n = last - first;
+        if (job->scale_bytes == 1) for (int64_t i = 0; i < n; i++) bad |= at[i] > most;
+        if (job->scale_bytes == 2) for (int64_t i = 0; i < n; i++) bad |= ((const uint16_t *)(const void *)at)[i] > most;
+        if (job->scale_bytes == 4) for (int64_t i = 0; i < n; i++) bad |= ((const uint32_t *)(const void *)at)[i] > most;
+    }
+    return !bad;
+}

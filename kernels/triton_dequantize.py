@@ -1,0 +1,118 @@
+"""dequantize, plain and accumulating with a weight, into fp32: one pass, each program takes ROWS blocks."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from geotrain.kernels import triton_topk
+from geotrain.kernels.layout import GRIDS, SCALE_SHIFT, Spec
+from geotrain.kernels.triton_math import as_float, as_int, to_level
+
+ELEMENTS = 4096  # of one program
+STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@triton.jit
+def put(out, at, mask, value, weight, ACCUMULATE: tl.constexpr):
+    if ACCUMULATE:
+        value = tl.load(out + at, mask=mask, other=0.0) + weight * value
+    tl.store(out + at, value, mask=mask)
+
+
+@triton.jit
+def signed_value(code, scale, MANTISSA: tl.constexpr):
+    """Value of a 4-bit code."""
+    return as_float(as_int(to_level(code & 7, MANTISSA) * scale) ^ ((code & 8) << 28))
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def dequantize_dense(
+    scales, codes, out, first, rows, numel, weight,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, SCALE_SHIFT: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Blocks [first, first + rows)."""
+    WIDTH: tl.constexpr = BLOCK // 2 if PACKED else BLOCK
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = (first + row).to(tl.int64)
+    j = tl.arange(0, WIDTH)[None, :]
+    start = block * BLOCK
+    scale_bits = tl.load(scales + block, mask=row < rows, other=0).to(tl.int32) << SCALE_SHIFT
+    scale = as_float(scale_bits)
+    mask = (row < rows) & (j >= 0)
+    if PACKED:
+        half = BLOCK // 2
+        low_mask, high_mask = mask, mask
+        if TAIL:
+            length = (numel - start).to(tl.int32)
+            half = (length + 1) // 2
+            low_mask, high_mask = mask & (j < half), mask & (half + j < length)
+        byte = tl.load(codes + block * WIDTH + j, mask=low_mask, other=0).to(tl.int32)
+        put(out, start + j, low_mask, signed_value(byte & 15, scale, MANTISSA), weight, ACCUMULATE)
+        put(out, start + half + j, high_mask, signed_value(byte >> 4, scale, MANTISSA), weight, ACCUMULATE)
+    else:
+        if TAIL:
+            mask = mask & (start + j < numel)
+        code = tl.load(codes + start + j, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        put(out, start + j, mask, code * scale, weight, ACCUMULATE)
+
+
+@triton.jit
+def dequantize_plain(codes, out, numel, weight, ELEMENTS: tl.constexpr, WIDE: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """fp32 (WIDE, given as int32) and bf16 (given as int16)."""
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    code = tl.load(codes + at, mask=at < numel, other=0).to(tl.int32)
+    if WIDE:
+        value = as_float(code)
+    else:
+        value = as_float(code << 16)
+    put(out, at, at < numel, value, weight, ACCUMULATE)
+
+
+def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None) -> None:
+    """As `reference.dequantize`, on the current stream, without waiting for the device."""
+    payload = payload if payload.data_ptr() % 16 == 0 else payload.clone()  # a slice of a received buffer
+    if spec.format == "topk2":
+        triton_topk.dequantize(payload, out, spec, weight)
+        return
+    numel, rows_each = out.numel(), max(ELEMENTS // spec.block, 1)
+    factor, accumulate = 0.0 if weight is None else weight, weight is not None
+    if spec.format in ("fp32", "bf16"):
+        wide = spec.format == "fp32"
+        if numel:
+            dequantize_plain[(triton.cdiv(numel, ELEMENTS),)](
+                payload.view(torch.int32 if wide else torch.int16), out, numel, factor,
+                ELEMENTS=ELEMENTS, WIDE=wide, ACCUMULATE=accumulate, enable_fp_fusion=False,
+            )  # fmt: skip
+        return
+    grid = GRIDS[spec.format]
+    scales = payload[: spec.blocks(numel) * spec.scale_bytes].view(STORED[spec.scale_bytes])
+    codes = payload[spec.codes_offset(numel) :]
+    full, tail = divmod(numel, spec.block)
+    for first, rows, rows_of, is_tail in ((0, full, rows_each, False), (full, int(tail > 0), 1, True)):
+        if rows:
+            dequantize_dense[(triton.cdiv(rows, rows_of),)](
+                scales, codes, out, first, rows, numel, factor,
+                BLOCK=spec.block, ROWS=rows_of, TAIL=is_tail, MANTISSA=grid.mantissa,
+                SCALE_SHIFT=SCALE_SHIFT[spec.scale], PACKED=grid.bits == 4, ACCUMULATE=accumulate,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
+    """As `reference.payload_ok`, with torch ops on the payload's device. For topk2 on a host copy."""
+    if spec.format == "topk2":
+        from geotrain.kernels import reference_topk
+
+        return reference_topk.payload_ok(payload.cpu(), numel, spec)
+    if spec.format in ("fp32", "bf16"):
+        values = payload.clone().view(torch.float32 if spec.format == "fp32" else torch.bfloat16)
+        return torch.isfinite(values).all()
+    stored = payload[: spec.blocks(numel) * spec.scale_bytes].clone().view(STORED[spec.scale_bytes])
+    bits = stored.to(torch.int32) << SCALE_SHIFT[spec.scale]
+    return ((bits >= 0) & (bits <= spec.max_scale_bits)).all()

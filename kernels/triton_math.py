@@ -1,0 +1,94 @@
+"""Small device functions shared by the Triton kernels: the arithmetic of `reference`, one rounding an operation.
+
+Every launch passes enable_fp_fusion=False: a fused multiply-add would change bits.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TINY_BITS = tl.constexpr(27 << 23)
+NAN_BITS = tl.constexpr(0x7FC00000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-0x80000000)
+
+
+@triton.jit
+def as_int(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def copy_sign(magnitude, x):
+    """magnitude ≥ 0 with the sign of x."""
+    return as_float(as_int(magnitude) | (as_int(x) & SIGN))
+
+
+@triton.jit
+def read_float(pointer, offset, mask, IS_BF16: tl.constexpr):
+    """fp32 values; a bf16 tensor is given as int16, so that every target widens it exactly."""
+    if IS_BF16:
+        value = as_float(tl.load(pointer + offset, mask=mask, other=0).to(tl.int32) << 16)
+    else:
+        value = tl.load(pointer + offset, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def to_bf16(x):
+    """int16 bits of x rounded to bf16, half to even; NaN stays NaN."""
+    bits = as_int(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & MAGNITUDE) > INFINITY_BITS, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def uniform(words):
+    """24 random bits of each 32-bit word as fp32 in [0, 1)."""
+    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def random_words(seed, counter):
+    """Four words of Philox-4x32-10 for each int64 counter; as `reference_math.random_words`."""
+    zero = tl.zeros_like(counter).to(tl.uint32)
+    return tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
+
+
+@triton.jit
+def to_code(x, words, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Index of the nearest magnitude of the grid, ties to the even index; or stochastically one of the neighbours."""
+    if STOCHASTIC:
+        whole = x.to(tl.int32)
+        code = whole + (uniform(words) < x - whole.to(tl.float32)).to(tl.int32)
+    else:
+        code = as_int(x + 8388608.0) & 0x7FFFFF
+    if MANTISSA < 3:  # the integer grids never leave their first stretch
+        shift: tl.constexpr = 23 - MANTISSA
+        bits = as_int(x)
+        if STOCHASTIC:
+            increment = (words >> (9 + MANTISSA)).to(tl.int32)
+        else:
+            increment = (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)
+        large = ((bits + increment) >> shift) - ((126 + MANTISSA) << MANTISSA)
+        code = tl.where(x < (1 << MANTISSA), code, large)
+    return tl.minimum(code, MAX_CODE)
+
+
+@triton.jit
+def to_level(code, MANTISSA: tl.constexpr):
+    """The grid's magnitude (exact) with that index."""
+    level = code.to(tl.float32)
+    if MANTISSA < 3:
+        large = as_float((code << (23 - MANTISSA)) + ((126 + MANTISSA) << 23))
+        level = tl.where(code < (1 << MANTISSA), level, large)
+    return level

@@ -1,0 +1,240 @@
+"""quantize for fp32, bf16, int8 and the 4-bit formats: one pass, each program takes ROWS blocks.
+
+A block is four streams of a quarter each: that is how the random words fall, and nibbles pair stream 0 with 2 and
+1 with 3. The shorter last block gets a launch of its own, so that the common one keeps aligned wide accesses.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from geotrain.kernels import triton_topk
+from geotrain.kernels.layout import GRIDS, SCALE_SHIFT, Spec
+from geotrain.kernels.triton_math import (
+    INFINITY_BITS,
+    MAGNITUDE,
+    NAN_BITS,
+    TINY_BITS,
+    as_float,
+    as_int,
+    copy_sign,
+    random_words,
+    read_float,
+    to_code,
+    to_level,
+)
+
+ELEMENTS = 4096  # of one program
+STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@triton.jit
+def read_meant(
+    values, anchor, residual, at, mask, decay, VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr
+):
+    """v = (anchor −) values + decay · residual."""
+    v = read_float(values, at, mask, VALUES_BF16)
+    if ANCHOR:
+        v = tl.load(anchor + at, mask=mask, other=0.0) - v
+    if RESIDUAL:
+        v = v + decay * tl.load(residual + at, mask=mask, other=0.0)
+    return v
+
+
+@triton.jit
+def stream_at(start, j, length, S: tl.constexpr, QUARTER: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):
+    """(element offsets, mask) of stream S of the rows; FOLD: in a shorter block the halves are of equal length."""
+    if FOLD and TAIL:
+        half = (length + 1) // 2
+        if S < 2:
+            inside, limit = S * QUARTER + j, half
+        else:
+            inside, limit = half + (S - 2) * QUARTER + j, length
+    else:
+        inside, limit = S * QUARTER + j, length
+    if TAIL:
+        mask = inside < limit
+    else:
+        mask = (length > 0) & (j >= 0)
+    return start + inside, mask
+
+
+@triton.jit
+def code_stream(v, inverse, scale, words, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """(code without sign, what is left of v)."""
+    code = to_code(tl.abs(v) * inverse, words, MANTISSA, MAX_CODE, STOCHASTIC)
+    return code, v - copy_sign(to_level(code, MANTISSA) * scale, v)
+
+
+@triton.jit
+def nibble(code, v):
+    return code | ((as_int(v) >> 28) & 8)
+
+
+@triton.jit(do_not_specialize=["first", "rows", "seed"])
+def quantize_dense(
+    values, anchor, residual, scales, codes, squares,
+    first, rows, numel, padding, decay, inverse_level, seed,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr,
+    SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES_BF16: tl.constexpr,
+    ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Blocks [first, first + rows). squares: one sum a program, NaN if a block was not finite."""
+    QUARTER: tl.constexpr = BLOCK // 4
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = (first + row).to(tl.int64)
+    j = tl.arange(0, QUARTER)[None, :]
+    start = block * BLOCK
+    length = tl.where(row < rows, tl.minimum(numel - start, BLOCK), 0)
+
+    at0, mask0 = stream_at(start, j, length, 0, QUARTER, PACKED, TAIL)
+    at1, mask1 = stream_at(start, j, length, 1, QUARTER, PACKED, TAIL)
+    at2, mask2 = stream_at(start, j, length, 2, QUARTER, PACKED, TAIL)
+    at3, mask3 = stream_at(start, j, length, 3, QUARTER, PACKED, TAIL)
+    v0 = read_meant(values, anchor, residual, at0, mask0, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+    v1 = read_meant(values, anchor, residual, at1, mask1, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+    v2 = read_meant(values, anchor, residual, at2, mask2, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+    v3 = read_meant(values, anchor, residual, at3, mask3, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+
+    m01 = tl.maximum(as_int(v0) & MAGNITUDE, as_int(v1) & MAGNITUDE)
+    m23 = tl.maximum(as_int(v2) & MAGNITUDE, as_int(v3) & MAGNITUDE)
+    largest = tl.max(tl.maximum(m01, m23), axis=1)[:, None]
+    finite = largest < INFINITY_BITS
+    sums = tl.sum((v0 * v0 + v1 * v1) + (v2 * v2 + v3 * v3), axis=1)[:, None]
+    tl.store(
+        squares + tl.program_id(0), tl.sum(tl.where(finite, sums, as_float(tl.full(sums.shape, NAN_BITS, tl.int32))))
+    )
+
+    rounding: tl.constexpr = (1 << SCALE_SHIFT) - 1
+    bits = (as_int(as_float(largest) * inverse_level) + rounding) & ~rounding
+    bits = tl.where(finite & (largest >= TINY_BITS), tl.minimum(bits, MAX_SCALE_BITS), 0)
+    scale = as_float(bits)
+    inverse = tl.where(bits != 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+    tl.store(scales + block, tl.where(finite, bits, NAN_BITS) >> SCALE_SHIFT, mask=row < rows)
+
+    v0, v1 = tl.where(finite, v0, 0.0), tl.where(finite, v1, 0.0)
+    v2, v3 = tl.where(finite, v2, 0.0), tl.where(finite, v3, 0.0)
+    if STOCHASTIC:
+        w0, w1, w2, w3 = random_words(seed, block * QUARTER + j)
+    else:
+        w0, w1, w2, w3 = 0, 0, 0, 0
+    c0, left0 = code_stream(v0, inverse, scale, w0, MANTISSA, MAX_CODE, STOCHASTIC)
+    c1, left1 = code_stream(v1, inverse, scale, w1, MANTISSA, MAX_CODE, STOCHASTIC)
+    c2, left2 = code_stream(v2, inverse, scale, w2, MANTISSA, MAX_CODE, STOCHASTIC)
+    c3, left3 = code_stream(v3, inverse, scale, w3, MANTISSA, MAX_CODE, STOCHASTIC)
+
+    if PACKED:
+        byte = block * (BLOCK // 2) + j
+        tl.store(codes + byte, nibble(c0, v0) | (nibble(c2, v2) << 4), mask=mask0)
+        tl.store(codes + byte + QUARTER, nibble(c1, v1) | (nibble(c3, v3) << 4), mask=mask1)
+    else:
+        tl.store(codes + at0, tl.where(as_int(v0) < 0, -c0, c0), mask=mask0)
+        tl.store(codes + at1, tl.where(as_int(v1) < 0, -c1, c1), mask=mask1)
+        tl.store(codes + at2, tl.where(as_int(v2) < 0, -c2, c2), mask=mask2)
+        tl.store(codes + at3, tl.where(as_int(v3) < 0, -c3, c3), mask=mask3)
+    if RESIDUAL:
+        tl.store(residual + at0, left0, mask=mask0 & finite)
+        tl.store(residual + at1, left1, mask=mask1 & finite)
+        tl.store(residual + at2, left2, mask=mask2 & finite)
+        tl.store(residual + at3, left3, mask=mask3 & finite)
+    if tl.program_id(0) == 0:  # the bytes between scales and codes
+        pad = tl.arange(0, 16)
+        tl.store(codes - 1 - pad, tl.zeros((16,), tl.int32), mask=pad < padding)
+
+
+@triton.jit
+def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """(code, what is left of v) for fp32 (WIDE) and bf16; the largest finite bf16 instead of infinity."""
+    bits = as_int(v)
+    if WIDE:
+        code = bits
+        left = v - v
+    else:
+        magnitude = bits & MAGNITUDE
+        if STOCHASTIC:
+            increment = (words >> 16).to(tl.int32)
+        else:
+            increment = 0x7FFF + ((bits >> 16) & 1)
+        rounded = tl.minimum((magnitude + increment) >> 16, 0x7F7F)
+        code = tl.where(magnitude < INFINITY_BITS, rounded, NAN_BITS >> 16) | ((bits >> 16) & 0x8000)
+        left = v - as_float(code << 16)
+    return code, left
+
+
+@triton.jit(do_not_specialize=["rows", "seed"])
+def quantize_plain(
+    values, anchor, residual, codes, squares, rows, numel, decay, seed,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """fp32 and bf16. squares: one sum a program, NaN if an element was not finite."""
+    QUARTER: tl.constexpr = BLOCK // 4
+    block = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    counter = block * QUARTER + tl.arange(0, QUARTER)[None, :]
+    if STOCHASTIC:
+        words = random_words(seed, counter)
+    else:
+        words = 0, 0, 0, 0
+    total = tl.zeros((ROWS, QUARTER), tl.float32)
+    for S in tl.static_range(4):
+        at = block * BLOCK + S * QUARTER + tl.arange(0, QUARTER)[None, :]
+        mask = (at < numel) & (block < rows)
+        v = read_meant(values, anchor, residual, at, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+        finite = (as_int(v) & MAGNITUDE) < INFINITY_BITS
+        code, left = code_plain(v, words[S], WIDE, STOCHASTIC)
+        tl.store(codes + at, code, mask=mask)
+        if RESIDUAL:
+            tl.store(residual + at, left, mask=mask & finite)
+        total += tl.where(finite, v * v, float("nan"))
+    tl.store(squares + tl.program_id(0), tl.sum(total))
+
+
+def quantize(
+    values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
+) -> tuple[Tensor, Tensor]:
+    """As `reference.quantize`, on the current stream, without waiting for the device."""
+    if spec.format == "topk2":
+        return triton_topk.quantize(values, payload, spec, anchor, residual, seed)
+    numel, bf16 = values.numel(), values.dtype == torch.bfloat16
+    rows_each = max(ELEMENTS // spec.block, 1)
+    full, tail = divmod(numel, spec.block)
+    programs, blocks = triton.cdiv(full, rows_each), spec.blocks(numel)
+    squares = torch.zeros(programs + 1, dtype=torch.float32, device=values.device)
+    inputs = values.view(torch.int16) if bf16 else values, anchor, residual
+    common = {
+        "BLOCK": spec.block, "STOCHASTIC": spec.stochastic, "VALUES_BF16": bf16,
+        "ANCHOR": anchor is not None, "RESIDUAL": residual is not None, "enable_fp_fusion": False,
+    }  # fmt: skip
+    seed &= 2**64 - 1
+    if spec.format in ("fp32", "bf16"):
+        wide = spec.format == "fp32"
+        codes = payload.view(torch.int32 if wide else torch.int16)
+        if numel:
+            quantize_plain[(triton.cdiv(blocks, rows_each),)](
+                *inputs, codes, squares, blocks, numel, spec.error_decay, seed, ROWS=rows_each, WIDE=wide, **common
+            )
+        return _summary(squares)
+    grid = GRIDS[spec.format]
+    scales = payload[: blocks * spec.scale_bytes].view(STORED[spec.scale_bytes])
+    codes = payload[spec.codes_offset(numel) :]
+    padding = spec.codes_offset(numel) - blocks * spec.scale_bytes
+    for first, rows, rows_of, is_tail in ((0, full, rows_each, False), (full, int(tail > 0), 1, True)):
+        if rows:
+            quantize_dense[(triton.cdiv(rows, rows_of),)](
+                *inputs, scales, codes, squares[programs:] if is_tail else squares,
+                first, rows, numel, padding, spec.error_decay, 1.0 / grid.max_level, seed,
+                ROWS=rows_of, TAIL=is_tail, MANTISSA=grid.mantissa, MAX_CODE=grid.max_code,
+                SCALE_SHIFT=SCALE_SHIFT[spec.scale], MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4,
+                **common,
+            )  # fmt: skip
+    return _summary(squares)
+
+
+def _summary(squares: Tensor) -> tuple[Tensor, Tensor]:
+    total = squares.double().sum()
+    return total, ~torch.isnan(total)

@@ -1,0 +1,220 @@
+"""topk2: quantize and dequantize, one program a block. Bits as in `reference_topk`."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from geotrain.kernels.layout import SCALE_SHIFT, Spec, TopkRecord
+from geotrain.kernels.triton_math import (
+    INFINITY_BITS,
+    MAGNITUDE,
+    NAN_BITS,
+    TINY_BITS,
+    as_float,
+    as_int,
+    copy_sign,
+    random_words,
+    read_float,
+    uniform,
+)
+
+
+@triton.jit
+def put_bits(words, first, value, mask):
+    """Or `value` (int32 ≥ 0, up to 16 bits) into the bit string at `first`."""
+    shifted = value.to(tl.int64) << (first % 32).to(tl.int64)
+    low, high = shifted.to(tl.int32), (shifted >> 32).to(tl.int32)
+    tl.atomic_or(words + first // 32, low, mask=mask & (low != 0), sem="relaxed")
+    tl.atomic_or(words + first // 32 + 1, high, mask=mask & (high != 0), sem="relaxed")
+
+
+@triton.jit
+def get_bits(words, first, mask, COUNT: tl.constexpr):
+    """COUNT ≤ 16 bits of the bit string at `first`, as int32."""
+    low = tl.load(words + first // 32, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+    crosses = mask & (first % 32 + COUNT > 32)
+    high = tl.load(words + first // 32 + 1, mask=crosses, other=0).to(tl.int64)
+    return (((high << 32) | low) >> (first % 32).to(tl.int64)).to(tl.int32) & ((1 << COUNT) - 1)
+
+
+@triton.jit
+def round_scale(x, SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
+    """fp32 bits of x ≥ 0 rounded to the scale's type, half to even."""
+    bits = as_int(x)
+    if SCALE_SHIFT > 0:
+        bits = ((bits + ((1 << (SCALE_SHIFT - 1)) - 1) + ((bits >> SCALE_SHIFT) & 1)) >> SCALE_SHIFT) << SCALE_SHIFT
+    return tl.minimum(bits, MAX_SCALE_BITS)
+
+
+@triton.jit(do_not_specialize=["first", "seed"])
+def quantize_topk(
+    values, anchor, residual, words, squares, first, decay, seed,
+    BLOCK: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, LOW_BITS: tl.constexpr, LOWS_AT: tl.constexpr,
+    HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
+    SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Block first + program. `words`: the payload as int32, zeros. squares: one sum a program, NaN if not finite."""
+    block = (first + tl.program_id(0)).to(tl.int64)
+    inside = tl.arange(0, BLOCK)
+    mask = inside < LENGTH
+    at = block * BLOCK + inside
+    words += block * FULL_WORDS
+
+    v = read_float(values, at, mask, VALUES_BF16)
+    if ANCHOR:
+        v = tl.load(anchor + at, mask=mask, other=0.0) - v
+    if RESIDUAL:
+        v = v + decay * tl.load(residual + at, mask=mask, other=0.0)
+    largest = tl.max(as_int(v) & MAGNITUDE, axis=0)
+    finite = largest < INFINITY_BITS
+    tl.store(squares + block, tl.where(finite, tl.sum(v * v, axis=0), float("nan")))
+    v = tl.where(finite, v, 0.0)
+    largest = tl.where(finite, largest, 0)
+
+    # the largest threshold that at least KEPT magnitudes reach, by bisection on their bits
+    bits = tl.where(mask, as_int(v) & MAGNITUDE, -1)
+    low, high = largest * 0, largest + 1
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        enough = tl.sum((bits >= middle).to(tl.int32), axis=0) >= KEPT
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    above = bits > low
+    tie = (bits == low).to(tl.int32)
+    wanted_ties = KEPT - tl.sum(above.to(tl.int32), axis=0)
+    kept = above | ((tie == 1) & (tl.cumsum(tie, axis=0) <= wanted_ties))
+    rank = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+
+    # two magnitudes: the means above and below the common mean, in fixed point (integer sums have no order)
+    exponent = tl.maximum(largest, TINY_BITS) >> 23
+    fixed = tl.where(kept, (tl.abs(v) * as_float((269 - exponent) << 23)).to(tl.int32), 0)
+    total = tl.sum(fixed, axis=0)
+    is_high = kept & (fixed > total // KEPT)
+    sum_high = tl.sum(tl.where(is_high, fixed, 0), axis=0)
+    count_high = tl.sum(is_high.to(tl.int32), axis=0)
+    unit = as_float((exponent - 15) << 23)
+    low_mean = tl.div_rn((total - sum_high).to(tl.float32), (KEPT - count_high).to(tl.float32)) * unit
+    high_mean = tl.div_rn(sum_high.to(tl.float32), tl.maximum(count_high, 1).to(tl.float32)) * unit
+    high_mean = tl.where(count_high > 0, high_mean, low_mean)
+    low_bits = tl.where(largest < TINY_BITS, 0, round_scale(low_mean, SCALE_SHIFT, MAX_SCALE_BITS))
+    high_bits = tl.where(largest < TINY_BITS, 0, round_scale(high_mean, SCALE_SHIFT, MAX_SCALE_BITS))
+    low_level, high_level = as_float(low_bits), as_float(high_bits)
+
+    magnitude = tl.abs(v)
+    if STOCHASTIC:
+        QUARTER: tl.constexpr = BLOCK // 4
+        w0, w1, w2, w3 = random_words(seed, block * QUARTER + inside % QUARTER)
+        stream = inside // QUARTER
+        word = tl.where(stream < 2, tl.where(stream == 0, w0, w1), tl.where(stream == 2, w2, w3))
+        which = uniform(word) * (high_level - low_level) < magnitude - low_level
+    else:
+        which = magnitude > low_level * 0.5 + high_level * 0.5
+    left = v - copy_sign(tl.where(which, high_level, low_level), v)
+    if RESIDUAL:
+        tl.store(residual + at, tl.where(kept, left, v), mask=inside < tl.where(finite, LENGTH, 0))
+
+    SCALE_BITS: tl.constexpr = 32 - SCALE_SHIFT if SCALE_SHIFT < 23 else 8
+    stored_low = (tl.where(finite, low_bits, NAN_BITS) >> SCALE_SHIFT).to(tl.int64) & 0xFFFFFFFF
+    stored_high = (tl.where(finite, high_bits, NAN_BITS) >> SCALE_SHIFT).to(tl.int64) & 0xFFFFFFFF
+    if SCALE_BITS == 32:
+        tl.store(words, stored_low.to(tl.int32))
+        tl.store(words + 1, stored_high.to(tl.int32))
+    else:
+        tl.atomic_or(words, (stored_low | (stored_high << SCALE_BITS)).to(tl.int32), sem="relaxed")
+    if LOW_BITS > 0:
+        put_bits(words, LOWS_AT + rank * LOW_BITS, inside & ((1 << LOW_BITS) - 1), kept)
+    put_bits(words, HIGHS_AT + (inside >> LOW_BITS) + rank, kept.to(tl.int32), kept)
+    code = which.to(tl.int32) | ((as_int(v) >> 30) & 2)
+    put_bits(words, VALUES_AT + 2 * rank, code, kept)
+
+
+@triton.jit(do_not_specialize=["first"])
+def dequantize_topk(
+    words, out, first, weight,
+    BLOCK: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, LOW_BITS: tl.constexpr, LOWS_AT: tl.constexpr,
+    HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
+    SCALE_SHIFT: tl.constexpr, HIGH_BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Adds (or writes) the kept elements of block first + program. HIGH_BITS: power of two ≥ the number of highs."""
+    block = (first + tl.program_id(0)).to(tl.int64)
+    words += block * FULL_WORDS
+    SCALE_BITS: tl.constexpr = 32 - SCALE_SHIFT if SCALE_SHIFT < 23 else 8
+    head = tl.load(words)
+    if SCALE_BITS == 32:
+        low_level, high_level = as_float(head), as_float(tl.load(words + 1))
+    else:
+        scale_mask: tl.constexpr = (1 << SCALE_BITS) - 1
+        low_level = as_float((head & scale_mask) << SCALE_SHIFT)
+        high_level = as_float(((head >> SCALE_BITS) & scale_mask) << SCALE_SHIFT)
+
+    j = tl.arange(0, HIGH_BITS)
+    inside = j < VALUES_AT - HIGHS_AT
+    is_set = get_bits(words, HIGHS_AT + j, inside, 1)
+    rank = tl.cumsum(is_set, axis=0) - 1
+    kept = inside & (is_set == 1) & (rank < KEPT)
+    position = (j - rank) << LOW_BITS
+    if LOW_BITS > 0:
+        position |= get_bits(words, LOWS_AT + rank * LOW_BITS, kept, LOW_BITS)
+    kept = kept & (position < LENGTH)
+    code = get_bits(words, VALUES_AT + 2 * rank, kept, 2)
+    value = tl.where(code % 2 == 1, high_level, low_level)
+    value = as_float(as_int(value) ^ ((code >> 1) << 31))
+    at = out + block * BLOCK + position
+    if ACCUMULATE:
+        value = tl.load(at, mask=kept, other=0.0) + weight * value
+    tl.store(at, value, mask=kept)
+
+
+def quantize(
+    values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
+) -> tuple[Tensor, Tensor]:
+    """As `reference.quantize` for topk2."""
+    bf16 = values.dtype == torch.bfloat16
+    payload.zero_()  # the kernel ors bits in
+    squares = torch.zeros(max(spec.blocks(values.numel()), 1), dtype=torch.float32, device=values.device)
+    for first, rows, record in groups(values.numel(), spec):
+        quantize_topk[(rows,)](
+            values.view(torch.int16) if bf16 else values, anchor, residual, payload.view(torch.int32), squares,
+            first, spec.error_decay, seed & (2**64 - 1), BLOCK=spec.block, **constants(record, spec),
+            MAX_SCALE_BITS=spec.max_scale_bits, STOCHASTIC=spec.stochastic, VALUES_BF16=bf16,
+            ANCHOR=anchor is not None, RESIDUAL=residual is not None, enable_fp_fusion=False,
+        )  # fmt: skip
+    total = squares.double().sum()
+    return total, ~torch.isnan(total)
+
+
+def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None) -> None:
+    """As `reference.dequantize` for topk2."""
+    if weight is None:
+        out.zero_()
+    for first, rows, record in groups(out.numel(), spec):
+        dequantize_topk[(rows,)](
+            payload.view(torch.int32), out, first, 0.0 if weight is None else weight,
+            BLOCK=spec.block, **constants(record, spec), HIGH_BITS=high_bits(record),
+            ACCUMULATE=weight is not None, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def groups(numel: int, spec: Spec) -> list[tuple[int, int, TopkRecord]]:
+    """(first block, blocks, record): the full blocks, then a shorter last one."""
+    full, tail = divmod(numel, spec.block)
+    both = [(0, full, spec.block), (full, 1, tail)]
+    return [(first, rows, spec.record(length)) for first, rows, length in both if rows and length]
+
+
+def constants(record: TopkRecord, spec: Spec) -> dict[str, int]:
+    return {
+        "LENGTH": record.length, "KEPT": record.kept, "LOW_BITS": record.low_bits, "LOWS_AT": record.lows_at,
+        "HIGHS_AT": record.highs_at, "VALUES_AT": record.values_at, 
+        "FULL_WORDS": spec.record(spec.block).bytes // 4, "SCALE_SHIFT": SCALE_SHIFT[spec.scale],
+    }  # fmt: skip
+
+
+def high_bits(record: TopkRecord) -> int:
+    return triton.next_power_of_2(record.values_at - record.highs_at)

@@ -1,0 +1,142 @@
+"""Cases that every implementation of the kernels must get right, bit for bit: for the C, Triton and GPU tests."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from geotrain.kernels import reference, reference_update
+from geotrain.kernels.layout import FORMATS, Spec
+from geotrain.kernels.steps import AdamStep, OuterStep
+
+SPECS = [
+    Spec(name, block=block, scale=scale, stochastic=stochastic, error_decay=decay, density=density)
+    for name in FORMATS
+    for block, scale, stochastic, decay, density in (
+        (32, "bf16", False, 1.0, 0.1),
+        (64, "fp32", True, 0.9, 0.3),
+        (128, "e8m0", False, 0.5, 1.0),
+        (128, "e8m0", True, 1.0, 0.01),
+        (256, "bf16", True, 1.0, 0.07),
+    )
+]
+SIZES = (0, 1, 2, 31, 33, 127, 256, 645)
+
+
+def spec_id(spec: Spec) -> str:
+    return f"{spec.format}-{spec.block}-{spec.scale}-{'stochastic' if spec.stochastic else 'nearest'}"
+
+
+def awkward(numel: int, seed: int = 0) -> Tensor:
+    """Normal values with zero, denormal, tiny, huge, tied and constant stretches."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
+    stretches = [0.0, 1e-40, -3e-39, 2.0**-101, 2.0e38, -2.5e38, 0.5, -7.0, 1e-30, -0.0]
+    for i, value in enumerate(stretches):
+        start = (37 * i) % max(numel, 1)
+        x[start : start + 5] = value
+    if numel > 400:
+        x[256:384] = 0.0
+        x[384:400] = 1e-41
+    return x
+
+
+def check_quantize(ops: ModuleType, spec: Spec, numel: int, device: str = "cpu") -> None:
+    """Payload, residual, finite flag and decoded values equal the reference's bits; sums of squares agree."""
+    for variant in range(4):
+        values = awkward(numel, 1).to(torch.bfloat16 if variant & 1 else torch.float32)
+        anchor = awkward(numel, 2) * 0.25 if variant & 2 else None
+        residual = awkward(numel, 3) * 0.125 if variant != 1 else None
+        if variant == 3 and numel > 40:  # refused, and nothing but that block suffers
+            values[numel // 2] = float("nan") if numel % 2 else float("inf")
+        seed = 0x123456789ABCDEF0 + variant
+        want_payload = torch.empty(spec.encoded_bytes(numel), dtype=torch.uint8)
+        want_residual = None if residual is None else residual.clone()
+        want_sum, want_finite = reference.quantize(values, want_payload, spec, anchor, want_residual, seed)
+        payload = torch.full((spec.encoded_bytes(numel) + 16,), 0xA5, dtype=torch.uint8, device=device)
+        inputs = [None if t is None else t.to(device, copy=True) for t in (values, anchor, residual)]
+        inside = payload[: spec.encoded_bytes(numel)]
+        total, finite = ops.quantize(inputs[0], inside, spec, inputs[1], inputs[2], seed)
+        assert payload.cpu()[-16:].eq(0xA5).all(), "wrote behind the payload"
+        if bool(want_finite) or spec.format not in ("fp32", "bf16"):  # a NaN's own bits are nobody's promise
+            assert torch.equal(inside.cpu(), want_payload)
+        assert bool(finite) == bool(want_finite)
+        if residual is not None:
+            assert_same_bits(inputs[2], want_residual)
+        if bool(want_finite) and float(want_sum) < 1e38:
+            torch.testing.assert_close(float(total), float(want_sum), rtol=1e-5, atol=1e-40)
+        assert bool(ops.payload_ok(inside, numel, spec)) == bool(want_finite)
+        if bool(want_finite):
+            _check_dequantize(ops, inside, numel, spec, device)
+
+
+def _check_dequantize(ops: ModuleType, payload: Tensor, numel: int, spec: Spec, device: str) -> None:
+    for weight in (None, -0.7):
+        whole = torch.full((numel + 9,), 3.0, device=device)
+        ops.dequantize(payload, whole[5 : 5 + numel], spec, weight)  # a slice: what surrounds it stays
+        wanted = torch.full((numel + 9,), 3.0)
+        reference.dequantize(payload.cpu(), wanted[5 : 5 + numel], spec, weight)
+        assert_same_bits(whole, wanted)
+
+
+OUTER_STEPS = [
+    OuterStep.delayed_nesterov(0.2, 0.9, 16, moves_momentum=False),
+    OuterStep.delayed_nesterov(0.2, 0.9, 16, moves_momentum=True),
+    OuterStep.nesterov(0.7, 0.9),
+    OuterStep.region_momentum(0.25, 3.0, 0.993),
+]
+
+
+def check_outer_update(ops: ModuleType, step: OuterStep, numel: int, device: str = "cpu") -> None:
+    weights, delta, momentum, accumulator = (torch.randn(numel) for _ in range(4))
+    for acc in [accumulator] if not step.moves_momentum else [accumulator, None]:
+        want = [t if t is None else t.clone() for t in (weights, delta, momentum, acc)]
+        reference_update.outer_update(*want, step)
+        have = [t if t is None else t.to(device, copy=True) for t in (weights, delta, momentum, acc)]
+        ops.outer_update(*have, step)
+        for a, b in zip(have, want, strict=True):
+            assert (a is None and b is None) or assert_same_bits(a, b)
+
+
+def check_merge(ops: ModuleType, numel: int, device: str = "cpu") -> None:
+    weights, base, incoming, sent = (torch.randn(numel) for _ in range(4))
+    for earlier in (None, sent):
+        want = [t if t is None else t.clone() for t in (weights, base, incoming, earlier)]
+        reference_update.merge(*want, 0.25)
+        have = [t if t is None else t.to(device, copy=True) for t in (weights, base, incoming, earlier)]
+        ops.merge(*have, 0.25)
+        assert all((a is None) or assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
+
+
+def check_adam(ops: ModuleType, numel: int, device: str = "cpu") -> None:
+    step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, grad_scale=0.37)
+    after = AdamStep(9e-4, 0.9, 0.95, 1e-8, 0.1, step=4, grad_scale=0.37)
+    for grad_dtype in (torch.float32, torch.bfloat16):
+        weights, m, grad = torch.randn(numel), torch.randn(numel) * 0.1, torch.randn(numel).to(grad_dtype)
+        v = torch.rand(numel) * 0.01
+        for out_dtype in (torch.bfloat16, torch.float32, None):
+            for mode in ("step", "ahead", "estimate"):
+                if out_dtype is None and mode != "step":
+                    continue
+                out = None if out_dtype is None else torch.zeros(numel, dtype=out_dtype)
+                want = [t if t is None else t.clone() for t in (weights, m, v, grad, out)]
+                have = [t if t is None else t.to(device, copy=True) for t in (weights, m, v, grad, out)]
+                for implementation, t in ((reference_update, want), (ops, have)):
+                    if mode == "estimate":
+                        implementation.adam_estimate(*t[:4], step, t[4])
+                    else:
+                        implementation.adam_step(*t[:4], step, t[4], after if mode == "ahead" else None)
+                assert all(a is None or assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
+
+
+def assert_same_bits(have: Tensor, want: Tensor) -> bool:
+    """Equal to the bit (NaN included), and True so that it can stand in an expression."""
+    have = have.detach().cpu()
+    kind = torch.int32 if have.dtype == torch.float32 else torch.int16
+    differs = (have.view(kind) != want.view(kind)).nonzero().flatten()
+    assert not len(differs), (
+        f"{len(differs)} differ, first at {int(differs[0])}: {have[differs[0]]} {want[differs[0]]}"
+    )
+    return True

@@ -1,0 +1,37 @@
+"""The C kernels give the reference's bits, from any number of threads and any instruction set."""
+
+import pytest
+from kernel_cases import (
+    OUTER_STEPS,
+    SIZES,
+    SPECS,
+    check_adam,
+    check_merge,
+    check_outer_update,
+    check_quantize,
+    spec_id,
+)
+
+from geotrain.kernels import cpu
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_quantize_and_dequantize_match_the_reference(spec):
+    for numel in (*SIZES, 70_001):  # the last: several chunks, several threads
+        check_quantize(cpu, spec, numel)
+
+
+@pytest.mark.parametrize("step", OUTER_STEPS)
+def test_outer_update_matches_the_reference(step):
+    for numel in (0, 1, 1000, 70_001):
+        check_outer_update(cpu, step, numel)
+
+
+def test_merge_matches_the_reference():
+    for numel in (0, 1, 1000, 70_001):
+        check_merge(cpu, numel)
+
+
+def test_adam_matches_the_reference():
+    for numel in (0, 1, 1000, 70_001):
+        check_adam(cpu, numel)
