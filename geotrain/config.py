@@ -208,6 +208,7 @@ class WorkerConfig(Block):
     launcher: Literal["local", "ssh", "pdsh", "slurm", "openmpi", "mpich", "impi"] = Field(
         "local", description="`local` starts ranks on this machine; the rest are DeepSpeed's launchers."
     )
+    launcher_args: str = Field("", description="More arguments for srun, mpirun or pdsh.")
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
     deepspeed: dict[str, Any] = Field({}, description="Keys laid over the run's `deepspeed` block.")
     env: dict[str, str] = Field({}, description="Environment of this worker's processes.")
@@ -221,6 +222,7 @@ class RegionConfig(Block):
     name: Name
     server: Address = Address()
     ssh: str | None = Field(None, description="Host that runs this region's server and launches its workers.")
+    folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path as here.")
     workers: tuple[WorkerConfig, ...] = Field(min_length=1)
 
 
@@ -244,6 +246,7 @@ class ClusterConfig(Block):
     name: Name
     global_server: Address = Address()
     global_ssh: str | None = Field(None, description="Host that runs the global server; None: this machine.")
+    global_folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
     links: tuple[LinkConfig, ...] = ()
     emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")

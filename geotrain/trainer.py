@@ -137,7 +137,7 @@ class Exchange:
                 self.name,
                 self.incarnation,
                 self.engine.rank,
-                self.engine.mesh.world_size,
+                self.engine.world_size,
                 self.worker.pushes,
                 self.worker.holds,
             )

@@ -29,7 +29,7 @@ _MANIFEST = "manifest.json"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
     """A checkpoint cannot be written or read. The message says which and why."""
 
 

@@ -233,6 +233,20 @@ class GeoEngine(DeepSpeedEngine):
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self.device)
 
+    # -------------------------------------------------------------------------------- words between ranks
+
+    def agree(self, flag: bool) -> bool:
+        """Whether every rank says so. A collective, on the hosts."""
+        votes = torch.tensor(int(flag))
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.mesh.control_group)
+        return bool(votes)
+
+    def from_rank_0(self, text: str) -> str:
+        """Rank 0's text, on every rank. A collective, on the hosts."""
+        box = [text]
+        dist.broadcast_object_list(box, src=0, group=self.mesh.control_group)
+        return box[0]
+
     # --------------------------------------------------------------------------------------------- shards
 
     def shards(self) -> tuple[OwnedShard, ...]:

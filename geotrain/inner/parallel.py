@@ -139,6 +139,7 @@ class Mesh:
     pp_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup  # all ranks, over gloo: small words between hosts, never on the device
 
     @property
     def is_first_stage(self) -> bool:
@@ -228,6 +229,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 600.0) -> Mesh:
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         embedding_group=parallel_state.get_embedding_group(check_initialized=False),
+        control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from geotrain.config import OuterConfig
 from geotrain.outer.layout import Layout
 from geotrain.outer.leases import LeaseBook
-from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Release, UpdatePart
+from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Refused, Release, UpdatePart
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server import Identity, Server
 
@@ -38,6 +38,8 @@ class GlobalServer(Server):
 
     def on_lease_request(self, request: LeaseRequest) -> Lease | Finished:
         """Raises Refused when the worker is none of this run's."""
+        if all(request.worker not in workers for workers in self.workers_of.values()):
+            raise Refused(f"no worker of this run is called {request.worker!r}")
         return self.book.grant(request)
 
     def on_release(self, release: Release) -> None:
@@ -72,3 +74,6 @@ class GlobalServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.book.load(meta["leases"])
+        if self.finished:
+            self.begin_again()
+            self.book.dismissed.clear()

@@ -7,7 +7,7 @@ may return to the pool and be trained by another worker.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
@@ -44,6 +44,7 @@ class LeaseBook:
         self.pool: list[tuple[int, int]] = []  # (start, samples) that came back, sorted
         self.open: dict[int, Lease] = {}
         self.committed_samples = 0
+        self.dismissed: dict[str, int] = {}  # worker → job for which it was told that it is finished
         self.step_s: dict[str, float] = {}
 
     @property
@@ -60,13 +61,15 @@ class LeaseBook:
         for lease in self.open.values():
             if (lease.worker, lease.job) == (request.worker, request.job):
                 return lease
-        if request.step_s > 0:
+        if request.job == self.dismissed.get(request.worker):  # the same to all its ranks
+            return Finished(request.worker, request.job)
+        if 0 < request.step_s < inf:
             self.step_s[request.worker] = request.step_s
         steps = self._steps(request.worker)
         if self.rounds is not None:
             return self._grant_round(request, steps)
         if not self._left():
-            return Finished(request.worker, request.job)
+            return self._dismiss(request)
         return self._open(request, *self._take(steps * self.samples_per_step))
 
     def commit(self, leases: tuple[int, ...]) -> int:
@@ -83,7 +86,10 @@ class LeaseBook:
         """These leases return to the pool; unknown or committed ones are passed over."""
         for number in leases:
             lease = self.open.pop(number, None)
-            if lease and self.rounds is None:
+            if lease is None:
+                continue
+            self.dismissed.pop(lease.worker, None)
+            if self.rounds is None:
                 self.pool.append((lease.start, lease.samples))
         self.pool.sort()
 
@@ -98,6 +104,7 @@ class LeaseBook:
             "pool": [list(r) for r in self.pool],
             "open": [[n, v.worker, v.job, v.start, v.samples, v.steps] for n, v in self.open.items()],
             "committed_samples": self.committed_samples,
+            "dismissed": self.dismissed,
             "step_s": self.step_s,
         }
 
@@ -106,6 +113,7 @@ class LeaseBook:
         self.pool = [(start, samples) for start, samples in state["pool"]]
         self.open = {n: Lease(worker, job, n, *place) for n, worker, job, *place in state["open"]}
         self.committed_samples = state["committed_samples"]
+        self.dismissed = dict(state["dismissed"])
         self.step_s = dict(state["step_s"])
 
     def _steps(self, worker: str) -> int:
@@ -136,9 +144,13 @@ class LeaseBook:
         round_end = request.job * len(self.rounds) * samples
         if round_end > self.train_samples:  # a round is whole or not at all
             self.next_start = self.train_samples
-            return Finished(request.worker, request.job)
+            return self._dismiss(request)
         self.next_start = max(self.next_start, min(round_end, self.train_samples))
         return self._open(request, place * samples, samples)
+
+    def _dismiss(self, request: LeaseRequest) -> Finished:
+        self.dismissed[request.worker] = request.job
+        return Finished(request.worker, request.job)
 
     def _open(self, request: LeaseRequest, start: int, samples: int) -> Lease:
         steps = samples // self.samples_per_step

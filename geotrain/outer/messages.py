@@ -20,6 +20,10 @@ class Refused(Exception):
         self.retry_s = retry_s
 
 
+class NotJoined(Refused):
+    """The server does not know this life of the member (it may have been restarted): join, then say it again."""
+
+
 @dataclass(frozen=True)
 class Join:
     """A member's rank introduces itself, once for each of its lives (`incarnation`).

@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     UpdatePart,
+    Welcome,
 )
 from geotrain.outer.rules import RegionRule, region_rule
 from geotrain.outer.server import Identity, Server
@@ -52,6 +53,7 @@ class RegionServer(Server):
         self.leases: dict[tuple[str, int], Lease] = {}  # (worker, job) → a lease not trained yet
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
         self.gone = False  # said goodbye to the global server
+        self.done = False  # and it said goodbye: this region has nothing left to do
         self._outgoing: list[Send] = []
 
     # -- upwards
@@ -76,16 +78,36 @@ class RegionServer(Server):
             tuple(held),
         )
 
+    def on_welcome(self, welcome: Welcome) -> int:
+        """The global server knows us. Returns how many of our updates it had acknowledged and lost (restored from
+        an older state); what is in flight is numbered anew then.
+
+        It may also know more of our updates than we do, when this region's folder was lost.
+        """
+        known = welcome.sequence - 1
+        oldest = min(self.in_flight, default=self.sequence + 1)
+        lost = max(0, oldest - welcome.sequence)
+        if lost:
+            self.in_flight = {
+                welcome.sequence + i: replace(u, sequence=welcome.sequence + i)
+                for i, (_, u) in enumerate(sorted(self.in_flight.items()))
+            }
+            self.sequence = known + len(self.in_flight)
+        self.sequence = max(self.sequence, known)
+        return lost
+
     def on_global_weights(self, answer: Answer) -> None:
         """The answer to an update of ours, or (sequence 0) to our join."""
         first = not self.fragments
+        if not first and answer.sequence not in self.in_flight:
+            return  # a second copy: a change must not be added to the mirror twice
         vectors = [self.downlink.decode(w, self.layout.fragments[w.fragment].numel) for w in answer.weights]
         if first:
             self.set_weights([v.clone() for v in vectors])
             self.global_versions = [w.version for w in answer.weights]
             for state in self.fragments:
                 self.rule.start(state)
-        elif answer.sequence in self.in_flight:
+        else:
             del self.in_flight[answer.sequence]
             for weights in answer.weights:
                 self.global_versions[weights.fragment] = weights.version
@@ -111,6 +133,8 @@ class RegionServer(Server):
         return None
 
     def on_lease(self, lease: Lease | Finished) -> None:
+        if lease.job <= self._member(lease.worker).job:
+            return  # a second copy of an answer: that job is done
         if isinstance(lease, Lease):
             self.leases[lease.worker, lease.job] = lease
         self._outgoing.append(Send(lease.worker, lease))
@@ -125,6 +149,14 @@ class RegionServer(Server):
     def on_leave(self, name: str) -> None:
         super().on_leave(name)
         self._send_what_is_due()
+
+    def on_farewell(self) -> None:
+        """The global server took our Leave."""
+        self.done = True
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        self.gone = self.done = False
 
     def on_applied(self, part: UpdatePart) -> None:
         for key in [key for key, lease in self.leases.items() if lease.lease in part.leases]:
@@ -158,6 +190,8 @@ class RegionServer(Server):
                 tensors[f"in_flight.{sequence}.{d.fragment}"] = from_bytes(d.payload)
         meta["region"] = {
             "sequence": self.sequence,
+            "gone": self.gone,
+            "done": self.done,
             "global_versions": list(self.global_versions),
             "leases": [[v.worker, v.job, v.lease, v.start, v.samples, v.steps] for v in self.leases.values()],
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
@@ -174,6 +208,7 @@ class RegionServer(Server):
         self.residuals = {f: tensors[f"residual.{f}"] for f in _numbers(tensors, "residual.")}
         self.downlink.mirror = {f: tensors[f"mirror.{f}"] for f in _numbers(tensors, "mirror.")}
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
+        self.gone, self.done = saved["gone"], saved["done"]
         self.leases = {(worker, job): Lease(worker, job, *rest) for worker, job, *rest in saved["leases"]}
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
@@ -183,6 +218,8 @@ class RegionServer(Server):
             self.in_flight[sequence] = UpdatePart(
                 self.name, self.incarnation, sequence, 0, payloads, 0, weight, tuple(leases), metrics
             )
+        if self.done:
+            self.begin_again()
 
     def resend(self) -> list[Send]:
         """After a new join: what is in flight, under this life's name. The receiver applies each only once."""

@@ -21,6 +21,7 @@ from geotrain.outer.messages import (
     FragmentDelta,
     FragmentWeights,
     Join,
+    NotJoined,
     Refused,
     UpdatePart,
     Welcome,
@@ -49,6 +50,7 @@ class Member:
     """A worker or a region server, as the server above it knows it."""
 
     incarnation: str = ""
+    former: list[str] = field(default_factory=list)  # incarnations of earlier lives: they may not come back
     parts: int = 0
     joined: dict[int, Join] = field(default_factory=dict)
     sequence: int = 0  # of the last update applied
@@ -65,6 +67,9 @@ class Member:
     @property
     def complete(self) -> bool:
         return 0 < self.parts == len(self.joined)
+
+
+FORMER_LIVES = 32  # incarnations remembered for each member
 
 
 class Server:
@@ -88,20 +93,30 @@ class Server:
     # -- joining
 
     def on_join(self, join: Join) -> Welcome:
-        """Raises Refused when this member, or its model, does not belong here."""
+        """Raises Refused when this member, or its model, does not belong here; then nothing has changed."""
         self._check_identity(join)
         member = self._member(join.member)
-        if join.incarnation != member.incarnation:
-            self._new_life(join, member)
-        if not member.joined:
-            member.parts = join.parts
-        if join.parts != member.parts or not 0 <= join.part < join.parts:
-            raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {member.parts} parts")
+        if join.incarnation in member.former:
+            raise Refused(f"{join.member}: another process has joined under this name since; this one must end")
+        new = join.incarnation != member.incarnation
+        parts = join.parts if new or not member.joined else member.parts
+        if join.parts != parts or not 0 <= join.part < parts:
+            raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
         self._check_slices(join)
+        if new:
+            self._new_life(join, member)
+        member.parts = parts
         member.joined[join.part] = join
         if member.complete:
             self._check_cover(join.member, member)
         return Welcome(member.sequence + 1, member.job + 1)
+
+    def current(self, name: str, incarnation: str) -> Member:
+        """The member, if this life of it has joined with every part. Raises Refused."""
+        member = self._member(name)
+        if not member.complete or member.incarnation != incarnation:
+            raise NotJoined(f"{name}: join first, with every part", retry_s=0.5)
+        return member
 
     def on_leave(self, name: str) -> None:
         self._member(name).left = True
@@ -119,7 +134,22 @@ class Server:
         A part of an update that was applied before is acknowledged again and changes nothing.
         Raises Refused; then nothing has changed.
         """
-        member = self._current(part.member, part.incarnation)
+        if not self.wants(part):
+            return False
+        member = self.members[part.member]
+        parts = member.arriving.setdefault(part.sequence, {})
+        parts[part.part] = part
+        if len(parts) < member.parts:
+            return False
+        self._apply(part.member, member, [parts[i] for i in range(member.parts)])
+        return True
+
+    def wants(self, part: UpdatePart) -> bool:
+        """Whether `on_part` would take this part; False: it is here already. Of payloads only the sizes are read.
+
+        Raises Refused.
+        """
+        member = self.current(part.member, part.incarnation)
         if part.sequence <= member.sequence:
             return False
         if not self.fragments:
@@ -129,12 +159,7 @@ class Server:
                 f"{part.member}: update {part.sequence} came, but {member.sequence + 1} is next", retry_s=0.2
             )
         self._check_part(part, member)
-        parts = member.arriving.setdefault(part.sequence, {})
-        parts[part.part] = part
-        if len(parts) < member.parts:
-            return False
-        self._apply(part.member, member, [parts[i] for i in range(member.parts)])
-        return True
+        return part.part not in member.arriving.get(part.sequence, {})
 
     def answer(
         self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
@@ -143,10 +168,14 @@ class Server:
 
         fragments: those that the update spoke of. All parts get the same versions, whenever they ask.
         """
-        member = self._current(name, incarnation)
+        member = self.current(name, incarnation)
+        if part not in member.joined or not set(fragments) <= set(range(len(self.layout.fragments))):
+            raise Refused(f"{name}: no part {part}, or no fragments {list(fragments)}")
         if not self.fragments or sequence > member.sequence:
             return None  # no weights yet, or the update's other parts are still on their way
         if sequence not in member.answers:
+            if len(member.answers) > len(self.fragments):
+                raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
             self._begin_answer(member, sequence, set(fragments))
             for fragment in sorted(set(fragments) - member.owed):
                 self._freeze(member, sequence, fragment)
@@ -173,6 +202,8 @@ class Server:
                 "job": m.job,
                 "updates": m.updates,
                 "owed": sorted(m.owed),
+                "former": m.former,
+                "left": m.left,
             }
             for name, m in self.members.items()
         }
@@ -198,6 +229,7 @@ class Server:
             if name in self.members:
                 member = self.members[name]
                 member.incarnation, member.owed = saved["incarnation"], set(saved["owed"])
+                member.former, member.left = list(saved["former"]), saved["left"]
                 member.sequence, member.job, member.updates = saved["sequence"], saved["job"], saved["updates"]
 
     def status(self) -> dict[str, Any]:
@@ -218,6 +250,11 @@ class Server:
         }
 
     # -- for subclasses
+
+    def begin_again(self) -> None:
+        """The saved run was finished: it goes on (with more data, or to say so again) once members are back."""
+        for member in self.members.values():
+            member.left = False
 
     def on_new_life(self, name: str, join: Join) -> None:
         """A member came back after a death, or came for the first time."""
@@ -245,12 +282,6 @@ class Server:
             raise Refused(f"no member is called {name!r} here; known: {', '.join(self.members)}")
         return self.members[name]
 
-    def _current(self, name: str, incarnation: str) -> Member:
-        member = self._member(name)
-        if not member.complete or member.incarnation != incarnation:
-            raise Refused(f"{name}: join first, with every part", retry_s=0.5)
-        return member
-
     def _check_identity(self, join: Join) -> None:
         theirs, ours = (join.run, join.config_digest, join.layout_digest), self.identity
         for what, their, our in zip(
@@ -266,6 +297,8 @@ class Server:
                 )
 
     def _new_life(self, join: Join, member: Member) -> None:
+        if member.incarnation:
+            member.former = [*member.former, member.incarnation][-FORMER_LIVES:]
         member.incarnation, member.left = join.incarnation, False
         for table in (member.joined, member.arriving, member.awaiting, member.answers, member.senders):
             table.clear()
@@ -297,6 +330,9 @@ class Server:
     def _check_part(self, part: UpdatePart, member: Member) -> None:
         if part.part not in member.joined:
             raise Refused(f"{part.member}: part {part.part} has not joined")
+        fragments = [delta.fragment for delta in part.deltas]
+        if not fragments or len(set(fragments)) < len(fragments) or part.weight < 1:
+            raise Refused(f"{part.member}: an update of fragments {fragments} with weight {part.weight} is none")
         for delta in part.deltas:
             if not 0 <= delta.fragment < len(self.fragments):
                 raise Refused(f"{part.member}: no fragment {delta.fragment}")

@@ -1,14 +1,17 @@
+import contextlib
 import errno
 import gzip
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,19 @@ import zstandard
 from rich.console import Console
 
 from geotrain.data import corpus, readers
+from geotrain.data import prepare as prepare_module
 from geotrain.data.loader import open_source
-from geotrain.data.prepare import Progress, is_validation, prepare, training_texts
+from geotrain.data.prepare import (
+    BLOCKS_PER_PROCESS,
+    Encoder,
+    Progress,
+    _encode_all,
+    is_validation,
+    prepare,
+    training_texts,
+)
 from geotrain.data.progress import progress_display
-from geotrain.data.readers import find_inputs
+from geotrain.data.readers import Block, find_inputs
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.data.tokens import DataError, Manifest, manifest_path, open_dataset
 from geotrain.files import OutputError
@@ -203,8 +215,9 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> No
             raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(OutputError, match="out: cannot be written: No space left on device"):
+    with pytest.raises(OutputError, match="out: cannot be written: No space left on device") as caught:
         prepare([tmp_path / "a.txt"], tmp_path / "out", byte_tokenizer(), FullDisk)
+    assert not multiprocessing.active_children(), caught  # even while the error is being handled
     assert os.listdir(tmp_path) == ["a.txt"]  # noqa: PTH208 (hidden files too)
 
 
@@ -235,6 +248,7 @@ def test_a_killed_prepare_leaves_no_process_and_no_output(tmp_path: Path) -> Non
             prepare([here / "a.jsonl"], here / "out", byte_tokenizer(), Writer, processes=2)
         """)
     )
+    children: list[psutil.Process] = []
     job = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert job.stdout is not None
@@ -250,8 +264,45 @@ def test_a_killed_prepare_leaves_no_process_and_no_output(tmp_path: Path) -> Non
         prepare([tmp_path / "a.txt"], tmp_path / "out", byte_tokenizer(), TokenWriter)
         assert not list(tmp_path.glob(".out.*.partial"))
     finally:
-        job.kill()
-        job.communicate()
+        for process in (job, *children):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        job.communicate(timeout=20)
+
+
+def test_the_blocks_in_flight_are_bounded() -> None:
+    taken: list[int] = []
+
+    def blocks() -> Iterator[Block]:
+        for i in range(50):
+            taken.append(i)
+            yield Block("a.txt", "text", 1, (b"%d" % i,), i)
+
+    with contextlib.closing(_encode_all(blocks(), Encoder(byte_tokenizer(), "text", 0.0), 2)) as results:
+        for i, (block, encoded) in enumerate(results):
+            assert bytes(encoded.ids[:-1].astype(np.uint8)) == b"%d" % i == block.items[0]
+            assert len(taken) <= i + BLOCKS_PER_PROCESS * 2
+    assert len(taken) == 50
+
+
+def test_a_dying_process_is_an_error() -> None:
+    """As when the system runs out of memory."""
+    blocks = iter([Block("a.txt", "text", 1, (b"text",), 1)] * 1000)
+    with (
+        pytest.raises(DataError, match=r"a\.txt:1: a tokenizing process died here.*use fewer processes"),
+        contextlib.closing(_encode_all(blocks, Encoder(byte_tokenizer(), "text", 0.0), 1)) as results,
+    ):
+        for _ in results:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+
+def test_an_endless_block_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "BLOCK_DEADLINE_S", 0.01)  # a process takes longer to start
+    blocks = iter([Block("a.txt", "text", 1, (b"text",), 1)])
+    with pytest.raises(DataError, match=r"a\.txt:1: tokenizing from here took over 0 s"):
+        next(_encode_all(blocks, Encoder(byte_tokenizer(), "text", 0.0), 1))
+    assert not multiprocessing.active_children()
 
 
 def test_a_tokenizer_is_trained_on_all_files(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""The calls of a server's service: what is said on sockets around the messages of `geotrain.outer.messages`.
+
+method    request                    answer
+join      Join                       Welcome
+push      UpdatePart, streamed       Ack
+pull      Pull                       Answer, streamed, or NotYet
+lease     AskLease                   Lease, Finished or NotYet
+release   ReleaseLeases              Ack
+leave     SayLeave                   Ack
+status    nothing                    JSON
+control   Control                    Ack
+A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from geotrain.net import wire
+from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release
+
+SERVICE = "geotrain.Outer"
+REFUSAL_KEY = "geotrain-refusal-bin"
+MAX_WAIT_S = 20.0  # a server holds a call that has no answer yet at most so long
+KEEPALIVE_S = 10.0
+STALL_S = 60.0  # a stream that moves no frame for so long is given up
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_FRAME_BYTES),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True)
+class Ack:
+    """The server has it. applied: the last update of this member that is part of the weights."""
+
+    applied: int
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """Ask again."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The answer to update `sequence` (0: to the join), please, within `wait_s`."""
+
+    member: str
+    incarnation: str
+    part: int
+    sequence: int
+    fragments: tuple[int, ...]
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class AskLease:
+    member: str
+    incarnation: str
+    request: LeaseRequest
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class ReleaseLeases:
+    member: str
+    incarnation: str
+    release: Release
+
+
+@dataclass(frozen=True)
+class SayLeave:
+    """One rank is done. sequence: the last update that it has sent; the server has to know it whole. The member has
+    left, and all ranks are told so, when each of them has said it."""
+
+    member: str
+    incarnation: str
+    part: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Control:
+    """what: "snapshot", or "stop" (snapshot and end)."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    reason: str
+    retry_s: float | None
+    join_first: bool
+
+
+def refusal_metadata(refused: Refused) -> tuple[tuple[str, bytes], ...]:
+    refusal = Refusal(refused.reason[: wire.MAX_TEXT], refused.retry_s, isinstance(refused, NotJoined))
+    return ((REFUSAL_KEY, wire.pack(refusal)),)
+
+
+def refusal_of(error: grpc.aio.AioRpcError) -> Refused | None:
+    """What the server said; None when the call failed for another reason."""
+    for key, value in error.trailing_metadata() or ():
+        if key == REFUSAL_KEY:
+            refusal: Refusal = wire.unpack(value, Refusal)
+            kind = NotJoined if refusal.join_first else Refused
+            return kind(refusal.reason, refusal.retry_s)
+    return None

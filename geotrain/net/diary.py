@@ -1,0 +1,65 @@
+"""Writes down what a server does, as events."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, UpdateApplied
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.layout import numel
+from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, UpdatePart
+from geotrain.outer.region_server import RegionServer
+
+
+class Diary:
+    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up."""
+
+    def __init__(self, server: GlobalServer | RegionServer, events: EventLog) -> None:
+        self.server, self.events = server, events
+        self._leased: dict[int, int] = {}  # region server: lease → samples
+        self._committed = server.book.committed_samples if isinstance(server, GlobalServer) else 0
+
+    def watch(self, message: Message, reply: Any) -> None:
+        match message:
+            case Join():
+                self.events.write(Joined(message.member, message.part, message.incarnation))
+            case Leave():
+                self.events.write(Left(message.member))
+            case Lease():
+                self._leased[message.lease] = message.samples
+            case UpdatePart() if reply:
+                self.events.write(self._applied(message))
+            case Answer() if isinstance(self.server, RegionServer):
+                size = sum(len(w.payload) for w in message.weights)
+                self.events.write(Merged(message.sequence, list(self.server.global_versions), size))
+
+    def sent(self, send: Send) -> None:
+        update = send.message
+        if isinstance(update, UpdatePart):
+            size = sum(len(d.payload) for d in update.deltas)
+            self.events.write(SentUp(update.sequence, [d.fragment for d in update.deltas], update.weight, size))
+
+    def _applied(self, part: UpdatePart) -> UpdateApplied:
+        member, codec = self.server.members[part.member], self.server.up
+        fragments = [d.fragment for d in part.deltas]
+        size = sum(codec.encoded_bytes(numel(join.pushes[f])) for join in member.joined.values() for f in fragments)
+        metrics = {name: value for name, value in member.metrics.items() if isfinite(value)}
+        return UpdateApplied(
+            part.member,
+            part.sequence,
+            part.job,
+            fragments,
+            [state.version for state in self.server.fragments],
+            int(metrics.pop("staleness", 0)),
+            self._samples(part.leases),
+            size,
+            metrics.get("loss"),
+            metrics,
+        )
+
+    def _samples(self, leases: tuple[int, ...]) -> int:
+        if isinstance(self.server, GlobalServer):
+            before, self._committed = self._committed, self.server.book.committed_samples
+            return self._committed - before
+        return sum(self._leased.pop(number, 0) for number in leases)

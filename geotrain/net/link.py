@@ -1,0 +1,207 @@
+"""The client's side of one link: a member speaking to the server above it, through losses and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import grpc
+from grpc import aio
+
+from geotrain.net import calls, wire
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    NotJoined,
+    Refused,
+    Release,
+    UpdatePart,
+    Welcome,
+)
+
+T = TypeVar("T")
+
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
+REPLY_S = 30.0  # for a small call, beyond the time it may be held
+ANSWER_S = 600.0  # from the last frame of an update to its acknowledgement; keepalive notices a dead server before
+CHANNEL_OPTIONS = (
+    *calls.OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+HOPELESS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
+
+
+class Unreachable(ConnectionError):
+    """The server did not answer in time. Says where it should be and what to check."""
+
+
+class Lost(ConnectionError):
+    """One attempt failed on its way."""
+
+
+class Link:
+    """Calls to one server, as one life of one member. Belongs to one event loop.
+
+    Single calls are attempted once: Lost, Refused, wire.WireError. `persist` repeats them.
+    """
+
+    def __init__(self, address: str, member: str, incarnation: str) -> None:
+        self.address, self.member, self.incarnation = address, member, incarnation
+        self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    # -- single attempts
+
+    async def join(self, join: Join) -> Welcome:
+        return await self._unary("join", wire.pack(join), Welcome)
+
+    async def push(self, part: UpdatePart) -> int:
+        """Returns the last update of this member that the server has applied."""
+        call = self._channel.stream_unary(f"/{calls.SERVICE}/push")()
+        try:
+            # A server that has the part already answers before it has read all; writing fails then.
+            with suppress(asyncio.InvalidStateError):
+                for frame in wire.frames(part):
+                    await asyncio.wait_for(call.write(frame), calls.STALL_S)
+                await call.done_writing()
+            ack: calls.Ack = wire.unpack(await asyncio.wait_for(call, ANSWER_S), calls.Ack)
+            return ack.applied
+        except (aio.AioRpcError, TimeoutError) as error:
+            raise await self._reason(error, call) from None
+        finally:
+            call.cancel()
+
+    async def pull(
+        self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = calls.MAX_WAIT_S
+    ) -> Answer | None:
+        """The answer to update `sequence`; None when there is none yet after `wait_s`."""
+        request = calls.Pull(self.member, self.incarnation, part, sequence, fragments, wait_s)
+        call = self._channel.unary_stream(f"/{calls.SERVICE}/pull")(wire.pack(request))
+        reader = wire.Reader(Answer, calls.NotYet, limit_bytes=limit_bytes)
+        try:
+            within_s = wait_s + REPLY_S
+            while not reader.complete:
+                frame = await asyncio.wait_for(call.read(), within_s)
+                if frame is aio.EOF:
+                    raise Lost("the answer ended early")
+                reader.feed(frame)
+                within_s = calls.STALL_S
+            return None if isinstance(reader.message, calls.NotYet) else reader.message
+        except (aio.AioRpcError, TimeoutError) as error:
+            raise await self._reason(error, call) from None
+        finally:
+            call.cancel()
+
+    async def lease(self, request: LeaseRequest, wait_s: float = calls.MAX_WAIT_S) -> Lease | Finished | None:
+        ask = calls.AskLease(self.member, self.incarnation, request, wait_s)
+        reply = await self._unary("lease", wire.pack(ask), Lease, Finished, calls.NotYet, within_s=wait_s + REPLY_S)
+        return None if isinstance(reply, calls.NotYet) else reply
+
+    async def release(self, release: Release) -> None:
+        await self._unary(
+            "release", wire.pack(calls.ReleaseLeases(self.member, self.incarnation, release)), calls.Ack
+        )
+
+    async def leave(self, part: int, sequence: int) -> None:
+        """sequence: of the last update sent."""
+        leave = calls.SayLeave(self.member, self.incarnation, part, sequence)
+        await self._unary("leave", wire.pack(leave), calls.Ack, within_s=calls.MAX_WAIT_S + REPLY_S)
+
+    async def status(self) -> dict[str, Any]:
+        return json.loads(await self._raw_unary("status", b"", REPLY_S))
+
+    async def control(self, what: str) -> None:
+        await self._unary("control", wire.pack(calls.Control(what)), calls.Ack, within_s=ANSWER_S)
+
+    # -- again and again
+
+    async def persist(
+        self,
+        attempt: Callable[[], Awaitable[T | None]],
+        deadline_s: float,
+        rejoin: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """Repeat an attempt until it gives a value: after losses with growing pauses, after a refusal that says when
+        to try again, after "not yet" at once. rejoin: called when the server does not know this life; without it,
+        NotJoined is raised.
+
+        Raises Refused (for good), wire.WireError, Unreachable when `deadline_s` is over.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        pause_s, trouble = FIRST_BACKOFF_S, "it has not answered yet"
+        must_join = False
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    if must_join and rejoin is not None:
+                        await rejoin()
+                        must_join = False
+                    value = await attempt()
+                    if value is not None:
+                        return value
+                    pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
+                    continue
+            except (Lost, wire.DamagedError) as lost:
+                trouble, wait_s = str(lost), pause_s * random.uniform(0.5, 1.0)
+                pause_s = min(2 * pause_s, LAST_BACKOFF_S)
+            except NotJoined as refused:
+                if rejoin is None:
+                    raise
+                # The first time at once: a server that was restarted knows the updates, not the lives.
+                trouble, wait_s = refused.reason, 0.0 if not must_join else refused.retry_s or FIRST_BACKOFF_S
+                must_join = True
+            except Refused as refused:
+                if refused.retry_s is None:
+                    raise
+                trouble, wait_s = refused.reason, refused.retry_s * random.uniform(0.75, 1.25)
+            except TimeoutError:
+                raise self.unreachable(deadline_s, trouble) from None
+            if loop.time() + wait_s >= deadline:
+                raise self.unreachable(deadline_s, trouble)
+            await asyncio.sleep(wait_s)
+
+    def unreachable(self, after_s: float, trouble: str) -> Unreachable:
+        return Unreachable(
+            f"{self.member}: the server at {self.address} gave no answer within {after_s:g} s ({trouble}); "
+            f"check that it runs, that this is its address in the cluster file, and that no firewall is between"
+        )
+
+    # -- inside
+
+    async def _unary(self, method: str, request: bytes, *kinds: type, within_s: float = REPLY_S) -> Any:
+        return wire.unpack(await self._raw_unary(method, request, within_s), *kinds)
+
+    async def _raw_unary(self, method: str, request: bytes, within_s: float) -> bytes:
+        call = self._channel.unary_unary(f"/{calls.SERVICE}/{method}")(request, timeout=within_s)
+        try:
+            return await call
+        except aio.AioRpcError as error:
+            raise await self._reason(error, call) from None
+
+    async def _reason(self, error: Exception, call: Any) -> Exception:
+        if not isinstance(error, aio.AioRpcError):
+            return Lost("the stream stood still for too long")
+        refused = calls.refusal_of(error)
+        if refused is not None:
+            return refused
+        if error.code() in HOPELESS:
+            return wire.WireError(f"{self.address}: {error.details()}")
+        return Lost(f"{error.code().name.lower()}: {error.details()}")

@@ -1,0 +1,225 @@
+"""A server's sockets: a gRPC service around one state machine. The calls are listed in `geotrain.net.calls`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from geotrain.config import Address
+from geotrain.net import calls, wire
+from geotrain.net.machine import Machine
+from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Refused, Send, UpdatePart
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 8192  # at the same time
+HEADER_S = 20.0  # a stream that was opened must begin within this time
+Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class ListenError(OSError):
+    """The server cannot listen on its address. Says why and what to do."""
+
+
+class Service:
+    """Runs until `stop`. All methods belong to the event loop that it was started in.
+
+    control: what to do on "snapshot" and "stop". extra_status: more for the status, from whoever runs the service.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        control: Callable[[str], Awaitable[None]],
+        extra_status: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self.machine, self._control, self._extra_status = machine, control, extra_status
+        self.peers: dict[str, str] = {}  # address of a connection → the member that joined over it
+        self.refused: dict[str, int] = {}  # member → messages refused for good
+        self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
+        self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
+        self._receiving: dict[tuple[str, int], asyncio.Task[Any]] = {}
+        self._grpc: aio.Server | None = None
+
+    async def start(self, address: Address) -> int:
+        """Listen; returns the port. Raises ListenError."""
+        self._grpc = aio.server(options=(*calls.OPTIONS, ("grpc.so_reuseport", 0)), maximum_concurrent_rpcs=MAX_CALLS)
+        unary, streamed = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        methods = {
+            "join": unary(self._handled(self._join)),
+            "push": grpc.stream_unary_rpc_method_handler(self._handled(self._push)),
+            "pull": streamed(self._handled(self._pull)),
+            "lease": unary(self._handled(self._lease)),
+            "release": unary(self._handled(self._release)),
+            "leave": unary(self._handled(self._leave)),
+            "status": unary(self._handled(self._status)),
+            "control": unary(self._handled(self._on_control)),
+        }
+        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(calls.SERVICE, methods),))
+        try:
+            port = self._grpc.add_insecure_port(str(address))
+        except RuntimeError:
+            raise ListenError(_why_not(address)) from None
+        await self._grpc.start()
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls; give those that are open `grace_s` to end."""
+        if self._grpc is not None:
+            await self._grpc.stop(grace_s)
+
+    def deliver(self, send: Send) -> None:
+        """Something that the state machine says to a worker."""
+        if isinstance(send.message, Lease | Finished):
+            self._granted[send.to] = send.message
+
+    def status(self) -> dict[str, Any]:
+        return {**self.machine.status, "refused": dict(self.refused), **self._extra_status()}
+
+    # -- the calls
+
+    async def _join(self, request: bytes, context: Any) -> bytes:
+        join = wire.unpack(request, Join)
+        welcome = await self._refusable(join.member, self.machine.say(join))
+        self.peers[context.peer()] = join.member
+        self._granted.pop(join.member, None)  # what its earlier life was told may be wrong by now
+        return wire.pack(welcome)
+
+    async def _push(self, _: Any, context: Any) -> bytes:
+        """Everything that can be known from the header is checked before the payload is taken."""
+        server = self.machine.server
+        reader = wire.Reader(UpdatePart, limit_bytes=server.up.encoded_bytes(server.layout.numel) + 4096)
+        reader.feed(await _next_frame(context, HEADER_S))
+        part: UpdatePart = reader.header
+        wanted = await self._refusable(part.member, self.machine.read(lambda: server.wants(part)))
+        if wanted:
+            self._only_one(part.member, part.part)
+            while not reader.complete:
+                reader.feed(await _next_frame(context, calls.STALL_S))
+            await self._refusable(part.member, self.machine.say(reader.message))
+        return wire.pack(calls.Ack(server.members[part.member].sequence))
+
+    async def _pull(self, request: bytes, context: Any) -> None:
+        pull = wire.unpack(request, calls.Pull)
+        answer = await self.machine.until(
+            lambda: self.machine.server.answer(
+                pull.member, pull.incarnation, pull.part, pull.sequence, pull.fragments
+            ),
+            min(pull.wait_s, calls.MAX_WAIT_S),
+        )
+        for frame in wire.frames(calls.NotYet() if answer is None else answer):
+            await asyncio.wait_for(context.write(frame), calls.STALL_S)
+
+    async def _lease(self, request: bytes, context: Any) -> bytes:
+        ask = wire.unpack(request, calls.AskLease)
+        await self._check_life(ask.member, ask.incarnation)
+        job = ask.request.job
+        lease = await self.machine.say(ask.request)
+        if lease is None:  # a region server has to ask for it first
+            lease = await self.machine.until(
+                lambda: self._granted_for(ask.request.worker, job), min(ask.wait_s, calls.MAX_WAIT_S)
+            )
+        return wire.pack(lease or calls.NotYet())
+
+    async def _release(self, request: bytes, context: Any) -> bytes:
+        release = wire.unpack(request, calls.ReleaseLeases)
+        member = await self._check_life(release.member, release.incarnation)
+        await self.machine.say(release.release)
+        return wire.pack(calls.Ack(member.sequence))
+
+    async def _leave(self, request: bytes, context: Any) -> bytes:
+        leave = wire.unpack(request, calls.SayLeave)
+        member = await self._check_life(leave.member, leave.incarnation)
+        if leave.part not in member.joined:
+            raise Refused(f"{leave.member}: part {leave.part} has not joined")
+        if member.sequence < leave.sequence:
+            raise Refused(f"{leave.member}: update {leave.sequence} is not here whole yet", retry_s=0.2)
+        life, ranks = self._leaving.get(leave.member, ("", set()))
+        ranks = ranks if life == leave.incarnation else set()
+        ranks.add(leave.part)
+        self._leaving[leave.member] = leave.incarnation, ranks
+        if not member.left and ranks >= set(range(member.parts)):
+            await self.machine.say(Leave(leave.member))
+        if not await self.machine.until(lambda: member.left or None, calls.MAX_WAIT_S):
+            raise Refused(f"{leave.member}: its other ranks have not left yet", retry_s=0.2)
+        return wire.pack(calls.Ack(member.sequence))
+
+    async def _status(self, request: bytes, context: Any) -> bytes:
+        return json.dumps(self.status()).encode()
+
+    async def _on_control(self, request: bytes, context: Any) -> bytes:
+        what = wire.unpack(request, calls.Control).what
+        if what not in ("snapshot", "stop"):
+            raise Refused(f"control {what[:40]!r} is unknown; known: snapshot, stop")
+        await self._control(what)
+        return wire.pack(calls.Ack(0))
+
+    # -- inside
+
+    def _granted_for(self, worker: str, job: int) -> Lease | Finished | None:
+        granted = self._granted.get(worker)
+        return granted if granted and granted.job == job else None
+
+    async def _check_life(self, member: str, incarnation: str) -> Any:
+        return await self.machine.read(lambda: self.machine.server.current(member, incarnation))
+
+    async def _refusable(self, member: str, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except Refused as refused:
+            if refused.retry_s is None and member in self.machine.server.members:
+                self.refused[member] = self.refused.get(member, 0) + 1
+            raise
+
+    def _only_one(self, member: str, part: int) -> None:
+        """A rank sends one update at a time: whatever it began before is abandoned, and its memory freed."""
+        task = asyncio.current_task()
+        assert task is not None
+        older, self._receiving[member, part] = self._receiving.get((member, part)), task
+        if older is not None and older is not task and not older.done():
+            older.cancel()
+
+    def _handled(self, handler: Handler) -> Handler:
+        async def handle(request: Any, context: Any) -> Any:
+            try:
+                return await handler(request, context)
+            except Refused as refused:
+                context.set_trailing_metadata(calls.refusal_metadata(refused))
+                code = grpc.StatusCode.FAILED_PRECONDITION
+                if refused.retry_s is not None and not isinstance(refused, NotJoined):
+                    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                await context.abort(code, refused.reason)
+            except wire.DamagedError as error:
+                await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+            except wire.WireError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except TimeoutError:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the stream stood still for too long")
+
+        return handle
+
+
+async def _next_frame(context: Any, wait_s: float) -> bytes:
+    frame = await asyncio.wait_for(context.read(), wait_s)
+    if frame is aio.EOF:
+        raise wire.DamagedError("the stream ended before its message did")
+    return bytes(frame)
+
+
+def _why_not(address: Address) -> str:
+    """gRPC does not say why it could not bind: try once by hand."""
+    try:
+        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address.host, address.port))
+        reason = "the port was taken a moment ago"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    return f"cannot listen on {address}: {reason}; stop what uses the port, or choose another in the cluster file"

@@ -1,0 +1,169 @@
+"""A region server's side towards the global server: what it wants to send, delivered in order, in the background.
+
+Two lanes, so that a lease never waits behind gigabytes: updates and the goodbye on one, leases on the other.
+Answers are pulled beside them, one call for each update in flight. A lost link is retried for as long as the region
+lives: its workers go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from geotrain.net.link import Link
+from geotrain.net.machine import Machine
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    Lease,
+    LeaseRequest,
+    Leave,
+    NotJoined,
+    Refused,
+    Release,
+    Send,
+    UpdatePart,
+)
+from geotrain.outer.region_server import RegionServer
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that it has known
+
+
+class Uplink:
+    """connect_s: how long the first connection may take.
+
+    on_lost: told how many acknowledged updates a restored global server does not know.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        address: str,
+        *,
+        connect_s: float = 60.0,
+        on_lost: Callable[[int], None] = lambda updates: None,
+    ) -> None:
+        assert isinstance(machine.server, RegionServer)
+        self.machine, self.server = machine, machine.server
+        self.connect_s, self.on_lost = connect_s, on_lost
+        self.link = Link(address, self.server.name, self.server.incarnation)
+        self.connected = False
+        self._updates: deque[UpdatePart | Leave] = deque()
+        self._leases: deque[LeaseRequest | Release] = deque()
+        self._work = asyncio.Event()
+        self._limit_bytes = 8 * self.server.layout.numel + 65536
+
+    def deliver(self, send: Send) -> None:
+        """Something that the region server says to the global server. In the event loop."""
+        message = send.message
+        if isinstance(message, UpdatePart | Leave):
+            self._updates.append(message)
+        elif isinstance(message, Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
+            self._leases.append(message)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Until the global server took our Leave. Raises Refused (for good), Unreachable at the first connection."""
+        try:
+            within_s = self.connect_s
+            while not self.server.done:
+                await self._session(within_s)  # ends when the global server was restarted, too
+                self.connected, within_s = False, FOREVER_S
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            await self.link.close()
+
+    async def _session(self, within_s: float) -> None:
+        join = await self.machine.read(self.server.join_message)
+        welcome = await self.link.persist(lambda: self.link.join(join), within_s)
+        lost = await self.machine.say(welcome)
+        if lost:
+            log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
+            self.on_lost(lost)
+        if not self.server.fragments:
+            fragments = tuple(range(len(self.server.layout.fragments)))
+            await self.machine.say(await self._pull(0, fragments))
+        again = [send.message for send in await self.machine.read(self.server.resend)]
+        self._updates = deque(again)  # type: ignore[arg-type]
+        if self.server.gone:
+            self._updates.append(Leave(self.server.name))
+        self.connected = True
+        try:
+            async with asyncio.TaskGroup() as lanes:
+                lanes.create_task(self._run_updates(lanes))
+                lanes.create_task(self._run_leases())
+        except* (NotJoined, _Done):
+            pass
+
+    async def _run_updates(self, pulls: asyncio.TaskGroup) -> None:
+        """Ends with the goodbye."""
+        pulled: set[int] = set()
+        while True:
+            message = await self._next(self._updates)
+            if isinstance(message, Leave):
+                await self._persist(_certain(self.link.leave, 0, self.server.sequence))
+                await self.machine.say(message)
+                raise _Done
+            if message.sequence in self.server.in_flight and message.sequence not in pulled:
+                pulled.add(message.sequence)
+                await self._persist(partial(self.link.push, message))
+                pulls.create_task(self._adopt(message))
+            self._updates.popleft()
+
+    async def _run_leases(self) -> None:
+        while True:
+            message = await self._next(self._leases)
+            try:
+                if isinstance(message, Release):
+                    await self._persist(_certain(self.link.release, message))
+                else:
+                    lease: Lease | Finished = await self._persist(partial(self.link.lease, message))
+                    await self.machine.say(lease)
+            except NotJoined:
+                raise
+            except Refused as refused:
+                log.error("the global server refuses %s: %s", message, refused.reason)
+            self._leases.popleft()
+
+    def _is_new(self, request: LeaseRequest) -> bool:
+        waiting = [(m.worker, m.job) for m in self._leases if isinstance(m, LeaseRequest)]
+        return (request.worker, request.job) not in waiting
+
+    async def _adopt(self, update: UpdatePart) -> None:
+        fragments = tuple(delta.fragment for delta in update.deltas)
+        await self.machine.say(await self._pull(update.sequence, fragments))
+
+    async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
+        return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))
+
+    async def _next(self, lane: deque[Any]) -> Any:
+        """The head of the lane, left there until it was delivered."""
+        while not lane:
+            await self._work.wait()
+            self._work.clear()
+        return lane[0]
+
+    async def _persist(self, attempt: Callable[[], Awaitable[T | None]]) -> T:
+        return await self.link.persist(attempt, FOREVER_S)
+
+
+def _certain(call: Callable[..., Awaitable[None]], *arguments: Any) -> Callable[[], Awaitable[bool]]:
+    """An attempt that gives True when the call, which gives nothing, was done."""
+
+    async def attempt() -> bool:
+        await call(*arguments)
+        return True
+
+    return attempt
+
+
+class _Done(Exception):
+    """Ends the session's lanes."""

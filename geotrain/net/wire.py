@@ -1,0 +1,271 @@
+"""Messages ↔ frames. The dataclasses of `geotrain.outer.messages` (and `geotrain.net.calls`) are the definition:
+their fields and type hints drive encoding, decoding and validation, so there is no second schema.
+
+A message is one *header* frame, and *chunk* frames when it carries payloads (fields of type bytes):
+
+    header   crc32 (4 bytes, little endian) + msgpack [VERSION, "Type", [field, …]], a payload given as its length
+    chunk    crc32 + at most CHUNK_BYTES of the payloads, which stand end to end; a chunk never spans two payloads
+
+So a message of gigabytes is never built in one piece, and a receiver knows every size before it takes memory.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from math import isfinite
+from typing import Any, Union, get_args, get_origin
+
+import msgpack
+
+VERSION = 1
+CHUNK_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 20
+MAX_FRAME_BYTES = 4 + max(CHUNK_BYTES, MAX_HEADER_BYTES)
+MAX_TEXT = 4096  # characters of a str field
+MAX_INT = 1 << 62
+CRC_BYTES = 4
+
+
+class WireError(ValueError):
+    """These bytes are not a message that belongs here. Says what was expected and what came."""
+
+
+class DamagedError(WireError):
+    """A frame was changed on its way; saying it again may help."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Stands for a payload of which only the length is known yet."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+
+# ------------------------------------------------------------------------------------------------- writing
+
+
+def frames(message: Any) -> Iterator[bytes]:
+    """The message as frames: a header, then the chunks of its payloads."""
+    payloads: list[bytes] = []
+    header = msgpack.packb([VERSION, type(message).__name__, _plain(message, payloads)])
+    if len(header) > MAX_HEADER_BYTES:
+        raise WireError(f"{type(message).__name__}: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES}")
+    yield _sealed(header)
+    for payload in payloads:
+        view = memoryview(payload)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield _sealed(view[start : start + CHUNK_BYTES])
+
+
+def pack(message: Any) -> bytes:
+    """A message without payloads as its only frame."""
+    header, *chunks = frames(message)
+    if chunks:
+        raise WireError(f"{type(message).__name__} carries a payload and needs a stream")
+    return header
+
+
+def _sealed(body: bytes | memoryview) -> bytes:
+    return b"".join((zlib.crc32(body).to_bytes(CRC_BYTES, "little"), body))
+
+
+def _plain(value: Any, payloads: list[bytes]) -> Any:
+    if is_dataclass(value):
+        return [_plain(getattr(value, f.name), payloads) for f in fields(value)]
+    if isinstance(value, bytes):
+        payloads.append(value)
+        return len(value)
+    if isinstance(value, tuple):
+        return [_plain(item, payloads) for item in value]
+    return value
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+class Reader:
+    """Takes the frames of one message, of one of the allowed types, with at most `limit_bytes` of payload."""
+
+    def __init__(self, *allowed: type, limit_bytes: int = 0) -> None:
+        self._allowed = {kind.__name__: kind for kind in allowed}
+        self._limit_bytes = limit_bytes
+        self._kind: type | None = None
+        self._raw: Any = None
+        self._lengths: list[int] = []
+        self._payloads: list[bytes] = []
+        self._chunks: list[memoryview] = []
+        self._missing = 0  # bytes of the payload that is arriving
+
+    @property
+    def header(self) -> Any:
+        """The message with `Expected` in place of payloads, once the first frame is here."""
+        lengths = iter(self._lengths)
+        return self._build(lambda length: Expected(next(lengths)))
+
+    @property
+    def complete(self) -> bool:
+        return self._kind is not None and len(self._payloads) == len(self._lengths)
+
+    @property
+    def message(self) -> Any:
+        """The whole message. Raises WireError when frames are missing."""
+        if not self.complete:
+            raise WireError(f"the message ended early: {len(self._payloads)} of {len(self._lengths)} payloads came")
+        payloads = iter(self._payloads)
+        return self._build(lambda length: next(payloads))
+
+    def feed(self, frame: bytes) -> None:
+        """Raises WireError; the reader is of no use then."""
+        if len(frame) > MAX_FRAME_BYTES:
+            raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES}")
+        body = memoryview(frame)[CRC_BYTES:]
+        if len(frame) < CRC_BYTES or zlib.crc32(body).to_bytes(CRC_BYTES, "little") != frame[:CRC_BYTES]:
+            raise DamagedError(f"a frame of {len(frame)} bytes is damaged: its checksum differs")
+        if self._kind is None:
+            self._read_header(body)
+        elif self.complete:
+            raise WireError("more frames than the message has")
+        else:
+            self._take(body)
+
+    def _read_header(self, body: memoryview) -> None:
+        try:
+            raw = msgpack.unpackb(body, strict_map_key=True)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise WireError(f"not a message: {type(error).__name__}: {error}") from None
+        if not isinstance(raw, list) or len(raw) != 3 or raw[0] != VERSION:
+            raise WireError(f"not a message of version {VERSION}; both ends must run the same version of GeoTrain")
+        if not isinstance(raw[1], str) or raw[1] not in self._allowed:
+            name = str(raw[1])[:40]
+            raise WireError(f"a message of type {name!r} is not expected here, only {', '.join(self._allowed)}")
+        kind, self._raw = self._allowed[raw[1]], raw[2]
+        _reader(kind)(self._raw, raw[1], self._count)
+        self._kind = kind
+        self._next_payload()
+
+    def _count(self, length: Any) -> Any:
+        if type(length) is not int or not 0 <= length <= self._limit_bytes - sum(self._lengths):
+            raise WireError(f"payloads of more than {self._limit_bytes} bytes are refused here")
+        self._lengths.append(length)
+        return length
+
+    def _take(self, body: memoryview) -> None:
+        if not 0 < len(body) <= min(self._missing, CHUNK_BYTES):
+            raise WireError(f"a chunk of {len(body)} bytes where {self._missing} are missing")
+        self._chunks.append(body)
+        self._missing -= len(body)
+        if not self._missing:
+            self._payloads.append(b"".join(self._chunks))
+            self._next_payload()
+
+    def _next_payload(self) -> None:
+        """Empty payloads have no chunk."""
+        self._chunks = []
+        while not self.complete and not self._lengths[len(self._payloads)]:
+            self._payloads.append(b"")
+        if not self.complete:
+            self._missing = self._lengths[len(self._payloads)]
+
+    def _build(self, payload: Callable[[int], Any]) -> Any:
+        if self._kind is None:
+            raise WireError("the message has not begun")
+        return _reader(self._kind)(self._raw, self._kind.__name__, payload)
+
+
+def unpack(frame: bytes, *allowed: type) -> Any:
+    """A message without payloads from its only frame. Raises WireError."""
+    reader = Reader(*allowed)
+    reader.feed(frame)
+    return reader.message
+
+
+# -------------------------------------------------------------------------------------- one reader for a type
+
+Read = Callable[[Any, str, Callable[[Any], Any]], Any]  # (raw value, where it stands, payload by length) → value
+
+
+@cache
+def _reader(hint: Any) -> Read:
+    """The function that turns what msgpack gives into a value of this type, or raises WireError."""
+    if is_dataclass(hint):
+        return _dataclass_reader(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return _tuple_reader(_reader(arguments[0]))
+    if hint == dict[str, float]:
+        return _read_numbers
+    if origin in (Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
+        inner = _reader(arguments[0])
+        return lambda raw, at, payload: None if raw is None else inner(raw, at, payload)
+    simple = {bytes: _read_payload, str: _read_text, int: _read_int, float: _read_float, bool: _read_bool}
+    if hint not in simple:
+        raise TypeError(f"the wire has no form for {hint}")
+    return simple[hint]
+
+
+def _dataclass_reader(kind: Any) -> Read:
+    hints = typing.get_type_hints(kind)
+    members = [(f.name, _reader(hints[f.name])) for f in fields(kind)]
+
+    def read(raw: Any, at: str, payload: Callable[[Any], Any]) -> Any:
+        if not isinstance(raw, list) or len(raw) != len(members):
+            raise WireError(f"{at}: {len(members)} fields expected")
+        return kind(*[member(v, f"{at}.{n}", payload) for (n, member), v in zip(members, raw, strict=True)])
+
+    return read
+
+
+def _tuple_reader(item: Read) -> Read:
+    def read(raw: Any, at: str, payload: Callable[[Any], Any]) -> Any:
+        if not isinstance(raw, list):
+            raise WireError(f"{at}: a list expected, not {type(raw).__name__}")
+        return tuple([item(value, at, payload) for value in raw])
+
+    return read
+
+
+def _read_payload(raw: Any, at: str, payload: Callable[[Any], Any]) -> Any:
+    return payload(raw)
+
+
+def _read_text(raw: Any, at: str, payload: Callable[[Any], Any]) -> str:
+    if not isinstance(raw, str) or len(raw) > MAX_TEXT:
+        raise WireError(f"{at}: a text of at most {MAX_TEXT} characters expected")
+    return raw
+
+
+def _read_int(raw: Any, at: str, payload: Callable[[Any], Any]) -> int:
+    if type(raw) is not int or not -MAX_INT < raw < MAX_INT:
+        raise WireError(f"{at}: an integer expected, not {_shown(raw)}")
+    return raw
+
+
+def _read_float(raw: Any, at: str, payload: Callable[[Any], Any]) -> float:
+    if type(raw) not in (int, float) or not isfinite(raw):
+        raise WireError(f"{at}: a finite number expected, not {_shown(raw)}")
+    return float(raw)
+
+
+def _read_bool(raw: Any, at: str, payload: Callable[[Any], Any]) -> bool:
+    if type(raw) is not bool:
+        raise WireError(f"{at}: true or false expected, not {_shown(raw)}")
+    return raw
+
+
+def _read_numbers(raw: Any, at: str, payload: Callable[[Any], Any]) -> dict[str, float]:
+    """Plain numbers for people; a loss may be NaN."""
+    if not isinstance(raw, dict) or not all(type(v) in (int, float) and type(k) is str for k, v in raw.items()):
+        raise WireError(f"{at}: a map from texts to numbers expected")
+    return {key: float(value) for key, value in raw.items()}
+
+
+def _shown(raw: Any) -> str:
+    return repr(raw) if isinstance(raw, int | float | bool) else type(raw).__name__

@@ -1,0 +1,130 @@
+"""What can be known to be wrong before anything is started: the run and the cluster together, files, ports."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from geotrain.canonical import Architecture, architecture_from_hf
+from geotrain.config import Address, ClusterConfig, ConfigError, LinkConfig, RunConfig, WorkerConfig
+from geotrain.data.tokens import DataError, read_manifest
+
+
+def architecture_of(run: RunConfig) -> Architecture:
+    """Raises UnsupportedModelError. The run must come from `load_run`, which puts the model's config inline."""
+    assert isinstance(run.model.config, dict)
+    return architecture_from_hf(run.model.config)
+
+
+def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
+    """Worker → its data-parallel size. Raises ConfigError, UnsupportedModelError."""
+    sizes = {w.name: check_worker(run, w) for region in cluster.regions for w in region.workers}
+    batch, samples = run.samples_per_step, run.data.train_samples
+    if samples % batch:
+        raise ConfigError(
+            f"data.train_samples = {samples} is not a multiple of deepspeed.train_batch_size = {batch}; "
+            f"use {samples - samples % batch or batch}"
+        )
+    round_samples = len(sizes) * run.outer.local_steps * batch
+    if run.outer.rule == "sync" and samples % round_samples:
+        raise ConfigError(
+            f"data.train_samples = {samples} is no whole number of rounds: with outer.rule = 'sync' a round is "
+            f"{len(sizes)} workers × outer.local_steps {run.outer.local_steps} × batch {batch} = {round_samples} "
+            f"samples; use {max(1, samples // round_samples) * round_samples}"
+        )
+    _check_places(cluster)
+    return sizes
+
+
+def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
+    """The worker's data-parallel size. Raises ConfigError."""
+    from geotrain.inner.parallel import check_layout  # imports torch: not needed to say what is wrong in a file
+
+    block = {**run.deepspeed, **worker.deepspeed}
+    if block["train_batch_size"] != run.samples_per_step:
+        raise ConfigError(
+            f"worker {worker.name!r}: deepspeed.train_batch_size = {block['train_batch_size']} differs from the "
+            f"run's {run.samples_per_step}; every worker's step is the same number of samples: change "
+            "train_micro_batch_size_per_gpu or gradient_accumulation_steps instead"
+        )
+    parallel = worker.parallel or run.parallel
+    try:
+        return check_layout(architecture_of(run), parallel, worker.ranks, block, run.data.sequence_length)
+    except ConfigError as error:
+        raise ConfigError(f"worker {worker.name!r}: {error}") from None
+
+
+def check_data(run: RunConfig) -> None:
+    """The prepared data is here, whole, and fits the model. Raises DataError."""
+    vocab_size = architecture_of(run).vocab_size
+    for prefix in filter(None, (run.data.train, run.data.validation)):
+        manifest = read_manifest(Path(prefix))
+        data = Path(f"{prefix}.bin")
+        size_bytes = data.stat().st_size if data.exists() else 0
+        stated_bytes = manifest.tokens * (2 if manifest.dtype == "uint16" else 4)
+        if not Path(f"{prefix}.idx").exists() or size_bytes != stated_bytes:
+            raise DataError(
+                f"{data}: {size_bytes} bytes, its manifest states {stated_bytes} (and an .idx beside it); "
+                "prepare the data again"
+            )
+        if manifest.vocab_size > vocab_size:
+            raise DataError(
+                f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, the model's vocab_size is "
+                f"{vocab_size}; raise it or use another tokenizer"
+            )
+    if run.data.tokenizer and not Path(run.data.tokenizer).is_dir():
+        raise DataError(f"data.tokenizer = {run.data.tokenizer!r}: no such folder")
+
+
+def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:
+    """Raises ConfigError when the cluster file does not describe it."""
+    for link in cluster.links:
+        if set(link.regions) == {region, "global"}:
+            return link
+    raise ConfigError(
+        f"emulate_links = true: `links` has no link between {region!r} and 'global'; add one, with gbps and rtt_ms"
+    )
+
+
+def check_ports_are_free(addresses: Iterable[Address]) -> None:
+    """Raises ConfigError when a server's port on this machine is taken."""
+    for address in addresses:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address.host, address.port))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {address}: {error.strerror}; stop what uses it, or choose another host or "
+                    "port in the cluster file (0 picks a free port)"
+                ) from None
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports that are free now."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _check_places(cluster: ClusterConfig) -> None:
+    servers = [("the global server", cluster.global_ssh, cluster.global_server)]
+    servers += [(f"region {r.name!r}'s server", r.ssh, r.server) for r in cluster.regions]
+    for what, ssh, address in servers:
+        if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
+            raise ConfigError(
+                f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "
+                "fixed port; set host and port"
+            )
+    far = [name for name, ssh, _ in servers if ssh]
+    if cluster.emulate_links:
+        if far:
+            raise ConfigError(f"emulate_links = true is for runs on one machine, but {far[0]} has `ssh` set")
+        for region in cluster.regions:
+            link_to_global(cluster, region.name)

@@ -1,0 +1,143 @@
+"""What one machine starts for a run: servers, and workers of regions. The same on this machine and behind ssh.
+
+A *site* is "global" or a region's name. The run's folder on each machine holds
+
+    run.json cluster.json     as resolved: what every process reads
+    hosts/                    a hostfile a worker
+    servers/<site>/           state of a server
+    logs/<process>.log
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from geotrain.config import ClusterConfig, ConfigError, RunConfig
+from geotrain.files import whole_file
+from geotrain.launch.check import free_ports
+from geotrain.launch.supervise import Process, guarded
+from geotrain.launch.world import FIRST_MASTER_PORT, Job, Machine, Place, place_local, world
+from geotrain.outer.messages import GLOBAL
+
+SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a machine is told to start."""
+
+    run: RunConfig
+    cluster: ClusterConfig
+    sites: tuple[str, ...]
+    resume: bool
+
+    def to_line(self) -> bytes:
+        """As one line of JSON."""
+        text = json.dumps(
+            {
+                "run": self.run.model_dump(by_alias=True, mode="json"),
+                "cluster": self.cluster.model_dump(by_alias=True, mode="json"),
+                "sites": self.sites,
+                "resume": self.resume,
+            }
+        )
+        return text.encode() + b"\n"
+
+    @staticmethod
+    def from_line(line: bytes) -> Order:
+        """Raises ConfigError."""
+        try:
+            raw = json.loads(line)
+            run = RunConfig.model_validate_json(json.dumps(raw["run"]))
+            cluster = ClusterConfig.model_validate_json(json.dumps(raw["cluster"]))
+            return Order(run, cluster, tuple(raw["sites"]), bool(raw["resume"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"no valid order on standard input; is GeoTrain the same here and there? {error}"
+            ) from None
+
+
+def sites_of(run: RunConfig, cluster: ClusterConfig) -> dict[str, str | None]:
+    """Every site and the host it is on, by ssh; None: this machine."""
+    return {GLOBAL: cluster.global_ssh, **{region.name: region.ssh for region in cluster.regions}}
+
+
+def write_files(order: Order, folder: Path) -> None:
+    """The resolved configuration. Raises OutputError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, config in (("run.json", order.run), ("cluster.json", order.cluster)):
+        with whole_file(folder / name) as file:
+            file.write(config.model_dump_json(by_alias=True, indent=2) + "\n")
+
+
+def processes(
+    order: Order, folder: Path, machine: Machine, namespaces: Mapping[str, int] | None = None
+) -> list[Process]:
+    """What to start here for the sites of the order; hostfiles are written. folder: the run's, absolute.
+
+    namespaces: by region, the network namespace (file descriptor) its processes run in. Raises ConfigError.
+    """
+    inside = namespaces or {}
+    regions = [region for region in order.cluster.regions if region.name in order.sites]
+    placed = place_local({w.name: w for region in regions for w in region.workers}, machine)
+    started = [_server(order, folder, GLOBAL, None)] if GLOBAL in order.sites else []
+    if order.run.outer.levels == 2:
+        started += [_server(order, folder, region.name, inside.get(region.name)) for region in regions]
+    ports = free_ports(len(placed))
+    numbers = {w.name: i for i, w in enumerate(w for r in order.cluster.regions for w in r.workers)}
+    for region in regions:
+        for worker in region.workers:
+            devices, threads = placed.get(worker.name, ((), 1))
+            port = ports.pop() if worker.name in placed else FIRST_MASTER_PORT + numbers[worker.name]
+            made = world(Place(folder, port, devices, threads, order.resume), region.name, worker)
+            for name, text in made.files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                with whole_file(folder / name) as file:
+                    file.write(text)
+            started += [_worker(job, inside.get(region.name)) for job in made.jobs]
+    return started
+
+
+def far_site(order: Order, site: str, host: str) -> Process:
+    """A site on another machine: `geotrain launch-site` there, told by its standard input what to start."""
+    folder = order.cluster.global_folder if site == GLOBAL else order.cluster.region(site).folder
+    command = (_python(folder), "-m", "geotrain", "launch-site")
+    only = Order(order.run, order.cluster, (site,), order.resume)
+    role = "server" if site == GLOBAL else "worker"
+    return Process(site, over_ssh(host, folder, command), hello=only.to_line(), role=role)  # type: ignore[arg-type]
+
+
+def over_ssh(
+    host: str, folder: str | None, command: Sequence[str], env: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """The command line that runs a command on another machine, in a folder (None: that of the same name)."""
+    settings = [f"{key}={value}" for key, value in (env or {}).items()]
+    script = shlex.join(["exec", "env", *settings, *command] if settings else ["exec", *command])
+    return (*SSH, host, f"cd {shlex.quote(folder or str(Path.cwd()))} && {script}")
+
+
+def _server(order: Order, folder: Path, site: str, netns: int | None) -> Process:
+    what = ("global",) if site == GLOBAL else ("region", site)
+    resume = ("--resume",) if order.resume else ()
+    command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"), *resume)
+    return Process(site, guarded(command, netns), role="server", keeps=() if netns is None else (netns,))
+
+
+def _worker(job: Job, netns: int | None) -> Process:
+    if job.host is None:
+        return Process(job.name, guarded(job.command, netns), job.env, keeps=() if netns is None else (netns,))
+    guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *job.command)
+    return Process(job.name, over_ssh(job.host, None, guard, job.env))
+
+
+def _python(folder: str | None) -> str:
+    """Python on the other machine: at the same place within its checkout, or the same path."""
+    here = Path(sys.executable)
+    if folder is not None and here.is_relative_to(Path.cwd()):
+        return str(Path(folder) / here.relative_to(Path.cwd()))
+    return str(here)

@@ -1,0 +1,134 @@
+"""The memory estimate against engines that run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from inner_worlds import LLAMA, QWEN, architecture, deepspeed_block, micro_batches, run_world, start, stop
+
+from geotrain.canonical import architecture_from_hf
+from geotrain.config import ConfigError, ParallelConfig
+from geotrain.inner.memory import activation_bytes, memory_per_rank
+
+WIDE = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 2}
+BF16 = {"bf16": {"enabled": True}}
+CASES: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [
+    ({**QWEN, **WIDE}, ParallelConfig(), deepspeed_block(0)),
+    ({**LLAMA, **WIDE}, ParallelConfig(tensor=2), deepspeed_block(1)),
+    ({**QWEN, **WIDE}, ParallelConfig(tensor=2, sequence=True), deepspeed_block(2)),
+    ({**LLAMA, **WIDE}, ParallelConfig(), deepspeed_block(1, **BF16)),
+    (
+        {**QWEN, **WIDE},
+        ParallelConfig(pipeline=2),
+        deepspeed_block(1, **BF16, data_types={"grad_accum_dtype": "fp32"}),
+    ),
+]
+
+
+def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
+    """Bytes of the storages, other than weights, that autograd keeps of a forward."""
+    from geotrain.inner import platform
+
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), platform.megatron_runtime():
+        engine.module(tokens[:, :-1], None, None, labels=tokens[:, 1:])
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+
+
+def measure() -> list[dict[str, int]]:
+    """Bytes of weights, of the optimizer's state, and of what autograd keeps of one micro-batch."""
+    measured = []
+    for model, parallel, block in CASES:
+        engine = start(model, parallel, block)
+        batches = micro_batches(engine, 0)
+        engine.train_step(batches, 0)
+        weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.module.parameters()}
+        tensors = {id(t): t for g in engine.optimizer.param_groups for t in g["params"]}
+        masters = [] if block["zero_optimization"]["stage"] == 0 else list(tensors.values())
+        state = [
+            t for s in engine.basic_optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
+        ]
+        measured.append(
+            {
+                "parameters": sum(p.numel() for p in engine.module.parameters()),
+                "weights": sum(weights.values()),
+                "optimizer": sum(t.nbytes for t in [*masters, *state]),
+                "activations": kept_bytes(engine, batches[0], set(weights)) if parallel.pipeline == 1 else 0,
+            }
+        )
+        stop(engine)
+    return measured
+
+
+def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) -> float:
+    """What torch's CPU kernels keep beyond CUDA's: normalized inputs of norms, and two tensors of SwiGLU."""
+    a = architecture(model)
+    whole = a.hidden_size / (parallel.tensor if parallel.sequence else 1)
+    heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0
+    return 4 * tokens * (a.layers * (2 * whole + (heads + 2 * a.ffn_size) / parallel.tensor) + whole)
+
+
+def test_the_estimate_is_what_engines_use() -> None:
+    by_rank = run_world(2, measure)
+    for i, (model, parallel, block) in enumerate(CASES):
+        a = architecture(model)
+        memory = memory_per_rank(a, parallel, 2, block, 16)
+        measured = by_rank[memory.stage][i]  # stage i of two is rank i
+        assert memory.parameters == measured["parameters"]
+        assert measured["weights"] == pytest.approx(memory.weights_bytes, rel=1e-3)  # DeepSpeed pads a little
+        assert measured["optimizer"] == pytest.approx(memory.optimizer_bytes, rel=1e-3)
+        if parallel.pipeline == 1 and "bf16" not in block:
+            expected = activation_bytes(a, parallel, 2 * 16, 4, "none", 0, 1) + unfused_bytes(model, parallel, 2 * 16)
+            assert measured["activations"] == pytest.approx(expected, rel=0.03), (model["model_type"], parallel)
+
+
+def test_a_70b_model() -> None:
+    """Llama 3 70B on 64 ranks, TP 8 × PP 4 × DP 2. Weights: 70.6e9 / 32 × 2 bytes, a little more at the ends."""
+    a = architecture_from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": 128_256,
+            "hidden_size": 8192,
+            "intermediate_size": 28_672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+        }
+    )
+    assert a.parameter_count == pytest.approx(70.55e9, rel=1e-3)
+    block = deepspeed_block(1, micro=1, train_batch_size=64, **BF16)
+    layout = ParallelConfig(tensor=8, pipeline=4, sequence=True)
+    memory = memory_per_rank(a, layout, 64, block, 8192)
+    assert memory.stage == 0, "the first stage holds most micro-batches"
+    assert memory.weights_bytes == pytest.approx(70.55e9 / 32 * 2, rel=0.06)
+    assert memory.optimizer_bytes == pytest.approx(6 * memory.parameters, rel=1e-3)
+    # Per token and layer, by hand: 4·8192/8 + (3·8192 + 3·1024 + 3·28672)/8 = 18,304 elements.
+    assert memory.activations_bytes == 4 * 20 * 18_304 * 2 * 8192
+    assert memory.total_bytes == sum(
+        (
+            memory.weights_bytes,
+            memory.gradients_bytes,
+            memory.optimizer_bytes,
+            memory.buffers_bytes,
+            memory.activations_bytes,
+        )
+    )
+    full = memory_per_rank(a, layout, 64, block, 8192, "full")
+    assert full.activations_bytes < memory.activations_bytes / 10
+    two = memory_per_rank(a, ParallelConfig(tensor=8), 64, deepspeed_block(2, 1, train_batch_size=64, **BF16), 8192)
+    assert two.optimizer_bytes == pytest.approx(12 * two.parameters / 8, rel=1e-3)
+    assert two.gradients_bytes == pytest.approx(6 * two.parameters / 8, rel=1e-3)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not divide"):
+        memory_per_rank(architecture(QWEN), ParallelConfig(tensor=3), 4, deepspeed_block(1), 16)

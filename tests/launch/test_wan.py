@@ -1,0 +1,216 @@
+"""Emulated links: shapes as numbers; with root, links that are measured."""
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from geotrain.config import LinkConfig
+from geotrain.launch import wan
+from geotrain.launch.supervise import LaunchError, Process, Supervisor, guarded
+from tests.launch.trees import until
+
+# In a region's namespace: answers each datagram, and takes in what a TCP connection brings.
+FAR_END = """
+import socket, sys, threading
+address = sys.argv[1]
+datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+datagrams.bind((address, 7001))
+listener = socket.create_server((address, 7002))
+def echo():
+    while True:
+        data, peer = datagrams.recvfrom(2048)
+        datagrams.sendto(data, peer)
+threading.Thread(target=echo, daemon=True).start()
+print("ready", flush=True)
+while True:
+    connection, _ = listener.accept()
+    while connection.recv(1 << 20):
+        pass
+    connection.sendall(b"!")
+    connection.close()
+"""
+
+HOLDS_LINKS = """
+import sys
+from pathlib import Path
+from geotrain.config import LinkConfig
+from geotrain.launch import wan
+from geotrain.launch.supervise import Process, Supervisor, guarded
+links = {"eu": LinkConfig(regions=("eu", "global"), gbps=1.0, rtt_ms=1.0)}
+with wan.emulated(links) as made, Supervisor(Path(sys.argv[1])) as supervisor:
+    supervisor.start(made.process)
+    namespace = made.namespaces["eu"]
+    supervisor.start(Process("eu-0", guarded(["sleep", "300"], namespace), keeps=(namespace,)))
+    print(made.global_address, flush=True)
+    supervisor.wait()
+"""
+
+
+def link(region: str, gbps: float, rtt_ms: float) -> LinkConfig:
+    return LinkConfig(regions=(region, "global"), gbps=gbps, rtt_ms=rtt_ms)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def devices() -> set[str]:
+    """The emulated devices of this side."""
+    return {name for _, name in socket.if_nameindex() if name.startswith("geo")}
+
+
+@contextmanager
+def running(links: dict[str, LinkConfig], logs: Path) -> Iterator[wan.Wan]:
+    """Links with the pump and a far end in each region running."""
+    with wan.emulated(links) as made, Supervisor(logs) as supervisor:
+        supervisor.start(made.process)
+        for region in links:
+            far_end = (sys.executable, "-I", "-S", "-c", FAR_END, made.addresses[region])
+            namespace = made.namespaces[region]
+            supervisor.start(Process(region, guarded(far_end, namespace), keeps=(namespace,)))
+        assert until(lambda: all("ready" in (logs / f"{r}.log").read_text() for r in links))
+        yield made
+
+
+def round_trips_ms(address: str, count: int) -> list[float]:
+    times = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        out.settimeout(5.0)
+        for _ in range(count):
+            begin = time.perf_counter()
+            out.sendto(b"x" * 56, (address, 7001))
+            out.recvfrom(2048)
+            times.append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+def gbps_up(address: str, size_bytes: int) -> float:
+    with socket.create_connection((address, 7002), timeout=30.0) as out:
+        begin = time.perf_counter()
+        out.sendall(bytes(size_bytes))
+        out.shutdown(socket.SHUT_WR)
+        assert out.recv(1) == b"!"
+        return size_bytes * 8 / (time.perf_counter() - begin) / 1e9
+
+
+def pump_report(logs: Path) -> dict[str, float]:
+    text = (logs / "wan.log").read_text()
+    return dict(json.loads(text.splitlines()[-1]))
+
+
+def test_the_shape_of_a_link() -> None:
+    assert wan.shape(link("eu", 0.2, 100.0)) == wan.Shape(25_000_000, 0.05, 50_000, 100_000, 2_500_000)
+    slow, fast = wan.shape(link("eu", 0.001, 0.0)), wan.shape(link("eu", 10.0, 1.0))
+    assert (slow.mtu, slow.limit) == (1500, 12_500)
+    assert (fast.mtu, fast.burst) == (60_000, 5_000_000)
+
+
+def test_why_links_cannot_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wan.os, "geteuid", lambda: 1000)
+    assert wan.cannot_emulate() == "network namespaces need root"
+    monkeypatch.undo()
+    monkeypatch.setattr(wan.os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert wan.cannot_emulate() == "program 'ip' is missing; install iproute2"
+
+
+@pytest.mark.root
+def test_links_have_their_delay_and_rate(tmp_path: Path) -> None:
+    assert wan.cannot_emulate() == ""
+    links = {"eu": link("eu", 0.2, 60.0), "us": link("us", 0.05, 20.0)}
+    with running(links, tmp_path) as made:
+        for region, asked in links.items():
+            address = made.addresses[region]
+            rtt_ms = statistics.median(round_trips_ms(address, 7))
+            assert asked.rtt_ms <= rtt_ms <= asked.rtt_ms + 8.0, region
+            gbps = gbps_up(address, int(asked.gbps * 1e9 / 8))  # a second's worth
+            assert 0.6 * asked.gbps <= gbps <= 1.05 * asked.gbps, region
+    report = pump_report(tmp_path)
+    assert report["carried_bytes"] > 30e6
+    assert report["dropped_packets"] == 0
+    print(f"\npump: {report}")
+
+
+@pytest.mark.root
+def test_several_runs_at_once_and_nothing_left(tmp_path: Path) -> None:
+    before = devices()
+    links = {"eu": link("eu", 1.0, 2.0)}
+    with running(links, tmp_path / "a") as one, running(links, tmp_path / "b") as other:
+        assert one.global_address != other.global_address
+        assert len(devices() - before) == 2
+        for made in (one, other):
+            assert round_trips_ms(made.addresses["eu"], 1)[0] < 1000
+    assert devices() == before
+
+
+@pytest.mark.root
+def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
+    before = devices()
+    process = subprocess.Popen([sys.executable, "-c", HOLDS_LINKS, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout
+    assert process.stdout.readline().startswith(b"198.18.")
+    assert len(devices() - before) == 1
+    process.kill()
+    process.wait()
+    assert until(lambda: devices() == before)
+
+
+@pytest.mark.root
+def test_a_link_that_cannot_be_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, open_before = devices(), open_files()
+    monkeypatch.setattr(wan.Shape, "__getattribute__", _no_mtu)
+    with (
+        pytest.raises(LaunchError, match=r"'ip link set geo mtu -5 .*' failed"),
+        wan.emulated({"eu": link("eu", 1, 1)}),
+    ):
+        pass
+    assert devices() == before
+    assert open_files() == open_before
+
+
+def _no_mtu(self: wan.Shape, name: str) -> object:
+    return -5 if name == "mtu" else object.__getattribute__(self, name)
+
+
+@pytest.mark.root
+def test_a_pump_that_dies_fails_the_run(tmp_path: Path) -> None:
+    with wan.emulated({"eu": link("eu", 1.0, 1.0)}) as made, Supervisor(tmp_path) as supervisor:
+        supervisor.start(made.process)
+        supervisor.start(
+            Process("eu-0", guarded(("sleep", "300"), made.namespaces["eu"]), keeps=(made.namespaces["eu"],))
+        )
+        (pid,) = _pids_of("pump.py", made.process.command[-3:])
+        os.kill(pid, signal.SIGKILL)
+        outcome = supervisor.wait()
+    assert outcome.code == 137
+    assert "process 'wan' failed" in outcome.reason
+
+
+def _pids_of(script: str, last_arguments: tuple[str, ...]) -> list[int]:
+    """Processes that run the script (not its guard) with these last arguments."""
+    found: list[int] = []
+
+    def look() -> bool:
+        found.clear()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_text().split("\0")[:-1]
+                except OSError:
+                    continue
+                if words[-3:] == list(last_arguments) and words[3:4] and words[3].endswith(script):
+                    found.append(int(entry.name))
+        return bool(found)
+
+    assert until(look)
+    return found

@@ -1,0 +1,323 @@
+"""Servers on real sockets in this process, and workers that are plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.canonical import architecture_from_hf, canonical_parameters
+from geotrain.config import Address, CodecConfig, FragmentConfig, MomentumConfig, OuterConfig
+from geotrain.initial import initial_tensor
+from geotrain.net.client import MemberClient
+from geotrain.net.machine import Machine
+from geotrain.net.service import Service
+from geotrain.net.uplink import Uplink
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import WeightsReceiver, to_bytes
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.layout import Layout, Slice, gather, numel, scatter
+from geotrain.outer.messages import GLOBAL, Answer, FragmentDelta, Join, Lease, LeaseRequest, Send, UpdatePart
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.server import Identity
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+FP32 = CodecConfig(name="fp32")
+Slicing = Sequence[Sequence[tuple[Slice, ...]]]  # part → fragment → its slices
+
+
+def outer(rule: str = "halos", **changes: Any) -> OuterConfig:
+    """fp32 everywhere, small K, one layer a fragment."""
+    settings: dict[str, Any] = dict(
+        rule=rule,
+        local_steps=2,
+        updates_per_send=2,
+        merge_alpha=0.5,
+        region=MomentumConfig(lr_per_update=0.5, beta=0.5, buffer=2),
+        sync_lr=1.0,
+        sync_momentum=0.5,
+        up=FP32,
+        down=FP32,
+        local=FP32,
+        fragments=FragmentConfig(layers_per_fragment=1),
+    )
+    return OuterConfig(**{**settings, **changes})
+
+
+def tiny_layout(config: OuterConfig) -> Layout:
+    return Layout(canonical_parameters(architecture_from_hf(TINY)), config.fragments.layers_per_fragment)
+
+
+def first_weights(layout: Layout, seed: int = 1) -> list[Tensor]:
+    vectors = [torch.empty(f.numel) for f in layout.fragments]
+    for f in layout.fragments:
+        for parameter, (_, view) in zip(f.parameters, layout.split(f.index, vectors[f.index]), strict=True):
+            view.copy_(initial_tensor(parameter, seed))
+    return vectors
+
+
+def whole(layout: Layout) -> Slicing:
+    return [[layout.whole(f.index) for f in layout.fragments]]
+
+
+def halves(layout: Layout) -> Slicing:
+    cuts = [f.numel // 3 for f in layout.fragments]
+    front = [(Slice(0, cut),) for cut in cuts]
+    back = [(Slice(cut, f.numel - cut),) for cut, f in zip(cuts, layout.fragments, strict=True)]
+    return [front, back]
+
+
+def stripes(layout: Layout) -> Slicing:
+    """Three parts: every third group of 8 elements, as strided rows."""
+    parts: list[list[tuple[Slice, ...]]] = [[], [], []]
+    for f in layout.fragments:
+        rows, tail = divmod(f.numel, 24)
+        for part in range(3):
+            pieces = [Slice(8 * part, 8, 24, rows)] if rows else []
+            if part == 2 and tail:
+                pieces.append(Slice(24 * rows, tail))
+            parts[part].append(tuple(pieces))
+    return parts
+
+
+class Loop:
+    """An event loop on a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def do(self, work: Any, within_s: float = 30.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(within_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+class Running:
+    """One server on its sockets. `kill` drops it without a word; what it knew is in `server` only."""
+
+    def __init__(self, loop: Loop, server: GlobalServer | RegionServer, port: int = 0, above: str = "") -> None:
+        self.loop, self.server, self.above = loop, server, above
+        self.uplink: Uplink | None = None
+        self.uplink_task: asyncio.Task[None] | None = None
+        self.port = loop.do(self._start(port))
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def _start(self, port: int) -> int:
+        self.machine = Machine(self.server, self._deliver)
+        self.service = Service(self.machine, self._control)
+        if self.above:
+            self.uplink = Uplink(self.machine, self.above)
+            self.uplink_task = asyncio.create_task(self.uplink.run())
+        return await self.service.start(Address(port=port))
+
+    def _deliver(self, send: Send) -> None:
+        (self.uplink if send.to == GLOBAL and self.uplink else self.service).deliver(send)
+
+    async def _control(self, what: str) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.loop.do(self._kill())
+
+    async def _kill(self) -> None:
+        if self.uplink_task is not None:
+            self.uplink_task.cancel()
+            await asyncio.gather(self.uplink_task, return_exceptions=True)
+        await self.service.stop(None)
+        await asyncio.to_thread(self.machine.close)
+
+
+class Cluster:
+    """A global server and regions: region → its workers' slicings."""
+
+    def __init__(self, loop: Loop, config: OuterConfig, regions: dict[str, dict[str, Callable[[Layout], Slicing]]],
+                 train_samples: int = 64, samples_per_step: int = 2) -> None:  # fmt: skip
+        self.config, self.layout = config, tiny_layout(config)
+        self.loop, self.plan = loop, (train_samples, samples_per_step)
+        self.identity = Identity("test", "0123", self.layout.digest, "a tiny llama")
+        self.names = {region: tuple(workers) for region, workers in regions.items()}
+        self.slicings = {w: cut for workers in regions.values() for w, cut in workers.items()}
+        top = self.new_global()
+        top.set_weights(first_weights(self.layout))
+        self.top = Running(loop, top)
+        self.regions = {name: Running(loop, self.new_region(name), above=self.top.address) for name in regions}
+        self.region_of = {w: self.regions[r] for r, workers in regions.items() for w in workers}
+
+    def new_global(self) -> GlobalServer:
+        return GlobalServer(self.identity, self.layout, self.config, self.names, *self.plan)
+
+    def new_region(self, name: str, incarnation: str = "life-1") -> RegionServer:
+        region = RegionServer(name, self.identity, self.layout, self.config, self.names[name])
+        region.incarnation = incarnation
+        return region
+
+    def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
+        cut = self.slicings[name](self.layout)
+        return FakeWorker(
+            name, incarnation, self.region_of[name].address, self.layout, self.config, cut, self.identity
+        )
+
+    def restart(self, which: Running, fresh: GlobalServer | RegionServer) -> Running:
+        """Replace a server by one restored from what its state was, on the same port."""
+        which.kill()
+        tensors, meta = which.server.state()
+        fresh.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
+        return Running(self.loop, fresh, which.port, which.above)
+
+    def close(self) -> None:
+        for running in (*self.regions.values(), self.top):
+            running.kill()
+
+
+class FakeWorker:
+    """All ranks of a worker in one object, each with a client of its own. It "trains" by gradient steps on
+    |x − target|²/2 with a step size that depends on the lease, so that lost or doubled work shows."""
+
+    def __init__(self, name: str, incarnation: str, address: str, layout: Layout, config: OuterConfig,
+                 slicing: Slicing, identity: Identity) -> None:  # fmt: skip
+        self.name, self.incarnation, self.layout, self.slicing = name, incarnation, layout, slicing
+        self.identity = identity
+        self.codec = make_codec(config.local)
+        self.receivers = [WeightsReceiver(config.local) for _ in slicing]
+        self.clients = [MemberClient(address, connect_s=10, deadline_s=30) for _ in slicing]
+        self.anchor = [torch.zeros(f.numel) for f in layout.fragments]
+        self.versions = [0] * len(layout.fragments)
+        self.sequence = self.job = 0
+        self.trained: list[Lease] = []
+
+    def join(self) -> None:
+        i = self.identity
+        for part, cut in enumerate(self.slicing):
+            cuts = tuple(tuple(c) for c in cut)
+            welcome = self.clients[part].join(
+                Join(i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation, part,
+                     len(self.slicing), cuts, cuts)
+            )  # fmt: skip
+        self.sequence, self.job = welcome.sequence, welcome.job
+        everything = tuple(range(len(self.layout.fragments)))
+        self.adopt([c.pull(0, everything) for c in self.clients])
+
+    def adopt(self, answers: list[Future[Answer]]) -> None:
+        versions = set()
+        for part, answer in enumerate(answers):
+            for w in answer.result(30).weights:
+                cut = self.slicing[part][w.fragment]
+                scatter(self.receivers[part].decode(w, numel(cut)), cut, self.anchor[w.fragment])
+                self.versions[w.fragment] = w.version
+                versions.add((w.fragment, w.version))
+        assert len(versions) == len({f for f, _ in versions}), "ranks adopted different versions"
+
+    def lease(self) -> Lease | None:
+        granted = [c.lease(LeaseRequest(self.name, self.job)) for c in self.clients]
+        leases = {g.result(30) for g in granted}
+        assert len(leases) == 1, "ranks were told different things"
+        lease = leases.pop()
+        return lease if isinstance(lease, Lease) else None
+
+    def parts(self, lease: Lease, fragments: tuple[int, ...]) -> list[UpdatePart]:
+        step = 0.01 * (1 + lease.start % 7)
+        deltas = {f: (self.anchor[f] - target(self.layout, f)) * step for f in fragments}
+        leases = (lease.lease,) if fragments[-1] == len(self.layout.fragments) - 1 else ()
+        return [
+            UpdatePart(
+                self.name, self.incarnation, self.sequence, part,
+                tuple(FragmentDelta(f, self.versions[f], self._encoded(d, cut[f])) for f, d in deltas.items()),
+                job=lease.job, leases=leases, metrics={"loss": float(self.anchor[0].norm()), "tokens": 1.0},
+            )
+            for part, cut in enumerate(self.slicing)
+        ]  # fmt: skip
+
+    def _encoded(self, delta: Tensor, cut: tuple[Slice, ...]) -> bytes:
+        return to_bytes(self.codec.encode(gather(delta, cut).contiguous()).payload)
+
+    def train(self, lease: Lease) -> None:
+        """One job: each fragment's delta leaves as an update of its own, and is answered."""
+        for f in range(len(self.layout.fragments)):
+            self.exchange(self.parts(lease, (f,)), (f,))
+        self.trained.append(lease)
+        self.job += 1
+
+    def exchange(self, parts: list[UpdatePart], fragments: tuple[int, ...]) -> None:
+        pushed = [c.push(p) for c, p in zip(self.clients, parts, strict=True)]
+        answers = [c.pull(self.sequence, fragments) for c in self.clients]
+        for push in pushed:
+            push.result(30)
+        self.sequence += 1
+        self.adopt(answers)
+
+    def run(self) -> None:
+        self.join()
+        while (lease := self.lease()) is not None:
+            self.train(lease)
+        self.leave()
+
+    def leave(self) -> None:
+        threads = [threading.Thread(target=c.leave) for c in self.clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def target(layout: Layout, fragment: int) -> Tensor:
+    return torch.linspace(-1, 1, layout.fragments[fragment].numel)
+
+
+@contextmanager
+def clusters() -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters, and ends them."""
+    loop, made = Loop(), []
+
+    def make(*arguments: Any, **settings: Any) -> Cluster:
+        made.append(Cluster(loop, *arguments, **settings))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for cluster in made:
+            cluster.close()
+        loop.close()
+
+
+def wait_for(what: Callable[[], Any], within_s: float = 10.0) -> Any:
+    """Polls; for what no message announces."""
+    import time
+
+    deadline = time.monotonic() + within_s
+    while not (value := what()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

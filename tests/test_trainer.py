@@ -1,0 +1,124 @@
+"""The loop of one rank with a real engine and real state machines, without sockets."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world, write
+
+from geotrain.config import CodecConfig, FragmentConfig, MomentumConfig, OuterConfig, OverlapConfig, ParallelConfig
+from tests.local_servers import LocalClient, LocalServers
+
+STEPS = 12  # inner steps of a whole run
+FP32 = CodecConfig(name="fp32")
+PLAIN = dict(up=FP32, down=FP32, local=FP32)
+TAKES_THE_WORKERS_WEIGHTS = OuterConfig(rule="sync", local_steps=4, sync_lr=1.0, sync_momentum=0.0, **PLAIN)
+EACH_DELTA_WHOLE = MomentumConfig(lr_per_update=1.0, beta=0.0, buffer=1)
+OUTER = {
+    "identity": TAKES_THE_WORKERS_WEIGHTS,
+    "identity in fragments": TAKES_THE_WORKERS_WEIGHTS.model_copy(
+        update={"fragments": FragmentConfig(layers_per_fragment=1)}
+    ),
+    "halos": OuterConfig(local_steps=3, updates_per_send=2),
+    "streaming, overlapped": OuterConfig(
+        local_steps=4,
+        updates_per_send=1,
+        merge_alpha=1.0,
+        region=EACH_DELTA_WHOLE,
+        fragments=FragmentConfig(layers_per_fragment=1),
+        overlap=OverlapConfig(steps=2, adopt="rebase"),
+        **PLAIN,
+        **{"global": EACH_DELTA_WHOLE},
+    ),
+}
+OUTER["streaming, late"] = OUTER["streaming, overlapped"].model_copy(
+    update={"overlap": OverlapConfig(steps=2, late="continue", adopt="rebase")}
+)
+
+
+def try_outer_loops() -> dict[str, Any]:
+    """In one process, one after the other: losses and the servers' end state for each setting, and without any."""
+    from geotrain.data.loader import LeasedLoader, SampleSource
+    from geotrain.inner.engine import build_engine
+    from geotrain.inner.parallel import shut_down
+    from geotrain.trainer import Trainer
+
+    results: dict[str, Any] = {}
+    tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
+    for name, outer in [("alone", None), *OUTER.items()]:
+        block = deepspeed_block(1)
+        run = run_config(LLAMA, block).model_copy(update={"outer": outer or TAKES_THE_WORKERS_WEIGHTS})
+        run = run.model_copy(update={"data": run.data.model_copy(update={"train_samples": STEPS * BATCH})})
+        engine = build_engine(run, ParallelConfig(), block, timeout_s=60)
+        losses: list[float] = []
+        inner_step = engine.train_step
+
+        def watched(batches: Any, step: int, inner_step: Any = inner_step, losses: Any = losses) -> Any:
+            result = inner_step(batches, step)
+            losses.append(result.loss)
+            return result
+
+        engine.train_step = watched
+        loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
+        servers = LocalServers(run)
+        if outer is None:  # the same batches with no outer loop at all
+            write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.fragments[0].x)})
+            for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
+                engine.train_step(batch, step)
+        else:
+            reports: list[dict[str, float]] = []
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = Trainer(
+                    run, "w", servers.identity, servers.layout, engine, loader, LocalClient(servers), Path(folder),
+                    reports.append,
+                )  # fmt: skip
+                trainer.train(resume=False)
+            masters = torch.cat([s.master for s in engine.shards()])
+            results[name] = {
+                "losses": losses,
+                "jobs": len(reports),
+                "status": servers.top.status(),
+                "lost": servers.region.lost_updates,
+                "left": servers.top.finished,
+                "weights": torch.cat([s.x for s in servers.top.fragments]).norm().item(),
+                "masters": masters.norm().item(),
+            }
+        results.setdefault(name, {"losses": losses})
+        engine.close()
+        shut_down(leave_world=False)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_world(1, try_outer_loops)[0]
+
+
+@pytest.mark.parametrize("name", ["identity", "identity in fragments"])
+def test_an_outer_loop_that_adopts_the_workers_own_weights_changes_nothing(results, name):
+    """One worker, outer learning rate 1, no momentum: x − 1·(x − θ) = θ, as with no outer loop."""
+    assert results[name]["losses"] == pytest.approx(results["alone"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", list(OUTER))
+def test_every_sample_ends_in_the_global_weights(results, name):
+    status = results[name]["status"]
+    assert status["committed_samples"] == status["train_samples"] == STEPS * BATCH
+    assert status["open_leases"] == 0 and results[name]["left"] and results[name]["lost"] == 0
+    assert len(results[name]["losses"]) == STEPS
+    assert results[name]["jobs"] == -(-STEPS // OUTER[name].local_steps)
+
+
+@pytest.mark.parametrize("name", ["streaming, overlapped", "streaming, late"])
+def test_rebasing_loses_no_step_of_a_single_worker(results, name):
+    """Each delta applied whole, α = 1: whatever was in flight, the global weights end where the worker ended."""
+    assert results[name]["losses"] == pytest.approx(results["alone"]["losses"], rel=1e-3)
+    assert results[name]["weights"] == pytest.approx(results[name]["masters"], rel=1e-5)
+
+
+def test_the_outer_loop_matters(results):
+    assert results["halos"]["losses"][4:] != pytest.approx(results["alone"]["losses"][4:], rel=1e-4)
