@@ -283,11 +283,11 @@ def build_engine(
     if not isinstance(run.model.config, dict):
         raise TypeError("run.model.config must be inline: load the run with geotrain.config.load_run")
     architecture = architecture_from_hf(run.model.config)
-    mesh = layout.initialize(parallel, timeout_s)
-    sequence_length = run.data.sequence_length
-    layout.check_layout(architecture, parallel, dist.get_world_size(), deepspeed_block, sequence_length)
-    bf16 = layout.trains_in_bf16(deepspeed_block)
+    sequence_length, bf16 = run.data.sequence_length, layout.trains_in_bf16(deepspeed_block)
+    ranks = layout.join(timeout_s)
+    layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     settings = adamw_settings(deepspeed_block)
+    mesh = layout.initialize(parallel, timeout_s)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
         model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)

@@ -187,15 +187,13 @@ class Mesh:
         return self.dp_rank
 
 
-def initialize(parallel: ParallelConfig, timeout_s: float = 600.0) -> Mesh:
-    """Join the worker's ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment say.
+def join(timeout_s: float) -> int:
+    """Meet the worker's other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment say.
 
-    Ranks are ordered tensor first, then data, then pipeline (Megatron's default): tensor-parallel ranks are
-    neighbours. Call it again after `shut_down()` for another layout. No collective waits longer than timeout_s.
+    Returns how many there are. No collective of the world waits longer than timeout_s. Does nothing when joined.
     """
     with platform.quiet_imports():
         import deepspeed
-        from megatron.core import parallel_state
     platform.compile_no_ops()
     if platform.HAS_CUDA:
         torch.cuda.set_device(platform.device())
@@ -204,11 +202,18 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 600.0) -> Mesh:
             deepspeed.init_distributed(
                 dist_backend=platform.backend(), timeout=timedelta(seconds=timeout_s), verbose=False
             )
-    ranks = dist.get_world_size()
-    if ranks % (parallel.tensor * parallel.pipeline):
-        raise ConfigError(
-            f"parallel: tensor {parallel.tensor} × pipeline {parallel.pipeline} does not divide {ranks} ranks"
-        )
+    return dist.get_world_size()
+
+
+def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
+    """Make the process groups of a layout that `check_layout` allows; the world must be joined.
+
+    Ranks are ordered tensor first, then data, then pipeline (Megatron's default): tensor-parallel ranks are
+    neighbours. Call it again after `shut_down()` for another layout. No collective waits longer than timeout_s,
+    rounded up to minutes.
+    """
+    from megatron.core import parallel_state
+
     with platform.megatron_runtime():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,

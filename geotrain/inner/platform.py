@@ -52,20 +52,21 @@ def quiet_imports() -> Iterator[None]:
 def quiet_construction() -> Iterator[None]:
     """Build process groups and engines with only DeepSpeed's errors; GEOTRAIN_VERBOSE in the environment undoes it.
 
-    What DeepSpeed reports while it trains, as its configuration asks for, is not touched.
+    What DeepSpeed reports while it trains, as its configuration asks for, is not touched; nor its `log_level`.
     """
     if os.environ.get("GEOTRAIN_VERBOSE"):
         yield
         return
     logger = logging.getLogger("DeepSpeed")
-    before = logger.level
+    before, quiet = logger.level, logging.ERROR + 1
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(quiet)
         warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
         try:
             yield
         finally:
-            logger.setLevel(before)
+            if logger.level == quiet:
+                logger.setLevel(before)
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from inner_worlds import (
     LLAMA,
     QWEN,
-    SEQUENCE,
     VOCABULARY,
+    batch,
     canonical_weights,
     deepspeed_block,
     run_world,
@@ -22,37 +23,68 @@ from inner_worlds import (
 from geotrain.config import ParallelConfig
 
 
-def logits_and_loss() -> list[tuple[torch.Tensor, torch.Tensor, float, float]]:
-    """For each model: Megatron's logits and transformers'; the engine's loss and transformers'."""
+def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    options = {key: value for key, value in config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **options))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+def reference_curve(model: Any, steps: range) -> list[tuple[float, float]]:
+    """Plain PyTorch: AdamW on matrices with decay, on norms without; clipping; DeepSpeed's schedule by formula."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8)
+    curve = []
+    for step in steps:
+        warm, progress = math.log(step + 1) / math.log(4), (step - 3) / 36
+        ratio = warm if step < 4 else 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * progress)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * ratio
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def beside_transformers() -> list[dict[str, Any]]:
     from geotrain.inner import platform
 
     results = []
     for config in (LLAMA, QWEN):
         engine = start(config, ParallelConfig(), deepspeed_block(0))
-        options = {key: value for key, value in config.items() if key != "model_type"}
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **options))
-        missing, unexpected = theirs.load_state_dict(canonical_weights(engine.architecture), strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}
-        theirs.tie_weights()
-        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+        theirs = transformers_model(config, canonical_weights(engine.architecture))
+        tokens = batch(7)[:2]
         with torch.no_grad(), platform.megatron_runtime():
-            ours = engine.module(tokens, None, None)
-        with torch.no_grad():
-            expected = theirs.eval()(tokens).logits
-        loss = torch.nn.functional.cross_entropy(expected[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
-        results.append((ours, expected, engine.evaluate([tokens]), float(loss)))
+            ours, expected = engine.module(tokens, None, None), theirs(tokens).logits
+            loss, expected_loss = engine.evaluate([tokens]), float(loss_of(theirs, tokens))
+        curve, expected_curve = train(engine, range(20)), reference_curve(theirs, range(20))
+        results.append({"logits": (ours, expected), "loss": (loss, expected_loss), "curve": (curve, expected_curve)})
         stop(engine)
     return results
 
 
-def test_logits_and_loss_equal_transformers() -> None:
-    (results,) = run_world(1, logits_and_loss)
-    for ours, expected, loss, expected_loss in results:
-        assert expected.std() > 0.1
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
+def test_it_is_the_model_of_transformers_and_trains_as_plain_pytorch() -> None:
+    (results,) = run_world(1, beside_transformers)
+    for result in results:
+        assert result["logits"][1].std() > 0.1
+        torch.testing.assert_close(*result["logits"], rtol=1e-4, atol=1e-4)
+        assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)
+        torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
+        assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
 
 
 BF16: list[tuple[int, int, int, dict[str, Any]]] = [

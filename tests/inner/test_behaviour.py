@@ -1,0 +1,182 @@
+"""What one engine promises besides its curve: rates, refusals, DeepSpeed's own features, quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inner_worlds import (
+    BATCH,
+    LLAMA,
+    QWEN,
+    SEQUENCE,
+    deepspeed_block,
+    micro_batches,
+    run_config,
+    run_world,
+    start,
+    stop,
+    train,
+)
+
+from geotrain.config import ConfigError, ParallelConfig
+
+
+def one_rank(folder: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    said, logged = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        engine = start(QWEN, ParallelConfig(), deepspeed_block(1))
+    seen["noise"] = said.getvalue()
+    seen["about"] = (
+        engine.rank,
+        engine.dp_rank,
+        engine.dp_size,
+        engine.is_metrics_rank,
+        engine.parameter_count == sum(s.numel for s in engine.shards()),
+    )
+    seen["rates"] = [engine.train_step(micro_batches(engine, 0), step).lr for step in (2, 3, 30, 30, 39, 10_000)]
+    result = engine.train_step(micro_batches(engine, 0), 0)
+    seen["tokens"] = result.tokens
+    seen["errors"] = []
+    good = micro_batches(engine, 0)
+    for bad in (good[:-1], [*good[:-1], good[-1][:, :-1]], [*good[:-1], good[-1].int()]):
+        try:
+            engine.train_step(bad, 0)
+        except ValueError as error:
+            seen["errors"].append(str(error))
+
+    before = engine.evaluate(good)
+    masters = [shard.master.clone() for shard in engine.shards()]
+    for shard in engine.shards():
+        shard.master.zero_()
+    unrefreshed = engine.evaluate(good)
+    engine.refresh()
+    empty = engine.evaluate(good)
+    for shard, master in zip(engine.shards(), masters, strict=True):
+        shard.master.copy_(master)
+    engine.refresh()
+    seen["evaluations"] = (before, unrefreshed, empty, engine.evaluate(good))
+    stop(engine)
+
+    watched = deepspeed_block(
+        1,
+        wall_clock_breakdown=True,
+        steps_per_print=1,
+        log_level="info",
+        csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"},
+    )
+    handler = logging.StreamHandler(logged)
+    logging.getLogger("DeepSpeed").addHandler(handler)
+    engine = start(QWEN, ParallelConfig(), watched)
+    with contextlib.redirect_stdout(logged):
+        seen["losses"] = [loss for loss, _ in train(engine, range(3))]
+    logging.getLogger("DeepSpeed").removeHandler(handler)
+    seen["log"] = logged.getvalue()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    stop(engine)
+
+    seen["norms"] = []
+    for stage in (0, 1, 2):
+        engine = start(LLAMA, ParallelConfig(), deepspeed_block(stage, gradient_clipping=0.0))
+        seen["norms"].append(engine.train_step(micro_batches(engine, 0), 0).grad_norm)
+        expected = torch.stack([p.grad.norm() for p in gradients(engine)]).norm()
+        seen["norms"].append(float(expected))
+        stop(engine)
+    return seen
+
+
+def gradients(engine: Any) -> list[torch.nn.Parameter]:
+    """The parameters with the whole batch's gradients, by plain autograd."""
+    from geotrain.inner import platform
+
+    engine.module.zero_grad()
+    hooks = engine.optimizer._grad_acc_hooks if hasattr(engine.optimizer, "_grad_acc_hooks") else []
+    for hook in hooks:
+        hook.remove()
+    start_again(engine)
+    tokens = torch.cat(micro_batches(engine, 0))
+    with platform.megatron_runtime():
+        engine.module(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean().backward()
+    return list(engine.module.parameters())
+
+
+def start_again(engine: Any) -> None:
+    from inner_worlds import canonical_weights, write
+
+    write(engine, canonical_weights(engine.architecture))
+
+
+def test_one_engine(tmp_path: Path) -> None:
+    (seen,) = run_world(1, one_rank, str(tmp_path))
+    assert seen["noise"] == ""
+    assert seen["about"] == (0, 0, 1, True, True)
+
+    def rate(step: int) -> float:  # WarmupCosineLR: logarithmic warm-up over 4 steps, cosine to 1e-4 of it at 40
+        if step < 4:
+            return 5e-3 * math.log(step + 1) / math.log(4)
+        progress = min(1.0, (step - 4 + 1) / 36)
+        return 5e-3 * (1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * progress)) / 2)
+
+    assert seen["rates"] == pytest.approx([rate(step) for step in (2, 3, 30, 30, 39, 10_000)])
+    assert seen["tokens"] == BATCH * SEQUENCE
+    assert "takes 4 micro-batches on each replica, not 3" in seen["errors"][0]
+    assert "(2, 17)" in seen["errors"][1] and "(2, 16)" in seen["errors"][1]
+    assert "int64" in seen["errors"][2] and "int32" in seen["errors"][2]
+
+    before, unrefreshed, empty, after = seen["evaluations"]
+    assert before == unrefreshed == after, "masters count from refresh() on, and evaluation changes nothing"
+    assert empty == pytest.approx(math.log(LLAMA["vocab_size"]))  # type: ignore[call-overload]
+
+    rows = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().split()[1:]
+    assert [float(row.split(",")[1]) for row in rows] == pytest.approx(seen["losses"])
+    assert (tmp_path / "job" / "Train_Samples_lr.csv").exists()
+    assert "step=3" in seen["log"] and "fwd" in seen["log"]
+
+    for measured, expected in zip(seen["norms"][::2], seen["norms"][1::2], strict=True):
+        assert measured == pytest.approx(expected, rel=1e-4)
+
+
+def refused() -> list[str]:
+    from geotrain.inner.engine import build_engine
+
+    errors = []
+    for parallel, block in (
+        (ParallelConfig(tensor=2), deepspeed_block(1)),
+        (ParallelConfig(), deepspeed_block(3)),
+        (ParallelConfig(), deepspeed_block(1, optimizer={"type": "AdamW", "params": {"learning_rate": 1.0}})),
+    ):
+        try:
+            build_engine(run_config(LLAMA, block), parallel, block)
+        except ConfigError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_build_engine_refuses_what_cannot_run() -> None:
+    (errors,) = run_world(1, refused)
+    assert len(errors) == 3
+    assert "tensor 2" in errors[0] and "stage = 3" in errors[1] and "learning_rate" in errors[2]
+
+
+def test_imports_leave_torch_as_it_was() -> None:
+    """The CPU stand-ins must not leak into the process."""
+    import geotrain.inner.engine  # noqa: F401
+    from geotrain.inner import platform
+
+    if platform.HAS_CUDA:
+        pytest.skip("nothing is replaced where there is CUDA")
+    original = torch.cuda.current_device
+    with platform.megatron_runtime():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2).cuda().device.type == "cpu"
+        assert torch.ones(3, device=torch.cuda.current_device()).sum() == 3
+    assert torch.cuda.current_device is original
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
