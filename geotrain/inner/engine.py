@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.canonical import Architecture, architecture_from_hf
-from geotrain.config import ParallelConfig, RunConfig
+from geotrain.config import AccoConfig, ParallelConfig, RunConfig
 from geotrain.inner import parallel as layout
 from geotrain.inner import platform
+from geotrain.inner.acco import AccoOptimizer, Outcome
+from geotrain.inner.acco_forms import FORMS, check_acco, first_part
 from geotrain.inner.mapping import LocalParameter
 from geotrain.inner.model import build_model, placements
 from geotrain.inner.optimizer import adamw_settings, build_adamw, parameter_groups
@@ -29,18 +32,39 @@ with platform.quiet_imports():
 Placed = list[tuple[nn.Parameter, LocalParameter]]
 
 
-@dataclass(frozen=True)
 class StepResult:
     """One optimizer step, the same on every rank.
 
     loss: mean over the worker's batch, before the step. grad_norm: of all gradients, before clipping.
-    lr: the rate used. tokens: trained by the whole worker.
+    lr: the rate used. tokens: trained by the whole worker. With ACCO all but the rate are known once the step is
+    committed, during the next one: reading them earlier waits.
     """
 
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
+    def __init__(self, lr: float, wait: Callable[[], None]) -> None:
+        self.lr = lr
+        self._wait = wait
+        self._numbers: tuple[float, float, int] | None = None
+
+    def arrive(self, loss: float, grad_norm: float, tokens: int) -> None:
+        self._numbers = (loss, grad_norm, tokens)
+
+    @property
+    def loss(self) -> float:
+        return self._arrived()[0]
+
+    @property
+    def grad_norm(self) -> float:
+        return self._arrived()[1]
+
+    @property
+    def tokens(self) -> int:
+        return self._arrived()[2]
+
+    def _arrived(self) -> tuple[float, float, int]:
+        if self._numbers is None:
+            self._wait()
+        assert self._numbers is not None
+        return self._numbers
 
 
 class GeoEngine(DeepSpeedEngine):
@@ -55,9 +79,12 @@ class GeoEngine(DeepSpeedEngine):
         placed: Placed,
         architecture: Architecture,
         sequence_length: int,
+        acco: AccoConfig | None,
+        timeout_s: float,
     ) -> None:
         self._placed = placed  # plain attributes: DeepSpeed's __init__ calls methods that read them
-        self._mesh = mesh
+        self._mesh, self._acco, self._timeout_s = mesh, acco, timeout_s
+        self._uncommitted: deque[StepResult] = deque()
         super().__init__(
             args=None,
             model=model,
@@ -97,19 +124,25 @@ class GeoEngine(DeepSpeedEngine):
 
     # ------------------------------------------------------------------------------------ train, evaluate
 
-    def train_step(self, micro_batches: Sequence[Tensor], schedule_step: int) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[Tensor], schedule_step: int, more: Callable[[], Tensor | None] | None = None
+    ) -> StepResult:
         """One optimizer step on this data-parallel replica's micro-batches.
 
         micro_batches: gradient_accumulation_steps tensors, int64 [micro_batch, sequence_length + 1]; the same on
             all tensor and pipeline ranks of a replica.
         schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
-        Raises ValueError if number or shape of the micro-batches is wrong.
+        more: with ACCO, gives a replica that would wait for slower ones another micro-batch for this step, or None if
+            there is none; called alike on all tensor and pipeline ranks of the replica.
+        Raises ValueError if number or shape of the micro-batches is wrong; AccoError if another rank is lost.
         """
         self._check_batches(micro_batches, self.gradient_accumulation_steps())
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(schedule_step)
         lr = float(self.get_lr()[0])
         self.module.train()
+        if isinstance(self.optimizer, AccoOptimizer):
+            return self._overlapped_step(micro_batches, more, lr)
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
         else:
@@ -122,17 +155,82 @@ class GeoEngine(DeepSpeedEngine):
                 self.clip_fp32_gradients()  # for the norm
         self.step()
         loss, norm = torch.stack((self._worker_mean(loss), self._norm())).tolist()
-        tokens = self.train_batch_size() * self.sequence_length
+        result = StepResult(lr, self.settle)
+        self._finish(result, loss, norm, self.train_batch_size())
+        return result
+
+    def _finish(self, result: StepResult, loss: float, norm: float, samples: int) -> None:
+        result.arrive(loss, norm, samples * self.sequence_length)
         if self.monitor.enabled and self.rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
-        return StepResult(loss, norm, lr, tokens)
+
+    def settle(self) -> None:
+        """Wait until the masters hold every step. Call it before reading or writing what `shards` gives; without
+        ACCO it does nothing. Raises AccoError if another rank is lost."""
+        if isinstance(self.optimizer, AccoOptimizer):
+            self.optimizer.settle()
+
+    def _overlapped_step(
+        self, micro_batches: Sequence[Tensor], more: Callable[[], Tensor | None] | None, lr: float
+    ) -> StepResult:
+        """A window of ACCO: see `AccoOptimizer`."""
+        optimizer: AccoOptimizer = self.optimizer
+        first = len(micro_batches) if optimizer.synchronous else self._first_part
+        self._accumulate(micro_batches[:first], more)
+        optimizer.adopt()
+        if first < len(micro_batches):
+            if optimizer.form.predicts_apart:
+                self._sum_partial_gradients()
+                optimizer.predict()
+                self._share_partial_gradients()
+            self._accumulate(micro_batches[first:], more)
+            optimizer.adopt()
+        self._sum_partial_gradients()
+        result = StepResult(lr, self.settle)
+        self._uncommitted.append(result)
+        self.set_gradient_accumulation_boundary(True)
+        self.step()
+        return result
+
+    def _accumulate(self, micro_batches: Sequence[Tensor], more: Callable[[], Tensor | None] | None) -> None:
+        """Add the gradients of these micro-batches, and of others while what travels is not there."""
+        optimizer: AccoOptimizer = self.optimizer
+        self.set_gradient_accumulation_boundary(False)
+        while micro_batches:
+            with optimizer.lane.timed("compute"):
+                loss = self._run_schedule(micro_batches, forward_only=False, summed=True)
+            optimizer.tally(loss, len(micro_batches))
+            extra = more() if more is not None and optimizer.would_wait() else None
+            micro_batches = [] if extra is None else [extra]
+
+    def _on_commit(self, outcome: Outcome) -> None:
+        samples = outcome.count * self.train_micro_batch_size_per_gpu()
+        self.global_samples += samples - self.train_batch_size()  # DeepSpeed counted a batch of the usual size
+        self._finish(self._uncommitted.popleft(), outcome.loss, outcome.grad_norm, samples)
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        if self._acco is None:
+            return super()._configure_zero_optimizer(optimizer)
+        self._first_part = first_part(self._acco, self.gradient_accumulation_steps())
+        return AccoOptimizer(
+            optimizer,
+            self._placed,
+            self._mesh,
+            FORMS[self._acco.prediction],
+            self.gradient_clipping(),
+            self._acco.synchronous_steps,
+            self._timeout_s,
+            self._on_commit,
+        )
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
         """Mean loss over the worker's micro-batches; each replica brings equally many, shaped as for train_step."""
         self._check_batches(micro_batches, len(micro_batches))
         self.module.eval()
-        return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
+        overlapped = isinstance(self.optimizer, AccoOptimizer)
+        with self.optimizer.committed() if overlapped else nullcontext():
+            return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
 
     def _check_batches(self, micro_batches: Sequence[Tensor], count: int) -> None:
         shape = (self.train_micro_batch_size_per_gpu(), self.sequence_length + 1)
@@ -147,12 +245,16 @@ class GeoEngine(DeepSpeedEngine):
         tokens = tokens.to(self.device, non_blocking=True)
         return model(tokens[:, :-1], None, None, labels=tokens[:, 1:])
 
-    def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool) -> Tensor:
-        """Mean loss of this replica on its last stage, else 0; gradients stay in the parameters."""
+    def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool, summed: bool = False) -> Tensor:
+        """Mean loss of this replica on its last stage, else 0; gradients stay in the parameters.
+
+        summed: over the micro-batches, both loss and gradients.
+        """
+        factor = len(micro_batches) if summed else 1
 
         def loss_of(losses: Tensor) -> tuple[Tensor, Tensor]:
             mean = losses.mean()
-            return mean, mean.detach().clone()  # Megatron-core divides the first in place
+            return mean * factor, mean.detach() * factor  # Megatron-core divides the first, in place, by their number
 
         def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(model, next(batches)), loss_of
@@ -183,13 +285,23 @@ class GeoEngine(DeepSpeedEngine):
                 self._all_reduce(self.optimizer.averaged_gradients[i], self.mesh.tp_group)
         return torch.stack(losses).mean()
 
+    def _partial_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients of which each end of the pipeline, and of which each tensor rank, computes a part."""
+        tied = self.mesh.pp_size > 1 and self.architecture.tied_embeddings
+        ends = [_gradient(p) for p, place in self._placed if tied and place.name in _TIED]
+        return ends, [_gradient(p) for p, place in self._placed if place.sums_over_tp]
+
     def _sum_partial_gradients(self) -> None:
-        """Complete gradients of which each tensor rank, or each end of the pipeline, computed a part."""
-        if self.mesh.pp_size > 1 and self.architecture.tied_embeddings:
-            ends = [p for p, place in self._placed if place.name in _TIED]
-            self._all_reduce([_gradient(p) for p in ends], self.mesh.embedding_group)
-        partial = [_gradient(p) for p, place in self._placed if place.sums_over_tp]
-        self._all_reduce(partial, self.mesh.tp_group)
+        """Complete them on all ranks of the replica."""
+        ends, tensor = self._partial_gradients()
+        self._all_reduce(ends, self.mesh.embedding_group)
+        self._all_reduce(tensor, self.mesh.tp_group)
+
+    def _share_partial_gradients(self) -> None:
+        """Split what was completed, so that more may be added and completed again."""
+        for gradients, shares in zip(self._partial_gradients(), (2, self.mesh.tp_size), strict=True):
+            for gradient in gradients:
+                gradient.div_(shares)
 
     @staticmethod
     def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -257,7 +369,7 @@ class GeoEngine(DeepSpeedEngine):
     def refresh(self) -> None:
         """Masters were overwritten in place: make the next forward use them. Every rank must call it."""
         if self.zero_optimization():
-            self.optimizer.update_lp_params()
+            self.optimizer.update_lp_params()  # ACCO's waits for no step: `settle` comes before writing
 
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
@@ -285,7 +397,9 @@ def build_engine(
     architecture = architecture_from_hf(run.model.config)
     sequence_length, bf16 = run.data.sequence_length, layout.trains_in_bf16(deepspeed_block)
     ranks = layout.join(timeout_s)
-    layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
+    dp = layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
+    if run.acco is not None:
+        check_acco(run.acco, deepspeed_block, layout.accumulation_steps(deepspeed_block, dp))
     settings = adamw_settings(deepspeed_block)
     mesh = layout.initialize(parallel, timeout_s)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
@@ -293,7 +407,8 @@ def build_engine(
         model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
         placed = placements(model, architecture, parallel, mesh)
         optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
-        return GeoEngine(model, optimizer, _completed(deepspeed_block), mesh, placed, architecture, sequence_length)
+        config = _completed(deepspeed_block)
+        return GeoEngine(model, optimizer, config, mesh, placed, architecture, sequence_length, run.acco, timeout_s)
 
 
 def _completed(deepspeed_block: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""ACCO in one process and plain torch: every form, with unequal counts and clipping. Written from the algorithm alone.
+"""ACCO in one process and plain torch: every form, unequal counts, clipping. Written from the algorithm alone.
 
 Source: arXiv 2406.02613, and the cheaper predictions that `docs/` describes. All weights live under canonical names;
 ranks exist only as an index of the gradients, and as the owner of each element where a form is lossy.
