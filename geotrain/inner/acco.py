@@ -213,10 +213,7 @@ class AccoOptimizer(ZeROOptimizer):
         self.lane.reduce_scatter(flat)
         own = self.lane.own(flat)
         squares = [torch.linalg.vector_norm(own[b:e], dtype=torch.float32).square() for b, e in self._counted]
-        # One rank of each replica knows its loss, and speaks for its count.
-        speaks = self._mesh.is_last_stage and self._mesh.tp_rank == 0
-        known = [float(sum(squares)), float(loss) if speaks else 0.0, count if speaks else 0]
-        square, loss_sum, total = self.lane.sum(known)
+        square, loss_sum, total = self.lane.sum(float(sum(squares)), of_replicas=(float(loss), count))
         norm = math.sqrt(square) / total
         factor = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
         step = self._steps + 1
@@ -273,20 +270,25 @@ class AccoOptimizer(ZeROOptimizer):
         self.lane.start("gather", job).wait(self._timeout_s)
 
     @property
-    def ahead(self) -> dict[str, Tensor]:
-        """The owned parts of the weights that the next windows start on, where they are not the masters; settled."""
-        flat = {"now": self._buffers.weights, "next": self._buffers.travelling} if self._landed else {}
-        return {name: self.lane.own(tensor) for name, tensor in flat.items()}
+    def is_ahead(self) -> bool:
+        """When settled: whether the next windows start on other weights than the masters; on those of `ahead`."""
+        return self._landed
 
-    def part_of_shard(self, owner: Tensor, offset: int) -> int:
-        """Where element `offset` of a group's master stands in the shard."""
+    def ahead(self) -> tuple[Tensor, Tensor]:
+        """The owned parts of the weights at which the next window's first part, and what follows, are computed."""
+        return self.lane.own(self._buffers.weights), self.lane.own(self._buffers.travelling)
+
+    def ahead_of(self, owner: Tensor, offset: int, numel: int) -> dict[str, Tensor]:
+        """`ahead`, of the elements from `offset` on of one of `param_groups`' masters."""
         ((begin, _),) = (o for o, g in zip(self._owned, self.param_groups, strict=True) if g["params"][0] is owner)
-        return begin + offset
+        part = slice(begin + offset, begin + offset + numel)
+        return {name: flat[part] for name, flat in zip(("now", "next"), self.ahead(), strict=True)}
 
-    def take_up(self, now: Tensor, following: Tensor) -> None:
-        """Go on from what `ahead` was, after `update_lp_params`."""
-        self._gather(self._buffers.weights, now)
-        self._gather(self._buffers.travelling, following)
+    def take_up(self) -> None:
+        """Masters, moments and `ahead` were overwritten: go on from there."""
+        self._steps = self._begun = step_count(self._basic)
+        for flat in (self._buffers.weights, self._buffers.travelling):
+            self._gather(flat, self.lane.own(flat))
         self._landed = True
 
     # ------------------------------------------------------------------------- what DeepSpeed asks of an optimizer
@@ -330,7 +332,7 @@ class AccoOptimizer(ZeROOptimizer):
             "single_partition_of_fp32_groups": [group["params"][0].clone() for group in self.param_groups],
             "moments": [tensor.clone() for tensor in self._state[1:]],
             "steps": self._steps,
-            "ahead": {name: part.clone() for name, part in self.ahead.items()},
+            "ahead": [part.clone() for part in self.ahead()] if self.is_ahead else [],
         }
 
     def load_state_dict(
@@ -344,9 +346,12 @@ class AccoOptimizer(ZeROOptimizer):
             for tensor, saved in zip(self._state[1:], own["moments"], strict=True):
                 tensor.copy_(saved)
             set_step_count(self._basic, own["steps"])
-        self.update_lp_params()
         if load_optimizer_states and own["ahead"]:
-            self.take_up(own["ahead"]["now"], own["ahead"]["next"])
+            for tensor, saved in zip(self.ahead(), own["ahead"], strict=True):
+                tensor.copy_(saved)
+            self.take_up()
+        else:
+            self.update_lp_params()
 
     def _restore_from_bit16_weights(self) -> None:
         """DeepSpeed loaded weights only; they lie where `checkpoint_event_prologue` put the committed ones."""

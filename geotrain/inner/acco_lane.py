@@ -68,6 +68,7 @@ class Lane:
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
         """Makes process groups: every rank of the worker must call it. No collective waits longer than timeout_s."""
         self.rank, self.ranks = mesh.dp_rank, mesh.dp_size
+        self._speaks = mesh.is_last_stage and mesh.tp_rank == 0
         timeout = timedelta(seconds=timeout_s)
         self._group = _group_like(mesh.dp_group, platform.backend(), timeout)
         self._replica = _group_like(mesh.model_group, "gloo", timeout)  # these two for a few numbers, on the host
@@ -153,9 +154,10 @@ class Lane:
         if self.ranks > 1:
             ds_comm.allgather_fn(flat, self.own(flat), group=self._group)
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Sum each over all ranks of the worker, in double precision."""
-        tensor = torch.tensor(numbers, dtype=torch.float64)
+    def sum(self, *of_ranks: float, of_replicas: Sequence[float]) -> list[float]:
+        """Sum each over all ranks, or all replicas, of the worker. One rank speaks for its replica, the first of its
+        last stage, which knows the loss."""
+        tensor = torch.tensor([*of_ranks, *(x if self._speaks else 0 for x in of_replicas)], dtype=torch.float64)
         dist.all_reduce(tensor, group=self._world)
         return tensor.tolist()
 

@@ -49,7 +49,7 @@ class Prediction:
         """`travelling` becomes the predicted weights."""
         lane = self._lane
         if self._form.reduces != "nothing":
-            (total,) = lane.sum([count])
+            (total,) = lane.sum(of_replicas=[count])
         if self._form.gathers == "full":
             lane.reduce_scatter(travelling)
             own = lane.own(travelling)
@@ -101,9 +101,10 @@ class Prediction:
                     kernels.dequantize(codes[at : at + size], summed, _SPEC, weight=1.0)
             else:
                 summed = gradients[begin:end]
-            predicted = torch.empty(end - begin, device=own.device)
+            before = own[begin:end].float()
+            predicted = before.clone()  # padding must not change
             self._estimate(summed, scale, begin, predicted)
-            row[at : at + size] = kernels.quantize(predicted, _SPEC, anchor=own[begin:end].float())[0]
+            row[at : at + size] = kernels.quantize(predicted, _SPEC, anchor=before)[0]
             at += size
 
     def _decode_change(self, row: Tensor, before: Tensor, after: Tensor) -> None:

@@ -366,10 +366,24 @@ class GeoEngine(DeepSpeedEngine):
         return self._shards
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Masters were overwritten in place: make the next forward use them. Every rank must call it."""
-        if self.zero_optimization():
-            self.optimizer.update_lp_params()  # ACCO's waits for no step: `settle` comes before writing
+    def refresh(self, ahead: bool = False) -> None:
+        """Masters were overwritten in place: make the next forward use them. Every rank must call it.
+
+        ahead: so were the weights that ACCO predicted (`AccoOptimizer.ahead_of`): use those.
+        """
+        if ahead:
+            self.optimizer.take_up()
+        elif self.zero_optimization():
+            self.optimizer.update_lp_params()
+
+    @property
+    def acco_form(self) -> str | None:
+        return None if self._acco is None else self._acco.prediction
+
+    @property
+    def ahead(self) -> str | None:
+        """ACCO's form, if the next step starts on weights that it predicted, and not on the masters."""
+        return self.acco_form if isinstance(self.optimizer, AccoOptimizer) and self.optimizer.is_ahead else None
 
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""

@@ -17,7 +17,7 @@ from geotrain.kernels import reference as codec
 from geotrain.kernels.layout import Spec
 
 Weights = dict[str, Tensor]
-Gradient = Callable[[Weights, Tensor], tuple[float, Weights]]  # (weights, micro-batch) → (mean loss, its gradient)
+Gradient = Callable[[Weights, Tensor], tuple[float, Weights]]  # (weights, samples) → (mean loss, its gradient)
 INT4 = Spec("int4", block=128, scale="bf16")
 
 
@@ -89,13 +89,13 @@ class Reference:
         return sum(losses) / sum(counts), norm, sum(counts)
 
     def _accumulate(self, micro_batches: Sequence[Tensor], onto: Weights | None) -> tuple[float, Weights]:
+        """Sums over equally large micro-batches, of their mean losses and the gradients of these."""
         total = {name: torch.zeros_like(w) for name, w in self.x.items()} if onto is None else dict(onto)
-        loss = 0.0
-        for tokens in micro_batches:
-            one, gradient = self.gradient(self.now, tokens)
-            loss += one
-            total = {name: total[name] + gradient[name] for name in total}
-        return loss, total
+        if not micro_batches:
+            return 0.0, total
+        loss, gradient = self.gradient(self.now, torch.cat(list(micro_batches)))
+        n = len(micro_batches)
+        return n * loss, {name: total[name] + n * gradient[name] for name in total}
 
     def _clipped_mean(self, sums: Sequence[Weights], count: int) -> tuple[float, Weights]:
         mean = {name: sum(s[name] for s in sums) / count for name in self.x}

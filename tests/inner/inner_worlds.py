@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from geotrain.canonical import Architecture, Run, architecture_from_hf, canonical_parameters
-from geotrain.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from geotrain.config import AccoConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 
 SEQUENCE = 16
 VOCABULARY = 96
@@ -101,20 +101,29 @@ def deepspeed_block(stage: int, micro: int = 2, **more: Any) -> dict[str, Any]:
     }
 
 
-def run_config(model: dict[str, Any], block: dict[str, Any], recompute: Any = "none") -> RunConfig:
+def run_config(
+    model: dict[str, Any], block: dict[str, Any], recompute: Any = "none", acco: AccoConfig | None = None
+) -> RunConfig:
     return RunConfig(
         name="test",
         model=ModelConfig(config=model, init_from=None, recompute=recompute),
         data=DataConfig(train="none", validation=None, tokenizer=None, sequence_length=SEQUENCE, train_samples=1000),
         deepspeed=block,
+        acco=acco,
     )
 
 
-def start(model: dict[str, Any], parallel: ParallelConfig, block: dict[str, Any], recompute: str = "none") -> Any:
+def start(
+    model: dict[str, Any],
+    parallel: ParallelConfig,
+    block: dict[str, Any],
+    recompute: str = "none",
+    acco: AccoConfig | None = None,
+) -> Any:
     """An engine with the canonical test weights."""
     from geotrain.inner.engine import build_engine
 
-    engine = build_engine(run_config(model, block, recompute), parallel, block, timeout_s=60)
+    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, timeout_s=60)
     write(engine, canonical_weights(engine.architecture))
     return engine
 
