@@ -23,6 +23,7 @@ from geotrain.inner.model import build_model, placements
 from geotrain.inner.optimizer import adamw_settings, build_adamw, parameter_groups
 from geotrain.inner.parallel import Mesh
 from geotrain.inner.shards import OwnedShard, owned_shards
+from geotrain.inner.step import StepResult
 
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -30,41 +31,6 @@ with platform.quiet_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 Placed = list[tuple[nn.Parameter, LocalParameter]]
-
-
-class StepResult:
-    """One optimizer step, the same on every rank.
-
-    loss: mean over the worker's batch, before the step. grad_norm: of all gradients, before clipping.
-    lr: the rate used. tokens: trained by the whole worker. With ACCO all but the rate are known once the step is
-    committed, during the next one: reading them earlier waits.
-    """
-
-    def __init__(self, lr: float, wait: Callable[[], None]) -> None:
-        self.lr = lr
-        self._wait = wait
-        self._numbers: tuple[float, float, int] | None = None
-
-    def arrive(self, loss: float, grad_norm: float, tokens: int) -> None:
-        self._numbers = (loss, grad_norm, tokens)
-
-    @property
-    def loss(self) -> float:
-        return self._arrived()[0]
-
-    @property
-    def grad_norm(self) -> float:
-        return self._arrived()[1]
-
-    @property
-    def tokens(self) -> int:
-        return self._arrived()[2]
-
-    def _arrived(self) -> tuple[float, float, int]:
-        if self._numbers is None:
-            self._wait()
-        assert self._numbers is not None
-        return self._numbers
 
 
 class GeoEngine(DeepSpeedEngine):

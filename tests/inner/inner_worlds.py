@@ -8,7 +8,7 @@ import queue
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -38,8 +38,13 @@ LLAMA = {
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 
 
-def run_world(ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 240.0) -> list[Any]:
-    """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback."""
+def run_world(
+    ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 240.0, lost: Collection[int] = ()
+) -> list[Any]:
+    """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback.
+
+    lost: ranks that will not answer; their result is None.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,18 +59,18 @@ def run_world(ranks: int, task: Callable[..., Any], *args: Any, deadline_s: floa
     try:
         for worker in workers:
             worker.start()
-        while len(results) < ranks:
+        while len(results) < ranks - len(lost):
             try:
                 rank, error, value = answers.get(timeout=max(0.1, until - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(f"ranks {sorted(set(range(ranks)) - set(results))} are late") from None
+                raise TimeoutError(f"ranks {sorted(set(range(ranks)) - set(results) - set(lost))} are late") from None
             if error:
                 raise AssertionError(f"rank {rank}:\n{error}")
             results[rank] = pickle.loads(value)
-        for worker in workers:
-            worker.join(timeout=max(0.1, until - time.monotonic()))
-            assert worker.exitcode == 0, f"a rank ended with {worker.exitcode}"
-        return [results[rank] for rank in range(ranks)]
+        for rank in results:
+            workers[rank].join(timeout=max(0.1, until - time.monotonic()))
+            assert workers[rank].exitcode == 0, f"a rank ended with {workers[rank].exitcode}"
+        return [results.get(rank) for rank in range(ranks)]
     finally:
         for worker in workers:
             if worker.is_alive():
