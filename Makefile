@@ -27,7 +27,7 @@ lint: install
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 bench: install
-	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$b || exit 1; done
 
 clean:
 	rm -rf $(VENV) build runs *.egg-info

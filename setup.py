@@ -58,6 +58,7 @@ setup(
         "cryptography>=44",
         "fsspec>=2025.1",
         "rich>=14",
+        "typer>=0.15,<1",
         "numpy>=2",
         "scipy>=1.14",
         "zstandard>=0.23",

@@ -79,7 +79,7 @@ class MomentumConfig(Block):
 
 class CodecConfig(Block):
     name: Literal["fp32", "bf16", "int8", "int4", "e3m0", "e2m1", "topk2"] = "fp32"
-    block: PositiveInt = Field(128, description="Elements that share a scale; a power of two from 32 to 4096.")
+    block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(128, description="Elements that share a scale.")
     scale: Literal["fp32", "bf16", "e8m0"] = Field("bf16", description="Type of a block's scale; e8m0: 2^n.")
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = True

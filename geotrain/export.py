@@ -18,8 +18,11 @@ from geotrain.canonical import (
     architecture_from_hf,
     canonical_parameters,
 )
+from geotrain.config import load_run
 from geotrain.data.tokenizer import copy_tokenizer, special_token_ids
 from geotrain.files import whole_folder
+from geotrain.net.store import read_weights
+from geotrain.outer.layout import layout_of
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[DType, torch.dtype] = {
@@ -70,6 +73,18 @@ def write_checkpoint(
             size_bytes = sum(p.numel for p in parameters) * DTYPES[dtype].itemsize
             weight_map = {p.name: file for file, members in shards.items() for p in members}
             _write_json(target / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
+
+
+def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16") -> None:
+    """Write the newest global weights of a run, which may be running, resting or finished, as a checkpoint folder.
+
+    Raises ConfigError (no run there), StoreError (no whole snapshot), LayoutError, and what `write_checkpoint` does.
+    """
+    run = load_run(run_folder / "run.json")
+    assert isinstance(run.model.config, dict)  # load_run puts it inline
+    tensors = read_weights(run_folder / "servers" / "global", layout_of(run))
+    tokenizer = Path(run.data.tokenizer) if run.data.tokenizer else None
+    write_checkpoint(tensors, run.model.config, output, tokenizer, dtype)
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]]:

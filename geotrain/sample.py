@@ -18,7 +18,9 @@ def sample(folder: Path, prompt: str, tokens: int, temperature: float = 0.8, see
     tokens than the model has positions.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer  # slow to import, and needed here alone
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

@@ -115,7 +115,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 def _check_places(cluster: ClusterConfig) -> None:
     servers = [("the global server", cluster.global_ssh, cluster.global_server)]
-    servers += [(f"region {r.name!r}'s server", r.ssh, r.server) for r in cluster.regions]
+    servers += [(f"the server of region {r.name!r}", r.ssh, r.server) for r in cluster.regions]
     for what, ssh, address in servers:
         if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
             raise ConfigError(

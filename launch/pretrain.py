@@ -6,10 +6,13 @@ deepspeed --hostfile hosts launch/pretrain.py --run run.json --region eu
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.launch.world import rank_environment
 from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import Refused
 from geotrain.outer.server import identity_of
@@ -40,11 +43,12 @@ def main() -> int:
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
     """Build everything, train, close everything."""
+    os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
     from geotrain.data.loader import LeasedLoader, open_source
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
-    from geotrain.monitor.events import EventLog
+    from geotrain.monitor.events import EventLog, JobTrained
     from geotrain.net.client import MemberClient
     from geotrain.trainer import Trainer
 
@@ -59,11 +63,9 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     layout = layout_of(run)
     server = cluster.global_server if run.outer.levels == 1 else cluster.region(region).server
     checkpoints = folder / run.checkpoint.folder / worker.name
-    with MemberClient(str(server)) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
-        report = lambda numbers: events.write("job", worker=worker.name, **numbers)  # noqa: E731
-        trainer = Trainer(
-            run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints, report
-        )
+    with closing(MemberClient(str(server))) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
+        trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
+        trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)
     engine.close()
 

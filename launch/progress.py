@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from geotrain.config import ClusterConfig, RunConfig
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.outer.messages import GLOBAL
 
 Status = Mapping[str, Any]
@@ -53,6 +56,26 @@ def addresses(run: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
     return {GLOBAL: str(cluster.global_server), **regions}
 
 
+def status_of_run(folder: Path) -> tuple[ClusterConfig, dict[str, Status]]:
+    """What the servers of a run say; of those that have ended, what they said last.
+
+    Raises ConfigError: there is no run, or none of its servers has said anything.
+    """
+    run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+    servers = addresses(run, cluster)
+    found = {**last_words(folder, servers), **ask(servers)}
+    if not found:
+        where = ", ".join(f"{site} at {address}" for site, address in servers.items())
+        raise ConfigError(f"{folder}: no server answers ({where}), and none has left its last status")
+    return cluster, found
+
+
+def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
+    """What those servers said when they last ended, as far as their folders are on this machine."""
+    files = {site: folder / "servers" / site / "status.json" for site in sites}
+    return {site: json.loads(file.read_text()) for site, file in files.items() if file.exists()}
+
+
 def ask(servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
     """The status of every server that answers in time."""
     with ThreadPoolExecutor(max(1, len(servers))) as executor:
@@ -65,7 +88,7 @@ def _ask_one(address: str, within_s: float) -> Status | None:
     from geotrain.net.link import Unreachable
 
     try:
-        with MemberClient(address, connect_s=within_s) as client:
+        with closing(MemberClient(address, connect_s=within_s)) as client:
             return client.status()
     except (Unreachable, OSError, TimeoutError, ValueError):
         return None
@@ -136,27 +159,21 @@ def line(row: Row, seen: View) -> str:
     """One region, for a log."""
     cells = _cells(row, seen)
     return (
-        f"{row.region}: loss {cells[1]}, {cells[2]} tokens/s, up {cells[3]}, down {cells[4]}, version {cells[5]}, "
-        f"staleness {cells[6]}, workers {cells[7]}, committed {cells[8]}, {cells[9]} left"
+        f"{row.region}: loss {cells[1]}, {cells[2]} tokens/s, up {cells[3]}, down {cells[4]}, version {cells[5]} "
+        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, committed {cells[9]}, {cells[10]} left"
     )
 
 
-HEADINGS = (
-    "region",
-    "loss",
-    "tokens/s",
-    "up",
-    "down",
-    "version (global)",
-    "staleness",
-    "workers",
-    "committed",
-    "left",
-)
+HEADINGS = ("region", "loss", "tokens/s", "up", "down", "version", "global", "stale", "workers", "done", "left")
+
+
+def new_console() -> Console:
+    """For tables: as wide as the terminal, or wide enough where there is none."""
+    return Console() if Console().is_terminal else Console(width=160)
 
 
 def table(seen: View) -> Table:
-    made = Table(box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         made.add_column(heading, justify="left" if heading == "region" else "right", no_wrap=True)
     for row in seen.rows:
@@ -171,7 +188,8 @@ def _cells(row: Row, seen: View) -> tuple[str, ...]:
         "–" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         size(row.up_bytes),
         size(row.down_bytes),
-        f"{row.version} ({row.global_version})",
+        str(row.version),
+        str(row.global_version),
         "–" if row.staleness is None else str(row.staleness),
         f"{row.workers_here}/{row.workers}",
         f"{seen.share:.0%}",
@@ -211,6 +229,11 @@ class Display:
         self._thread.join(2 * ASK_S)
         if self._live:
             self._live.stop()
+
+    def finish(self, folder: Path) -> None:
+        """Show once more, with the last words of the servers that have ended."""
+        self._latest = {**self._latest, **last_words(folder, self._servers)}
+        self.show()
 
     def show(self) -> None:
         latest = dict(self._latest)

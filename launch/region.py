@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from rich.console import Console
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, config_digest, load_cluster, load_run
 from geotrain.launch import wan
 from geotrain.launch.check import check_data, check_ports_are_free, check_together, free_ports, link_to_global
-from geotrain.launch.progress import Display
+from geotrain.launch.progress import Display, new_console, size
 from geotrain.launch.site import Order, far_site, processes, sites_of, write_files
-from geotrain.launch.supervise import Outcome, Supervisor
+from geotrain.launch.supervise import Outcome, Supervisor, tail
 from geotrain.launch.world import this_machine
 from geotrain.outer.messages import GLOBAL
 
@@ -29,12 +30,12 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
 
     Raises ConfigError, DataError, UnsupportedModelError, LaunchError before anything is started.
     """
-    console = Console()
+    console = new_console()
     run, cluster = load_run(run_path), load_cluster(cluster_path)
     check_together(run, cluster)
     check_data(run)
     folder = run.run_folder.absolute()
-    with _locked(folder), contextlib.ExitStack() as stack:
+    with locked(folder), contextlib.ExitStack() as stack:
         _check_folder(run, folder, resume)
         emulated = _emulate(cluster, console)
         links = stack.enter_context(wan.emulated(emulated)) if emulated else None
@@ -50,6 +51,9 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
             supervisor.start(process)
         display = stack.enter_context(Display(run, cluster, console))
         outcome = supervisor.wait(display.show, run.monitor.every_s)
+        display.finish(folder)
+    if links:
+        _tell_pump(folder / "logs" / f"{links.process.name}.log", console)
     _tell(outcome)
     return outcome.code
 
@@ -60,7 +64,7 @@ def launch_site() -> int:
     folder = order.run.run_folder.absolute()
     if set(order.sites) - {GLOBAL}:
         check_data(order.run)
-    with _locked(folder), Supervisor(folder / "logs", DRAIN_S) as supervisor:
+    with locked(folder, order.sites), Supervisor(folder / "logs", DRAIN_S) as supervisor:
         write_files(order, folder)
         supervisor.stop_on_end_of(0)
         for process in processes(order, folder, this_machine()):
@@ -120,10 +124,13 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One launcher at a time; the kernel lets go of the lock however this process ends."""
+def locked(folder: Path, sites: tuple[str, ...] = ()) -> Iterator[None]:
+    """One launcher at a time, and one for each far site (whose folder may be this one, on a shared file system).
+
+    The kernel lets go of the lock however this process ends. Raises ConfigError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(folder / "-".join((".lock", *sites)), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -142,6 +149,14 @@ def _read_line(fd: int) -> bytes:
             break
         line += byte
     return line
+
+
+def _tell_pump(log: Path, console: Console) -> None:
+    """What emulating the links cost, from the pump's last words."""
+    with contextlib.suppress(IndexError, ValueError, KeyError):
+        said = json.loads(tail(log)[-1])
+        share, carried = said["cpu_s"] / said["wall_s"], size(said["carried_bytes"])
+        console.print(f"emulated links carried {carried} with {share:.1%} of a core", highlight=False)
 
 
 def _tell(outcome: Outcome) -> None:

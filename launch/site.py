@@ -104,12 +104,15 @@ def processes(
 
 
 def far_site(order: Order, site: str, host: str) -> Process:
-    """A site on another machine: `geotrain launch-site` there, told by its standard input what to start."""
+    """A site on another machine: `geotrain launch-site` there, told by its standard input what to start.
+
+    Its processes have their logs there; the log here has what ssh and that launcher say.
+    """
     folder = order.cluster.global_folder if site == GLOBAL else order.cluster.region(site).folder
     command = (_python(folder), "-m", "geotrain", "launch-site")
     only = Order(order.run, order.cluster, (site,), order.resume)
     role = "server" if site == GLOBAL else "worker"
-    return Process(site, over_ssh(host, folder, command), hello=only.to_line(), role=role)  # type: ignore[arg-type]
+    return Process(f"{site}.ssh", over_ssh(host, folder, command), hello=only.to_line(), role=role)  # type: ignore[arg-type]
 
 
 def over_ssh(

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,7 +78,7 @@ def cannot_emulate() -> str:
     if not TUN_DEVICE.exists():
         return f"{TUN_DEVICE} is missing; load the kernel module 'tun'"
     try:
-        _in_own_thread(lambda: _unshare_network())
+        _in_own_thread(_unshare_network)
     except OSError as error:
         return f"the kernel gives no network namespace: {error.strerror}"
     return ""
@@ -92,7 +93,7 @@ def emulated(links: Mapping[str, LinkConfig]) -> Iterator[Wan]:
         addresses, namespaces, pump_arguments, keeps = {}, {}, [], []
         for index, (region, link) in enumerate(links.items()):
             address, shaped = f"198.18.{number}.{index + 2}", shape(link)
-            namespace, there = _in_own_thread(lambda a=address, s=shaped: _far_side(a, global_address, s))
+            namespace, there = _in_own_thread(partial(_far_side, address, global_address, shaped))
             opened.callback(os.close, namespace)
             opened.callback(os.close, there)
             _set_up(_device(number, index), global_address, address, shaped)

@@ -67,10 +67,15 @@ class World:
 
 
 def this_machine() -> Machine:
-    """Raises ConfigError when CUDA_VISIBLE_DEVICES names devices otherwise than by number."""
+    """DS_ACCELERATOR=cpu in the environment hides its devices.
+
+    Raises ConfigError when CUDA_VISIBLE_DEVICES names devices otherwise than by number.
+    """
     import torch
 
     cores = len(os.sched_getaffinity(0))
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return Machine(cores)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     if visible is None or count == 0:
@@ -215,9 +220,9 @@ def _on_cpu(worker: WorkerConfig) -> bool:
 
 
 def _local_env(place: Place) -> dict[str, str]:
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # the machine's own name may lead elsewhere
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"}  # the machine's own name may lead elsewhere
     if place.devices:
-        return loopback
+        return {**loopback, "NCCL_SOCKET_IFNAME": "lo"}
     return {**loopback, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(place.threads)}
 
 

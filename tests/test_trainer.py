@@ -72,10 +72,9 @@ def try_outer_loops() -> dict[str, Any]:
         else:
             reports: list[dict[str, float]] = []
             with tempfile.TemporaryDirectory() as folder:
-                trainer = Trainer(
-                    run, "w", servers.identity, servers.layout, engine, loader, LocalClient(servers), Path(folder),
-                    reports.append,
-                )  # fmt: skip
+                client = LocalClient(servers)
+                trainer = Trainer(run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
+                trainer.report = reports.append
                 trainer.train(resume=False)
             masters = torch.cat([s.master for s in engine.shards()])
             results[name] = {

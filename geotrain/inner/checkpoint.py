@@ -73,7 +73,7 @@ def load(engine: GeoEngine, folder: str | Path, tag: str | None = None) -> dict[
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
         setattr(engine, counter, value)
-    engine.refresh(ahead=_goes_on(engine, manifest))
+    engine.refresh(predicted=_goes_on(engine, manifest))
     return manifest["extra"]
 
 
@@ -136,7 +136,7 @@ def _write_rank(engine: GeoEngine, folder: Path, with_masters: bool) -> None:
     for shard in engine.shards():
         if not shard.pushes:
             continue
-        for name, view in _state(engine, shard, with_masters, engine.ahead is not None).items():
+        for name, view in _state(engine, shard, with_masters, engine.is_ahead).items():
             tensors[f"{len(runs)}.{name}"] = view.detach().cpu()
         runs.append([[r.parameter, r.start, r.length, r.stride, r.count] for r in shard.runs])
     path = folder / _rank_file(engine.rank)
@@ -144,20 +144,22 @@ def _write_rank(engine: GeoEngine, folder: Path, with_masters: bool) -> None:
     _sync(path)
 
 
-def _state(engine: GeoEngine, shard: OwnedShard, with_masters: bool, ahead: bool) -> dict[str, torch.Tensor]:
+def _state(engine: GeoEngine, shard: OwnedShard, with_masters: bool, predicted: bool) -> dict[str, torch.Tensor]:
     """1-D views of a shard's moments, of its master, and of weights that ACCO predicted from it."""
     state = {
         name: moment.view(-1)[shard.offset : shard.offset + shard.numel]
         for name, moment in moments(engine.basic_optimizer, shard.owner).items()
     }
-    if with_masters and ahead:
-        state.update(engine.optimizer.ahead_of(shard.owner, shard.offset, shard.numel))
-    return {**state, "master": shard.master} if with_masters else state
+    if with_masters:
+        state["master"] = shard.master
+    if with_masters and predicted:
+        state.update(engine.predicted(shard))
+    return state
 
 
 def _goes_on(engine: GeoEngine, manifest: dict[str, Any]) -> bool:
     """Whether the weights that ACCO predicted were saved and can be used."""
-    return manifest["with_masters"] and engine.acco_form is not None and manifest["ahead"] == engine.acco_form
+    return manifest["with_masters"] and manifest["predicted"] is not None and manifest["predicted"] == engine.predicts
 
 
 def _finish(
@@ -172,7 +174,7 @@ def _finish(
         "layout": _layout(engine),
         "files": {name: (temporary / name).stat().st_size for name in map(_rank_file, range(ranks))},
         "with_masters": with_masters,
-        "ahead": engine.ahead,
+        "predicted": engine.predicts if engine.is_ahead else None,
         "optimizer_steps": step_count(engine.basic_optimizer),
         "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
         "extra": extra,

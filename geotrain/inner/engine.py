@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.canonical import Architecture, architecture_from_hf
-from geotrain.config import AccoConfig, ParallelConfig, RunConfig
+from geotrain.config import ParallelConfig, RunConfig
 from geotrain.inner import parallel as layout
 from geotrain.inner import platform
-from geotrain.inner.acco import AccoOptimizer, Outcome
-from geotrain.inner.acco_forms import FORMS, check_acco, first_part
+from geotrain.inner.acco_forms import check_acco
 from geotrain.inner.mapping import LocalParameter
 from geotrain.inner.model import build_model, placements
 from geotrain.inner.optimizer import adamw_settings, build_adamw, parameter_groups
@@ -45,12 +42,9 @@ class GeoEngine(DeepSpeedEngine):
         placed: Placed,
         architecture: Architecture,
         sequence_length: int,
-        acco: AccoConfig | None,
-        timeout_s: float,
     ) -> None:
-        self._placed = placed  # plain attributes: DeepSpeed's __init__ calls methods that read them
-        self._mesh, self._acco, self._timeout_s = mesh, acco, timeout_s
-        self._uncommitted: deque[StepResult] = deque()
+        # Before DeepSpeed's __init__: it builds the optimizer, and _configure_zero_optimizer may need these.
+        self.mesh, self.architecture, self.sequence_length, self._placed = mesh, architecture, sequence_length, placed
         super().__init__(
             args=None,
             model=model,
@@ -60,7 +54,6 @@ class GeoEngine(DeepSpeedEngine):
             config=config,
             config_class=DeepSpeedConfig(config, mesh),
         )
-        self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
         self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
 
@@ -99,16 +92,20 @@ class GeoEngine(DeepSpeedEngine):
             all tensor and pipeline ranks of a replica.
         schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
         more: with ACCO, gives a replica that would wait for slower ones another micro-batch for this step, or None if
-            there is none; called alike on all tensor and pipeline ranks of the replica.
-        Raises ValueError if number or shape of the micro-batches is wrong; AccoError if another rank is lost.
+            there is none; it must give the same on all tensor and pipeline ranks of the replica.
+        Raises ValueError if number or shape of the micro-batches is wrong; AccoError if ACCO lost another rank.
         """
         self._check_batches(micro_batches, self.gradient_accumulation_steps())
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(schedule_step)
         lr = float(self.get_lr()[0])
-        self.module.train()
-        if isinstance(self.optimizer, AccoOptimizer):
-            return self._overlapped_step(micro_batches, more, lr)
+        if not self.module.training:
+            self.module.train()
+        return self._step(micro_batches, more, lr)
+
+    def _step(
+        self, micro_batches: Sequence[Tensor], more: Callable[[], Tensor | None] | None, lr: float
+    ) -> StepResult:
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
         else:
@@ -131,72 +128,15 @@ class GeoEngine(DeepSpeedEngine):
             self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
 
     def settle(self) -> None:
-        """Wait until the masters hold every step. Call it before reading or writing what `shards` gives; without
-        ACCO it does nothing. Raises AccoError if another rank is lost."""
-        if isinstance(self.optimizer, AccoOptimizer):
-            self.optimizer.settle()
-
-    def _overlapped_step(
-        self, micro_batches: Sequence[Tensor], more: Callable[[], Tensor | None] | None, lr: float
-    ) -> StepResult:
-        """A window of ACCO: see `AccoOptimizer`."""
-        optimizer: AccoOptimizer = self.optimizer
-        first = len(micro_batches) if optimizer.synchronous else self._first_part
-        self._accumulate(micro_batches[:first], more)
-        optimizer.adopt()
-        if first < len(micro_batches):
-            if optimizer.form.predicts_apart:
-                self._sum_partial_gradients()
-                optimizer.predict()
-                self._share_partial_gradients()
-            self._accumulate(micro_batches[first:], more)
-            optimizer.adopt()
-        self._sum_partial_gradients()
-        result = StepResult(lr, self.settle)
-        self._uncommitted.append(result)
-        self.set_gradient_accumulation_boundary(True)
-        self.step()
-        return result
-
-    def _accumulate(self, micro_batches: Sequence[Tensor], more: Callable[[], Tensor | None] | None) -> None:
-        """Add the gradients of these micro-batches, and of others while what travels is not there."""
-        optimizer: AccoOptimizer = self.optimizer
-        self.set_gradient_accumulation_boundary(False)
-        while micro_batches:
-            with optimizer.lane.timed("compute"):
-                loss = self._run_schedule(micro_batches, forward_only=False, summed=True)
-            optimizer.tally(loss, len(micro_batches))
-            extra = more() if more is not None and optimizer.would_wait() else None
-            micro_batches = [] if extra is None else [extra]
-
-    def _on_commit(self, outcome: Outcome) -> None:
-        samples = outcome.count * self.train_micro_batch_size_per_gpu()
-        self.global_samples += samples - self.train_batch_size()  # DeepSpeed counted a batch of the usual size
-        self._finish(self._uncommitted.popleft(), outcome.loss, outcome.grad_norm, samples)
-
-    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        if self._acco is None:
-            return super()._configure_zero_optimizer(optimizer)
-        self._first_part = first_part(self._acco, self.gradient_accumulation_steps())
-        return AccoOptimizer(
-            optimizer,
-            self._placed,
-            self._mesh,
-            FORMS[self._acco.prediction],
-            self.gradient_clipping(),
-            self._acco.synchronous_steps,
-            self._timeout_s,
-            self._on_commit,
-        )
+        """Wait until the masters hold every step: before reading or writing what `shards` gives. With ACCO the last
+        one is still under way when `train_step` returns; otherwise there is nothing to wait for."""
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
         """Mean loss over the worker's micro-batches; each replica brings equally many, shaped as for train_step."""
         self._check_batches(micro_batches, len(micro_batches))
         self.module.eval()
-        overlapped = isinstance(self.optimizer, AccoOptimizer)
-        with self.optimizer.committed() if overlapped else nullcontext():
-            return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
+        return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
 
     def _check_batches(self, micro_batches: Sequence[Tensor], count: int) -> None:
         shape = (self.train_micro_batch_size_per_gpu(), self.sequence_length + 1)
@@ -235,7 +175,7 @@ class GeoEngine(DeepSpeedEngine):
                 micro_batch_size=self.train_micro_batch_size_per_gpu(),
                 forward_only=forward_only,
             )
-        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+        return torch.stack(losses).mean() if losses else self._zero()
 
     def _backward_partitioned(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """ZeRO 2, which has no pipeline: each backward leaves only this rank's part of the gradients."""
@@ -259,15 +199,9 @@ class GeoEngine(DeepSpeedEngine):
 
     def _sum_partial_gradients(self) -> None:
         """Complete them on all ranks of the replica."""
-        ends, tensor = self._partial_gradients()
+        ends, partial = self._partial_gradients()
         self._all_reduce(ends, self.mesh.embedding_group)
-        self._all_reduce(tensor, self.mesh.tp_group)
-
-    def _share_partial_gradients(self) -> None:
-        """Split what was completed, so that more may be added and completed again."""
-        for gradients, shares in zip(self._partial_gradients(), (2, self.mesh.tp_size), strict=True):
-            for gradient in gradients:
-                gradient.div_(shares)
+        self._all_reduce(partial, self.mesh.tp_group)
 
     @staticmethod
     def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -290,7 +224,9 @@ class GeoEngine(DeepSpeedEngine):
         return share
 
     def _norm(self) -> Tensor:
-        norm = torch.as_tensor(self._global_grad_norm, dtype=torch.float32, device=self.device)
+        unknown = self._global_grad_norm is None  # zero_optimization.compute_grad_norm is off
+        norm = torch.nan if unknown else self._global_grad_norm
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
         return torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
 
     def clip_fp32_gradients(self) -> None:
@@ -332,24 +268,27 @@ class GeoEngine(DeepSpeedEngine):
         return self._shards
 
     @torch.no_grad()
-    def refresh(self, ahead: bool = False) -> None:
+    def refresh(self, predicted: bool = False) -> None:
         """Masters were overwritten in place: make the next forward use them. Every rank must call it.
 
-        ahead: so were the weights that ACCO predicted (`AccoOptimizer.ahead_of`): use those.
+        predicted: so was what `predicted` gives: use that.
         """
-        if ahead:
-            self.optimizer.take_up()
-        elif self.zero_optimization():
+        if self.zero_optimization():
             self.optimizer.update_lp_params()
 
     @property
-    def acco_form(self) -> str | None:
-        return None if self._acco is None else self._acco.prediction
+    def predicts(self) -> str | None:
+        """How the low-precision weights are predicted on which the next steps begin; None without ACCO."""
+        return None
 
     @property
-    def ahead(self) -> str | None:
-        """ACCO's form, if the next step starts on weights that it predicted, and not on the masters."""
-        return self.acco_form if isinstance(self.optimizer, AccoOptimizer) and self.optimizer.is_ahead else None
+    def is_ahead(self) -> bool:
+        """Of a settled engine: whether the next steps begin on such predicted weights, and not on the masters."""
+        return False
+
+    def predicted(self, shard: OwnedShard) -> dict[str, Tensor]:
+        """Views of them, flat, in the shard's order."""
+        return {}
 
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
@@ -372,6 +311,8 @@ def build_engine(
 
     deepspeed_block: the run's `deepspeed`, with the worker's keys laid over it. Raises ConfigError.
     """
+    from geotrain.inner.acco_engine import AccoEngine  # which is a GeoEngine
+
     if not isinstance(run.model.config, dict):
         raise TypeError("run.model.config must be inline: load the run with geotrain.config.load_run")
     architecture = architecture_from_hf(run.model.config)
@@ -380,25 +321,32 @@ def build_engine(
     dp = layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:
         check_acco(run.acco, deepspeed_block, layout.accumulation_steps(deepspeed_block, dp))
-    settings = adamw_settings(deepspeed_block)
-    mesh = layout.initialize(parallel, timeout_s)
+    mesh, settings = layout.initialize(parallel, timeout_s), adamw_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
         model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
         placed = placements(model, architecture, parallel, mesh)
         optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
-        config = _completed(deepspeed_block)
-        return GeoEngine(model, optimizer, config, mesh, placed, architecture, sequence_length, run.acco, timeout_s)
+        config = _completed(deepspeed_block, sum(place.numel for _, place in placed))
+        parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
+        return GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco, timeout_s=timeout_s)
 
 
-def _completed(deepspeed_block: dict[str, Any]) -> dict[str, Any]:
-    """The user's block with what this engine needs; what the user states wins where both can work."""
+def _completed(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, Any]:
+    """The user's block with what this engine needs; what the user states wins where both can work.
+
+    parameters: held by this rank.
+    """
     config = copy.deepcopy(deepspeed_block)
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device at each micro-batch
     if layout.trains_in_bf16(config):
         config["bf16"]["immediate_grad_update"] = True  # the schedule, not the engine, runs backward
-    if layout.zero_stage(config) == 1:
+    stage = layout.zero_stage(config)
+    if stage == 1:
         config["zero_optimization"]["overlap_comm"] = False  # one reduction a step, after the schedule
+    if stage > 0:  # DeepSpeed allocates the bucket whole, however small the model
+        bucket = layout.reduction_bucket(config, parameters)
+        config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
     return config

@@ -8,10 +8,9 @@ from typing import Any
 from geotrain.canonical import Architecture
 from geotrain.config import ParallelConfig
 from geotrain.inner.mapping import local_parameters
-from geotrain.inner.parallel import accumulation_steps, check_layout, trains_in_bf16, zero_stage
+from geotrain.inner.parallel import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
 
 _FP32_BYTES = 4
-_DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # zero_optimization.reduce_bucket_size, as documented
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,7 @@ def _of_stage(
         else:
             gradients = kept * (parameters if zero_stage(block) == 1 else part) + _FP32_BYTES * part
         optimizer = 0 if "offload_optimizer" in zero else 3 * _FP32_BYTES * part
-        buffers = (
-            0
-            if zero_stage(block) == 1 and wide
-            else size * int(zero.get("reduce_bucket_size", _DEEPSPEED_BUCKET_ELEMENTS))
-        )
+        buffers = 0 if zero_stage(block) == 1 and wide else size * reduction_bucket(block, parameters)
     in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)
     tokens = sequence_length * int(block["train_micro_batch_size_per_gpu"])
     activations = activation_bytes(a, parallel, tokens, size, recompute, stage, in_flight)

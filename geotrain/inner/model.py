@@ -97,7 +97,6 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=HAS_TRANSFORMER_ENGINE,
-        persist_layer_norm=HAS_TRANSFORMER_ENGINE,
         perform_initialization=False,
         bf16=bf16,
         params_dtype=dtype,

@@ -18,6 +18,7 @@ from geotrain.config import ConfigError, ParallelConfig
 from geotrain.inner import platform
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_DEEPSPEED_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size
 
 
 def zero_stage(deepspeed_block: dict[str, Any]) -> int:
@@ -28,6 +29,12 @@ def zero_stage(deepspeed_block: dict[str, Any]) -> int:
 def trains_in_bf16(deepspeed_block: dict[str, Any]) -> bool:
     """Whether weights are bf16 with fp32 masters; else everything is fp32."""
     return bool(deepspeed_block.get("bf16", {}).get("enabled", False))
+
+
+def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
+    """Elements of the bucket in which ZeRO reduces gradients, on a rank that holds `parameters`."""
+    stated = deepspeed_block["zero_optimization"].get("reduce_bucket_size")
+    return int(stated) if stated is not None else min(parameters, _DEEPSPEED_BUCKET)
 
 
 def check_layout(
@@ -88,6 +95,11 @@ def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
         raise ConfigError(
             f"deepspeed.zero_optimization.stage = 2 does not go with parallel.pipeline = {pp}: a pipeline keeps the "
             "gradients of all micro-batches until its end; use stage 1"
+        )
+    if block.get("zero_optimization", {}).get("round_robin_gradients"):
+        raise ConfigError(
+            "deepspeed.zero_optimization.round_robin_gradients = true is not supported: DeepSpeed 0.19 then links "
+            "weights to the wrong masters; leave it out"
         )
     if block.get("fp16", {}).get("enabled", False):
         raise ConfigError("deepspeed.fp16.enabled = true is not supported; use deepspeed.bf16.enabled")

@@ -75,13 +75,41 @@ class SnapshotWritten:
 
 
 @dataclass(frozen=True)
+class JobTrained:
+    """A worker trained a lease: its inner steps are done, its deltas on their way. start: its first sample.
+
+    waited_s: of its seconds, those spent with training at rest, waiting for an answer.
+    """
+
+    worker: str
+    job: int
+    start: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: float
+    tokens_per_s: float
+    steps: float
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A server has started. replayed: messages of its journal that came after its snapshot."""
+
+    replayed: int
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Something that a person should know of."""
 
     what: str
 
 
-Event = Joined | Left | UpdateApplied | SentUp | Merged | UpdatesLost | SnapshotWritten | Trouble
+Event = (
+    Joined | Left | UpdateApplied | SentUp | Merged | UpdatesLost | SnapshotWritten | Recovery | JobTrained | Trouble
+)
 
 
 class EventLog:

@@ -2,7 +2,7 @@
 
 method    request                    answer
 join      Join                       Welcome
-push      UpdatePart, streamed       Ack
+push      UpdatePart, streamed       Ack or Refusal, which may come before the whole update was sent
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
@@ -103,10 +103,12 @@ class Refusal:
     retry_s: float | None
     join_first: bool
 
+    @classmethod
+    def of(cls, refused: Refused) -> Refusal:
+        return cls(refused.reason[: wire.MAX_TEXT], refused.retry_s, isinstance(refused, NotJoined))
 
-def refusal_metadata(refused: Refused) -> tuple[tuple[str, bytes], ...]:
-    refusal = Refusal(refused.reason[: wire.MAX_TEXT], refused.retry_s, isinstance(refused, NotJoined))
-    return ((REFUSAL_KEY, wire.pack(refusal)),)
+    def error(self) -> Refused:
+        return (NotJoined if self.join_first else Refused)(self.reason, self.retry_s)
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> Refused | None:
@@ -114,6 +116,5 @@ def refusal_of(error: grpc.aio.AioRpcError) -> Refused | None:
     for key, value in error.trailing_metadata() or ():
         if key == REFUSAL_KEY:
             refusal: Refusal = wire.unpack(value, Refusal)
-            kind = NotJoined if refusal.join_first else Refused
-            return kind(refusal.reason, refusal.retry_s)
+            return refusal.error()
     return None

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -74,19 +73,30 @@ class Link:
 
     async def push(self, part: UpdatePart) -> int:
         """Returns the last update of this member that the server has applied."""
-        call = self._channel.stream_unary(f"/{calls.SERVICE}/push")()
+        call = self._channel.stream_stream(f"/{calls.SERVICE}/push")()
+        replied = asyncio.Event()
+        writing = asyncio.create_task(_write(call, part, replied))
+        reading = asyncio.create_task(call.read())
         try:
-            # A server that has the part already answers before it has read all; writing fails then.
-            with suppress(asyncio.InvalidStateError):
-                for frame in wire.frames(part):
-                    await asyncio.wait_for(call.write(frame), calls.STALL_S)
-                await call.done_writing()
-            ack: calls.Ack = wire.unpack(await asyncio.wait_for(call, ANSWER_S), calls.Ack)
-            return ack.applied
-        except (aio.AioRpcError, TimeoutError) as error:
-            raise await self._reason(error, call) from None
+            await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                writing.result()
+            frame = await asyncio.wait_for(reading, ANSWER_S)
+            if frame is aio.EOF:
+                raise Lost("the connection ended before the acknowledgement")
+            reply: calls.Ack | calls.Refusal = wire.unpack(frame, calls.Ack, calls.Refusal)
+            replied.set()
+            await asyncio.wait({writing})
+        except (aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
+            raise self._reason(error) from None
         finally:
+            for task in (writing, reading):
+                task.cancel()
+            await asyncio.gather(writing, reading, return_exceptions=True)
             call.cancel()
+        if isinstance(reply, calls.Refusal):
+            raise reply.error()
+        return reply.applied
 
     async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = calls.MAX_WAIT_S
@@ -105,7 +115,7 @@ class Link:
                 within_s = calls.STALL_S
             return None if isinstance(reader.message, calls.NotYet) else reader.message
         except (aio.AioRpcError, TimeoutError) as error:
-            raise await self._reason(error, call) from None
+            raise self._reason(error) from None
         finally:
             call.cancel()
 
@@ -190,13 +200,14 @@ class Link:
         return wire.unpack(await self._raw_unary(method, request, within_s), *kinds)
 
     async def _raw_unary(self, method: str, request: bytes, within_s: float) -> bytes:
-        call = self._channel.unary_unary(f"/{calls.SERVICE}/{method}")(request, timeout=within_s)
         try:
-            return await call
+            return await self._channel.unary_unary(f"/{calls.SERVICE}/{method}")(request, timeout=within_s)
         except aio.AioRpcError as error:
-            raise await self._reason(error, call) from None
+            raise self._reason(error) from None
 
-    async def _reason(self, error: Exception, call: Any) -> Exception:
+    def _reason(self, error: Exception) -> Exception:
+        if isinstance(error, asyncio.InvalidStateError):
+            return Lost("the connection was lost while sending")
         if not isinstance(error, aio.AioRpcError):
             return Lost("the stream stood still for too long")
         refused = calls.refusal_of(error)
@@ -205,3 +216,12 @@ class Link:
         if error.code() in HOPELESS:
             return wire.WireError(f"{self.address}: {error.details()}")
         return Lost(f"{error.code().name.lower()}: {error.details()}")
+
+
+async def _write(call: Any, message: Any, replied: asyncio.Event) -> None:
+    """Send the message's frames, until the other side has replied."""
+    for frame in wire.frames(message):
+        if replied.is_set():
+            break
+        await asyncio.wait_for(call.write(frame), calls.STALL_S)
+    await call.done_writing()

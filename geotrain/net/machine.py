@@ -1,12 +1,16 @@
-"""A server's state machine on a thread of its own: one message at a time, while the event loop stays free."""
+"""A server's state machine on a thread of its own: journal first, then the state, then the reply."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from geotrain.net.journal import Journal, JournalFull
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     Answer,
@@ -25,9 +29,13 @@ from geotrain.outer.messages import (
 from geotrain.outer.region_server import RegionServer
 
 T = TypeVar("T")
+AnyServer = GlobalServer | RegionServer
+
+GROUP = 64  # messages that share one flush of the journal, at most
+FULL_RETRY_S = 5.0
 
 
-def take(server: GlobalServer | RegionServer, message: Message) -> Any:
+def take(server: AnyServer, message: Message) -> Any:
     """Give a message to the state machine and return its reply. Raises Refused.
 
     A region server's own Leave, coming back, means that the global server took it.
@@ -56,36 +64,51 @@ def take(server: GlobalServer | RegionServer, message: Message) -> Any:
     raise Refused(f"a {type(message).__name__} means nothing to this server")
 
 
+@dataclass
+class _Work:
+    """Either a message or a call."""
+
+    message: Message | None
+    call: Callable[[], Any]
+    done: Future[Any]
+
+
 class Machine:
-    """Serializes all calls on one thread.
+    """Serializes all calls on one thread, while the event loop stays free. A message is on disk before it is applied,
+    and applied before it is answered; messages that wait together share a flush.
 
     deliver: called in the event loop with what a region server wants to send.
     watch: called on the machine's thread after each accepted message, with the message and the reply.
     `status` is what the server said of itself after the last message: reading it never waits for tensor work.
-    `failure` is set when the state machine raised anything but Refused: its state is then not to be trusted.
+    `failure` is set when anything but Refused was raised: the state is then not to be trusted, and the server must
+    end. Its journal holds what is needed to begin again.
     """
 
     def __init__(
         self,
-        server: GlobalServer | RegionServer,
+        server: AnyServer,
+        journal: Journal,
         deliver: Callable[[Send], None] = lambda send: None,
         watch: Callable[[Message, Any], None] = lambda message, reply: None,
     ) -> None:
-        self.server = server
+        self.server, self.journal = server, journal
         self.deliver, self.watch = deliver, watch
         self.status: dict[str, Any] = server.status()
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-machine")
+        self.failure: asyncio.Future[None] = self._loop.create_future()
         self._changed = asyncio.Event()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="state-machine", daemon=True)
+        self._thread.start()
 
     async def say(self, message: Message) -> Any:
         """The state machine's reply. Raises Refused."""
-        return await self._loop.run_in_executor(self._thread, self._say, message)
+        return await self._put(message, lambda: self._say(message))
 
     async def read(self, call: Callable[[], T]) -> T:
         """Run something that leaves the durable state as it is, between messages."""
-        return await self._loop.run_in_executor(self._thread, self._guarded, call)
+        result: T = await self._put(None, call)
+        return result
 
     async def until(self, call: Callable[[], T | None], wait_s: float) -> T | None:
         """Like `read`, again after every message until there is a value; None after `wait_s`."""
@@ -101,31 +124,66 @@ class Machine:
             except TimeoutError:
                 return None
 
-    def wake(self) -> None:
-        """Let everyone look again. In the event loop."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
     def close(self) -> None:
-        """Waits for the message that is being worked on."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Ends after what was asked before."""
+        self._queue.put(None)
+        self._thread.join()
 
-    def _say(self, message: Message) -> Any:
-        reply = self._guarded(lambda: take(self.server, message))
-        self.watch(message, reply)
-        sends = self.server.outgoing() if isinstance(self.server, RegionServer) else []
-        status = self.server.status()
-        self._loop.call_soon_threadsafe(self._after, sends, status)
-        return reply
+    # -- inside
 
-    def _guarded(self, call: Callable[[], T]) -> T:
+    async def _put(self, message: Message | None, call: Callable[[], Any]) -> Any:
+        work = _Work(message, call, Future())
+        self._queue.put(work)
+        return await asyncio.wrap_future(work.done)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            group, closing = [work], False
+            while len(group) < GROUP and not self._queue.empty():
+                more = self._queue.get()
+                if more is None:
+                    closing = True
+                    break
+                group.append(more)
+            self._work_on([work for work in group if work.done.set_running_or_notify_cancel()])
+            if closing:
+                return
+
+    def _work_on(self, group: list[_Work]) -> None:
         try:
-            return call()
-        except Refused:
-            raise
+            refused = self._record([work for work in group if work.message is not None])
         except Exception as error:
             self._loop.call_soon_threadsafe(self._fail, error)
-            raise
+            for work in group:
+                work.done.set_exception(error)
+            return
+        for work in group:
+            try:
+                if id(work) in refused:
+                    raise refused[id(work)]
+                work.done.set_result(work.call())
+            except Exception as error:
+                if not isinstance(error, Refused):
+                    self._loop.call_soon_threadsafe(self._fail, error)
+                work.done.set_exception(error)
+
+    def _record(self, group: list[_Work]) -> dict[int, Refused]:
+        """Make the messages durable. Returns those for which there is no room."""
+        refused = {}
+        for work in group:
+            try:
+                self.journal.append(work.message)
+            except JournalFull as full:
+                refused[id(work)] = Refused(f"the server's disk is full ({full.strerror})", FULL_RETRY_S)
+        self.journal.flush()
+        return refused
+
+    def _say(self, message: Message) -> Any:
+        reply = take(self.server, message)
+        self.watch(message, reply)
+        sends = self.server.outgoing() if isinstance(self.server, RegionServer) else []
+        self._loop.call_soon_threadsafe(self._after, sends, self.server.status())
+        return reply
 
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
@@ -135,4 +193,5 @@ class Machine:
         self.status = status
         for send in sends:
             self.deliver(send)
-        self.wake()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

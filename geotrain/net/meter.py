@@ -1,7 +1,8 @@
 """Bytes counted where they leave the machine: the kernel's own counters of this process's TCP sockets (Linux).
 
 TCP_INFO gives, for each connection, the payload bytes that the other side has acknowledged and those received: what
-gRPC, TLS and HTTP/2 add is in it, headers of TCP and IP and retransmissions are not.
+gRPC, TLS and HTTP/2 add is in it, headers of TCP and IP and retransmissions are not. (The kernel counts the opening
+handshake of the side that connects as one byte.)
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Traffic:
             self.window.popleft()
         self.peak_sent_bytes = max(self.peak_sent_bytes, sum(s for _, s, _ in self.window))
         self.peak_received_bytes = max(self.peak_received_bytes, sum(r for _, _, r in self.window))
+
+    def join(self, other: Traffic) -> None:
+        """Add another connection's bytes (not its peaks, which may not have been at the same time)."""
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
 
 
 class Meter:

@@ -11,6 +11,8 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,15 @@ from geotrain.canonical import UnsupportedModelError
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
-from geotrain.monitor.events import EventLog, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
 from geotrain.net.diary import Diary
+from geotrain.net.journal import JournalDamaged, JournalFull
 from geotrain.net.link import Unreachable
-from geotrain.net.machine import Machine
-from geotrain.net.meter import Meter
+from geotrain.net.machine import AnyServer, Machine
+from geotrain.net.meter import Meter, Traffic
+from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.net.service import ListenError, Service
-from geotrain.net.store import SNAPSHOTS, Store, StoreError
+from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
 from geotrain.net.uplink import Uplink
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import Layout, LayoutError, layout_of
@@ -37,12 +41,17 @@ from geotrain.outer.server import identity_of
 
 log = logging.getLogger(__name__)
 
+SNAPSHOT_RETRY_S = 30.0
+MIN_JOURNAL_BYTES = 256 << 20
+JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
+STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
 EVENTS = "events.jsonl"
 EXPECTED = (
     ListenError,
     StoreError,
+    JournalDamaged,
     LayoutError,
     Unreachable,
     Refused,
@@ -62,10 +71,10 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
             identity_of(run, layout), layout, run.outer, regions, run.data.train_samples, run.samples_per_step
         )
 
-    def first_weights(server: GlobalServer | RegionServer) -> None:
+    def begin(server: AnyServer) -> None:
         server.set_weights(initial_weights(run, server.layout))
 
-    return _serve(build, first_weights, cluster.global_server, None, run, folder, resume)
+    return _serve(build, begin, cluster.global_server, None, run, folder, resume)
 
 
 def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool) -> int:
@@ -82,7 +91,11 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
         address = cluster.region(region).server
     except ConfigError as error:
         return _failed(error)
-    return _serve(build, None, address, cluster.global_server, run, folder, resume)
+
+    def begin(server: AnyServer) -> None:
+        """It gets its weights from the global server."""
+
+    return _serve(build, begin, address, cluster.global_server, run, folder, resume)
 
 
 def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
@@ -109,8 +122,8 @@ def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
 
 
 def _serve(
-    build: Callable[[], GlobalServer | RegionServer],
-    first_weights: Callable[[GlobalServer | RegionServer], None] | None,
+    build: Callable[[], AnyServer],
+    begin: Callable[[AnyServer], None],
     address: Address,
     above: Address | None,
     run: RunConfig,
@@ -118,32 +131,20 @@ def _serve(
     resume: bool,
 ) -> int:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        server, store = build(), Store(folder / SNAPSHOTS, run.checkpoint.keep)
-        with EventLog(folder / EVENTS) as events:
-            _load(server, store, resume, events)
-            if first_weights is not None and not server.fragments:
-                first_weights(server)
-                store.save(*server.state())
-            asyncio.run(_Host(server, store, events, folder, run.checkpoint.every_updates).run(address, above))
+        with alone_in(folder), EventLog(folder / EVENTS) as events:
+            if not resume and (Store(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*"))):
+                raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
+            recovered = recover(build, begin, folder, run.checkpoint.keep)
+            for fault in recovered.faults:
+                log.error("%s", fault)
+                events.write(Trouble(fault))
+            events.write(Recovery(recovered.replayed))
+            asyncio.run(_Host(recovered, events, folder, run.checkpoint.every_updates).run(address, above))
     except EXPECTED as error:
         return _failed(error)
     except OSError as error:
         return _failed(OSError(f"{folder}: {error.strerror or error}"))
     return 0
-
-
-def _load(server: GlobalServer | RegionServer, store: Store, resume: bool, events: EventLog) -> None:
-    if not resume and store.numbers():
-        raise StoreError(f"{store.folder}: holds the state of a run already; resume it, or choose another folder")
-    snapshot, faults = store.load_newest()
-    for fault in faults:
-        log.error("%s", fault)
-        events.write(Trouble(fault))
-    if snapshot is not None:
-        server.load(snapshot.tensors, snapshot.meta)
-    elif faults:
-        raise StoreError(f"{store.folder}: no snapshot is whole; restore one from a copy, or begin in a new folder")
 
 
 def _failed(error: Exception) -> int:
@@ -154,23 +155,27 @@ def _failed(error: Exception) -> int:
 class _Host:
     """One server's parts in one event loop."""
 
-    def __init__(
-        self, server: GlobalServer | RegionServer, store: Store, events: EventLog, folder: Path, every_updates: int
-    ) -> None:
-        self.server, self.store, self.events, self.folder = server, store, events, folder
-        self.every_updates = every_updates
-        self.diary = Diary(server, events)
+    def __init__(self, recovered: Recovered, events: EventLog, folder: Path, every_updates: int) -> None:
+        self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
+        self.events, self.folder, self.every_updates = events, folder, every_updates
+        self.diary = Diary(self.server, events)
         self.uplink: Uplink | None = None
         self.saved_updates = self._updates()
+        self.carried_bytes = 0  # what the journal's open segment began with
         self.stop = asyncio.Event()
         self.saving = asyncio.Lock()
+        self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")  # one at a time, also after a cancellation
         self.above: Address | None = None
 
     async def run(self, address: Address, above: Address | None) -> None:
-        self.machine = Machine(self.server, self._deliver, self.diary.watch)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
+        self.machine = Machine(self.server, self.journal, self._deliver, self.diary.watch)
         self.service = Service(self.machine, self._control, self._status)
         self.above = above
         self.meter = Meter(self._is_wide_area)
+        if not self.store.numbers():
+            await self._snapshot()  # so that there is one, whatever happens
         port = await self.service.start(address)
         listening = self.folder / LISTENING
         with whole_file(listening) as file:
@@ -178,15 +183,15 @@ class _Host:
         if not _is_loopback(address):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         try:
             await self._until_over()
-            await self._snapshot()
+            await self._snapshot(ended=self._is_over())
         finally:
             listening.unlink(missing_ok=True)
             await self.service.stop(LINGER_S)
             self.machine.close()
+            self.disk.shutdown()
+            self.journal.close()
             self.meter.stop()
 
     async def _until_over(self) -> None:
@@ -206,38 +211,49 @@ class _Host:
             for task in done:
                 task.result()
         finally:
+            with whole_file(self.folder / STATUS) as file:  # while its links are still open
+                json.dump(self.service.status(), file)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _finished(self, server: GlobalServer) -> None:
         await self.machine.until(lambda: server.finished or None, float("inf"))
-        await self._snapshot()
         await asyncio.sleep(LINGER_S)
 
     async def _snapshots(self) -> None:
+        """One now and then, so that neither the journal nor the time to replay it grows without bound."""
         while True:
-            await self.machine.until(
-                lambda: self._updates() - self.saved_updates >= self.every_updates or None, float("inf")
-            )
+            await self.machine.until(lambda: self._snapshot_is_due() or None, float("inf"))
             try:
                 await self._snapshot()
-            except StoreError as error:  # the older ones are whole: go on, and try again at the next turn
+            except StoreError as error:  # the older ones are whole: go on, and try again later
                 log.error("%s", error)
                 self.events.write(Trouble(str(error)))
+                await asyncio.sleep(SNAPSHOT_RETRY_S)
 
-    async def _snapshot(self) -> None:
-        """Copy the state between two messages, write the copy beside the work."""
+    def _snapshot_is_due(self) -> bool:
+        enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
+        journal_bytes = self.journal.segment_bytes - self.carried_bytes
+        return self._updates() - self.saved_updates >= self.every_updates or journal_bytes >= enough_bytes
+
+    async def _snapshot(self, ended: bool = False) -> None:
+        """Copy the state between two messages, write the copy beside the work. Raises StoreError."""
         async with self.saving:
-            began_s = time.monotonic()
-            self.saved_updates = self._updates()
-            tensors, meta = await self.machine.read(self._copy)
-            number = await asyncio.to_thread(self.store.save, tensors, meta)
+            began_s, updates = time.monotonic(), self._updates()
+            try:
+                tensors, meta = await self.machine.read(lambda: begin_snapshot(self.server, self.journal, ended))
+            except JournalFull as full:
+                raise StoreError(str(full)) from full
+            self.carried_bytes = self.journal.segment_bytes
+            write = partial(finish_snapshot, self.store, self.journal, tensors, meta)
+            number = await asyncio.get_running_loop().run_in_executor(self.disk, write)
+            self.saved_updates = updates
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
 
-    def _copy(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, meta = self.server.state()
-        return {name: tensor.clone() for name, tensor in tensors.items()}, meta
+    def _is_over(self) -> bool:
+        """Everyone has left in good order."""
+        return self.server.done if isinstance(self.server, RegionServer) else self.server.finished
 
     def _updates(self) -> int:
         return sum(member.updates for member in self.server.members.values())
@@ -251,33 +267,35 @@ class _Host:
             self.service.deliver(send)
 
     async def _control(self, what: str) -> None:
-        await self._snapshot()
         if what == "stop":
-            self.stop.set()
+            self.stop.set()  # a snapshot comes with the end
+        else:
+            await self._snapshot()
 
     def _is_wide_area(self, peer: str) -> bool:
-        """A region server's wide-area link is the one to the global server; all of the global server's are."""
+        """A region server's wide-area link is the one to the global server; the global server's are all it has."""
         return self.above is None or peer.rpartition(":")[2] == str(self.above.port)
 
     def _status(self) -> dict[str, Any]:
         """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
-        rates over a second."""
-        traffic, total = self.meter.traffic(), self.meter.total
-        to_global = (total.sent_bytes, total.peak_sent_bytes), (total.received_bytes, total.peak_received_bytes)
-        (up, peak_up), (down, peak_down) = to_global if self.above else reversed(to_global)
-        peers: dict[str, tuple[int, int]] = {}
+        rates over a second. peers: bytes with each member."""
+        traffic = self.meter.traffic()
+        members: dict[str, Traffic] = {}
         for peer, member in self.service.peers.items():
-            sent, received = (traffic[peer].sent_bytes, traffic[peer].received_bytes) if peer in traffic else (0, 0)
-            before = peers.get(member, (0, 0))
-            peers[member] = (before[0] + sent, before[1] + received)
+            if peer in traffic:
+                members.setdefault(member, Traffic()).join(traffic[peer])
+        total = self.meter.total
+        sent, received = ("up", "down") if self.above else ("down", "up")
         return {
             "links": {
-                "up_bytes": up,
-                "down_bytes": down,
-                "peak_up_bytes_per_s": peak_up,
-                "peak_down_bytes_per_s": peak_down,
+                f"{sent}_bytes": total.sent_bytes,
+                f"{received}_bytes": total.received_bytes,
+                f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
+                f"peak_{received}_bytes_per_s": total.peak_received_bytes,
             },
-            "peers": {m: {"sent_bytes": s, "received_bytes": r} for m, (s, r) in peers.items()},
+            "peers": {
+                name: {"sent_bytes": t.sent_bytes, "received_bytes": t.received_bytes} for name, t in members.items()
+            },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,
         }

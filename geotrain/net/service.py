@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from grpc import aio
@@ -41,7 +42,7 @@ class Service:
         extra_status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.machine, self._control, self._extra_status = machine, control, extra_status
-        self.peers: dict[str, str] = {}  # address of a connection → the member that joined over it
+        self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
         self.refused: dict[str, int] = {}  # member → messages refused for good
         self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
         self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
@@ -54,7 +55,7 @@ class Service:
         unary, streamed = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         methods = {
             "join": unary(self._handled(self._join)),
-            "push": grpc.stream_unary_rpc_method_handler(self._handled(self._push)),
+            "push": grpc.stream_stream_rpc_method_handler(self._handled(self._push)),
             "pull": streamed(self._handled(self._pull)),
             "lease": unary(self._handled(self._lease)),
             "release": unary(self._handled(self._release)),
@@ -63,12 +64,13 @@ class Service:
             "control": unary(self._handled(self._on_control)),
         }
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(calls.SERVICE, methods),))
+        _check_free(address)
         try:
             port = self._grpc.add_insecure_port(str(address))
-        except RuntimeError:
-            raise ListenError(_why_not(address)) from None
+        except RuntimeError as error:
+            raise ListenError(f"cannot listen on {address}: {error}") from None
         await self._grpc.start()
-        return port
+        return int(port)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls; give those that are open `grace_s` to end."""
@@ -88,11 +90,23 @@ class Service:
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         welcome = await self._refusable(join.member, self.machine.say(join))
-        self.peers[context.peer()] = join.member
+        self.peers[_plain_peer(context.peer())] = join.member
         self._granted.pop(join.member, None)  # what its earlier life was told may be wrong by now
         return wire.pack(welcome)
 
-    async def _push(self, _: Any, context: Any) -> bytes:
+    async def _push(self, _: Any, context: Any) -> None:
+        """The reply may come while chunks are still on their way; those are read and dropped, since gRPC loses a
+        reply when its call ends before the other side has finished speaking."""
+        reply: calls.Ack | calls.Refusal
+        try:
+            reply = await self._take_update(context)
+        except Refused as refused:
+            reply = calls.Refusal.of(refused)
+        await asyncio.wait_for(context.write(wire.pack(reply)), calls.STALL_S)
+        while await asyncio.wait_for(context.read(), calls.STALL_S) is not aio.EOF:
+            pass
+
+    async def _take_update(self, context: Any) -> calls.Ack:
         """Everything that can be known from the header is checked before the payload is taken."""
         server = self.machine.server
         reader = wire.Reader(UpdatePart, limit_bytes=server.up.encoded_bytes(server.layout.numel) + 4096)
@@ -104,7 +118,7 @@ class Service:
             while not reader.complete:
                 reader.feed(await _next_frame(context, calls.STALL_S))
             await self._refusable(part.member, self.machine.say(reader.message))
-        return wire.pack(calls.Ack(server.members[part.member].sequence))
+        return calls.Ack(server.members[part.member].sequence)
 
     async def _pull(self, request: bytes, context: Any) -> None:
         pull = wire.unpack(request, calls.Pull)
@@ -191,7 +205,8 @@ class Service:
             try:
                 return await handler(request, context)
             except Refused as refused:
-                context.set_trailing_metadata(calls.refusal_metadata(refused))
+                refusal = wire.pack(calls.Refusal.of(refused))
+                context.set_trailing_metadata(((calls.REFUSAL_KEY, refusal),))
                 code = grpc.StatusCode.FAILED_PRECONDITION
                 if refused.retry_s is not None and not isinstance(refused, NotJoined):
                     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -213,13 +228,22 @@ async def _next_frame(context: Any, wait_s: float) -> bytes:
     return bytes(frame)
 
 
-def _why_not(address: Address) -> str:
-    """gRPC does not say why it could not bind: try once by hand."""
+def _plain_peer(peer: str) -> str:
+    """gRPC's "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5" as the meter writes it."""
+    plain = unquote(peer.partition(":")[2]).replace("[", "").replace("]", "")
+    return plain.removeprefix("::ffff:")
+
+
+def _check_free(address: Address) -> None:
+    """gRPC does not say why it cannot bind: try by hand first. Raises ListenError."""
     try:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: recently closed is free
             probe.bind((address.host, address.port))
-        reason = "the port was taken a moment ago"
+            probe.listen()
     except OSError as error:
         reason = error.strerror or str(error)
-    return f"cannot listen on {address}: {reason}; stop what uses the port, or choose another in the cluster file"
+        raise ListenError(
+            f"cannot listen on {address}: {reason}; stop what uses the port, or choose another in the cluster file"
+        ) from None

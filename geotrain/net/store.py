@@ -8,12 +8,14 @@ Tensors are named by `Server.state()`: `fragment.<i>.x` is fragment i's fp32 vec
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,6 +39,23 @@ class StoreError(OSError):
 
 class DamagedSnapshot(ValueError):
     """This snapshot is not what was written."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep other servers out of it for as long as this process lives. Raises StoreError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StoreError(f"{folder}: another server is running in this folder; stop it first") from None
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,13 @@ class Store:
         except OSError as error:
             raise StoreError(f"{self.folder}: cannot be read: {error.strerror}") from error
 
+    def metas(self) -> list[dict[str, Any]]:
+        """The JSON parts of all snapshots. Raises StoreError when one is damaged."""
+        try:
+            return [self._load(number, ()).meta for number in self.numbers()]
+        except (DamagedSnapshot, OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{self.folder}: a snapshot is damaged: {error}") from error
+
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
@@ -117,7 +143,7 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     newest, faults = store.load_newest(names=())
     if newest is None:
         raise StoreError("\n".join([f"{folder}: holds no snapshot that is whole", *faults]))
-    if newest.meta.get("layout_digest") != layout.digest:
+    if newest.meta["state"]["layout_digest"] != layout.digest:
         raise LayoutError(f"{folder}: holds weights of another model than the run file's")
     for fragment in layout.fragments:
         vector = store._load(newest.number, (name := f"fragment.{fragment.index}.x",)).tensors[name]

@@ -1,7 +1,7 @@
 """A region server's side towards the global server: what it wants to send, delivered in order, in the background.
 
 Two lanes, so that a lease never waits behind gigabytes: updates and the goodbye on one, leases on the other.
-Answers are pulled beside them, one call for each update in flight. A lost link is retried for as long as the region
+Answers are pulled beside them, a lane for each fragment. A lost link is retried for as long as the region
 lives: its workers go on meanwhile.
 """
 
@@ -22,6 +22,7 @@ from geotrain.outer.messages import (
     Lease,
     LeaseRequest,
     Leave,
+    Message,
     NotJoined,
     Refused,
     Release,
@@ -84,13 +85,13 @@ class Uplink:
     async def _session(self, within_s: float) -> None:
         join = await self.machine.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)
-        lost = await self.machine.say(welcome)
+        lost = await self._tell(welcome)
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
         if not self.server.fragments:
             fragments = tuple(range(len(self.server.layout.fragments)))
-            await self.machine.say(await self._pull(0, fragments))
+            await self._tell(await self._pull(0, fragments))
         again = [send.message for send in await self.machine.read(self.server.resend)]
         self._updates = deque(again)  # type: ignore[arg-type]
         if self.server.gone:
@@ -98,24 +99,27 @@ class Uplink:
         self.connected = True
         try:
             async with asyncio.TaskGroup() as lanes:
-                lanes.create_task(self._run_updates(lanes))
+                pushed: list[asyncio.Queue[UpdatePart]] = [asyncio.Queue() for _ in self.server.layout.fragments]
+                for queue in pushed:
+                    lanes.create_task(self._run_answers(queue))
+                lanes.create_task(self._run_updates(pushed))
                 lanes.create_task(self._run_leases())
         except* (NotJoined, _Done):
             pass
 
-    async def _run_updates(self, pulls: asyncio.TaskGroup) -> None:
-        """Ends with the goodbye."""
-        pulled: set[int] = set()
+    async def _run_updates(self, pushed: list[asyncio.Queue[UpdatePart]]) -> None:
+        """Ends with the goodbye. pushed: for each fragment, where its updates are told of once they are delivered."""
+        last = 0
         while True:
             message = await self._next(self._updates)
             if isinstance(message, Leave):
                 await self._persist(_certain(self.link.leave, 0, self.server.sequence))
-                await self.machine.say(message)
+                await self._tell(message)
                 raise _Done
-            if message.sequence in self.server.in_flight and message.sequence not in pulled:
-                pulled.add(message.sequence)
+            if message.sequence > last:  # what was sent again at the beginning may be said a second time
+                last = message.sequence
                 await self._persist(partial(self.link.push, message))
-                pulls.create_task(self._adopt(message))
+                pushed[message.deltas[0].fragment].put_nowait(message)
             self._updates.popleft()
 
     async def _run_leases(self) -> None:
@@ -126,7 +130,7 @@ class Uplink:
                     await self._persist(_certain(self.link.release, message))
                 else:
                     lease: Lease | Finished = await self._persist(partial(self.link.lease, message))
-                    await self.machine.say(lease)
+                    await self._tell(lease)
             except NotJoined:
                 raise
             except Refused as refused:
@@ -137,12 +141,24 @@ class Uplink:
         waiting = [(m.worker, m.job) for m in self._leases if isinstance(m, LeaseRequest)]
         return (request.worker, request.job) not in waiting
 
-    async def _adopt(self, update: UpdatePart) -> None:
-        fragments = tuple(delta.fragment for delta in update.deltas)
-        await self.machine.say(await self._pull(update.sequence, fragments))
+    async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
+        while True:
+            update = await pushed.get()
+            fragments = tuple(delta.fragment for delta in update.deltas)
+            await self._tell(await self._pull(update.sequence, fragments))
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
         return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))
+
+    async def _tell(self, message: Message) -> Any:
+        """Tell the region server; as often as it asks to (its disk may be full)."""
+        while True:
+            try:
+                return await self.machine.say(message)
+            except Refused as refused:
+                if refused.retry_s is None:
+                    raise
+                await asyncio.sleep(refused.retry_s)
 
     async def _next(self, lane: deque[Any]) -> Any:
         """The head of the lane, left there until it was delivered."""

@@ -55,11 +55,13 @@ class Codec:
     """One wire format. Stateless: residuals belong to the caller.
 
     Tensors are taken flat in memory order. `values` and `weights` may be fp32 or bf16; anchors, residuals and outputs
-    are fp32 and contiguous, on the same device.
+    are fp32 and contiguous, on the same device. error_feedback: whether the caller is to keep a residual (zeros at
+    first, one for each stream of deltas) and pass it with every encode; never for fp32, which leaves nothing.
     """
 
-    def __init__(self, name: str, spec: Spec) -> None:
+    def __init__(self, name: str, spec: Spec, error_feedback: bool) -> None:
         self.name = name
+        self.error_feedback = error_feedback and name != "fp32"
         self._spec = spec
 
     def encoded_bytes(self, numel: int) -> int:
@@ -140,7 +142,7 @@ def make_codec(config: CodecConfig) -> Codec:
         error_decay=config.error_decay,
         density=config.density,
     )
-    return Codec(config.name, spec)
+    return Codec(config.name, spec, config.error_feedback)
 
 
 def _need_fp32(tensor: Tensor, numel: int, device: torch.device, role: str) -> None:

@@ -31,6 +31,7 @@ class GlobalServer(Server):
     ) -> None:
         workers = {w: (w,) for names in regions.values() for w in names}
         self.workers_of = workers if config.levels == 1 else regions
+        self.workers = frozenset(workers)
         members = tuple(self.workers_of)
         super().__init__(identity, layout, global_rule(config, members), members, config.up, config.down)
         rounds = tuple(workers) if config.rule == "sync" else None
@@ -38,7 +39,7 @@ class GlobalServer(Server):
 
     def on_lease_request(self, request: LeaseRequest) -> Lease | Finished:
         """Raises Refused when the worker is none of this run's."""
-        if all(request.worker not in workers for workers in self.workers_of.values()):
+        if request.worker not in self.workers:
             raise Refused(f"no worker of this run is called {request.worker!r}")
         return self.book.grant(request)
 
@@ -51,6 +52,10 @@ class GlobalServer(Server):
 
     def on_applied(self, part: UpdatePart) -> None:
         self.book.commit(part.leases)
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        self.book.dismissed.clear()
 
     @property
     def finished(self) -> bool:
@@ -74,6 +79,3 @@ class GlobalServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.book.load(meta["leases"])
-        if self.finished:
-            self.begin_again()
-            self.book.dismissed.clear()

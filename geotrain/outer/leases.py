@@ -12,14 +12,16 @@ from typing import Any
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
 
+ROUNDS_KEPT = 8  # of a synchronous run: a worker's next life may ask for one of them again
+
 
 class LeaseBook:
     """Leases of one run.
 
     train_samples: how many the run has, a multiple of samples_per_step (one inner step of any worker).
     local_steps: H. scale_local_steps: H_i = max(1, ceil(H · speed_i)), the speed relative to the fastest worker
-    known (DyLU, arXiv 2401.09135). rounds: for synchronous rules, the workers' names: job j of worker i then gets
-    a place that depends on i and j only, so that a run is the same whoever asks first.
+    known (DyLU, arXiv 2401.09135). rounds: for synchronous rules, the workers' names: job j of every worker is then
+    laid out at once, in the order of names, so that a run is the same whoever asks first.
     """
 
     def __init__(
@@ -46,6 +48,9 @@ class LeaseBook:
         self.committed_samples = 0
         self.dismissed: dict[str, int] = {}  # worker → job for which it was told that it is finished
         self.step_s: dict[str, float] = {}
+        self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
+        self._held: dict[tuple[str, int], Lease] = {}  # (worker, job) → what is open
+        self._fastest_s = inf
 
     @property
     def finished(self) -> bool:
@@ -58,25 +63,24 @@ class LeaseBook:
         Finished does not wait for leases that are out with others: should one come back, its worker's next life
         asks for it.
         """
-        for lease in self.open.values():
-            if (lease.worker, lease.job) == (request.worker, request.job):
-                return lease
+        held = self._held.get((request.worker, request.job))
+        if held:
+            return held
         if request.job == self.dismissed.get(request.worker):  # the same to all its ranks
             return Finished(request.worker, request.job)
         if 0 < request.step_s < inf:
-            self.step_s[request.worker] = request.step_s
-        steps = self._steps(request.worker)
+            self._note_speed(request.worker, request.step_s)
         if self.rounds is not None:
-            return self._grant_round(request, steps)
+            return self._grant_round(request)
         if not self._left():
             return self._dismiss(request)
-        return self._open(request, *self._take(steps * self.samples_per_step))
+        return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step))
 
     def commit(self, leases: tuple[int, ...]) -> int:
         """These leases are trained for good. Returns the samples committed; unknown or committed ones count 0."""
         samples = 0
         for number in leases:
-            lease = self.open.pop(number, None)
+            lease = self._close(number)
             if lease:
                 samples += lease.samples
         self.committed_samples += samples
@@ -85,7 +89,7 @@ class LeaseBook:
     def release(self, leases: tuple[int, ...]) -> None:
         """These leases return to the pool; unknown or committed ones are passed over."""
         for number in leases:
-            lease = self.open.pop(number, None)
+            lease = self._close(number)
             if lease is None:
                 continue
             self.dismissed.pop(lease.worker, None)
@@ -106,6 +110,7 @@ class LeaseBook:
             "committed_samples": self.committed_samples,
             "dismissed": self.dismissed,
             "step_s": self.step_s,
+            "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -115,12 +120,25 @@ class LeaseBook:
         self.committed_samples = state["committed_samples"]
         self.dismissed = dict(state["dismissed"])
         self.step_s = dict(state["step_s"])
+        self.laid_out = {
+            int(job): {w: (start, samples) for w, (start, samples) in places.items()}
+            for job, places in state["laid_out"].items()
+        }
+        self._held = {(lease.worker, lease.job): lease for lease in self.open.values()}
+        self._fastest_s = min(self.step_s.values(), default=inf)
 
     def _steps(self, worker: str) -> int:
         if not self.scale_local_steps or worker not in self.step_s:
             return self.local_steps
-        speed = min(self.step_s.values()) / self.step_s[worker]
-        return max(1, ceil(self.local_steps * speed))
+        return max(1, ceil(self.local_steps * self._fastest_s / self.step_s[worker]))
+
+    def _note_speed(self, worker: str, step_s: float) -> None:
+        was_fastest = self.step_s.get(worker) == self._fastest_s
+        self.step_s[worker] = step_s
+        if was_fastest and step_s > self._fastest_s:
+            self._fastest_s = min(self.step_s.values())
+        else:
+            self._fastest_s = min(self._fastest_s, step_s)
 
     def _left(self) -> bool:
         return bool(self.pool) or self.next_start < self.train_samples
@@ -135,18 +153,41 @@ class LeaseBook:
         self.next_start = min(start + samples, self.train_samples)
         return start, self.next_start - start
 
-    def _grant_round(self, request: LeaseRequest, steps: int) -> Lease | Finished:
+    def _grant_round(self, request: LeaseRequest) -> Lease | Finished:
         assert self.rounds is not None
         if request.worker not in self.rounds:
             raise Refused(f"worker {request.worker!r} is not one of this synchronous run's: {', '.join(self.rounds)}")
-        samples = steps * self.samples_per_step
-        place = (request.job - 1) * len(self.rounds) + self.rounds.index(request.worker)
-        round_end = request.job * len(self.rounds) * samples
-        if round_end > self.train_samples:  # a round is whole or not at all
-            self.next_start = self.train_samples
+        newest = max(self.laid_out, default=0)
+        while newest < request.job and self._lay_out(newest + 1):
+            newest += 1
+        if newest < request.job:
             return self._dismiss(request)
-        self.next_start = max(self.next_start, min(round_end, self.train_samples))
-        return self._open(request, place * samples, samples)
+        if request.job not in self.laid_out:
+            raise Refused(f"worker {request.worker!r} asks for round {request.job}; the run is at round {newest}")
+        return self._open(request, *self.laid_out[request.job][request.worker])
+
+    def _lay_out(self, job: int) -> bool:
+        """Give every worker its place in a round; False when the run ends before it. A round is whole or not at all:
+        with equal steps the same bits follow whoever asks first; with DyLU the speeds known to the first who asks
+        decide for all."""
+        assert self.rounds is not None
+        samples = {worker: self._steps(worker) * self.samples_per_step for worker in self.rounds}
+        if self.next_start + sum(samples.values()) > self.train_samples:
+            self.next_start = self.train_samples
+            return False
+        places = {}
+        for worker in self.rounds:
+            places[worker] = (self.next_start, samples[worker])
+            self.next_start += samples[worker]
+        self.laid_out[job] = places
+        self.laid_out.pop(job - ROUNDS_KEPT, None)  # nobody is that far behind: a round ends before the next begins
+        return True
+
+    def _close(self, number: int) -> Lease | None:
+        lease = self.open.pop(number, None)
+        if lease:
+            del self._held[lease.worker, lease.job]
+        return lease
 
     def _dismiss(self, request: LeaseRequest) -> Finished:
         self.dismissed[request.worker] = request.job
@@ -156,5 +197,6 @@ class LeaseBook:
         steps = samples // self.samples_per_step
         lease = Lease(request.worker, request.job, self.next_lease, start, samples, steps)
         self.open[self.next_lease] = lease
+        self._held[request.worker, request.job] = lease
         self.next_lease += 1
         return lease

@@ -218,8 +218,6 @@ class RegionServer(Server):
             self.in_flight[sequence] = UpdatePart(
                 self.name, self.incarnation, sequence, 0, payloads, 0, weight, tuple(leases), metrics
             )
-        if self.done:
-            self.begin_again()
 
     def resend(self) -> list[Send]:
         """After a new join: what is in flight, under this life's name. The receiver applies each only once."""

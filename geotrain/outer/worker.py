@@ -100,6 +100,7 @@ class WorkerRank:
         shard.anchor.copy_(now)
         return FragmentDelta(fragment, shard.version, to_bytes(encoded.check().payload))
 
+    @torch.no_grad()
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
         """Adopt the server's weights θ̃ in the masters, in place. start: the answer to a join, taken as it is.
 

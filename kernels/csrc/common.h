@@ -10,7 +10,9 @@
 #include <emmintrin.h>
 #endif
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+#if defined(GEOTRAIN_NO_CLONES)
+#define CLONES
+#elif defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #elif defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("avx2", "default")))

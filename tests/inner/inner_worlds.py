@@ -39,7 +39,7 @@ QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "t
 
 
 def run_world(
-    ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 240.0, lost: Collection[int] = ()
+    ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 280.0, lost: Collection[int] = ()
 ) -> list[Any]:
     """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback.
 
@@ -128,7 +128,7 @@ def start(
     """An engine with the canonical test weights."""
     from geotrain.inner.engine import build_engine
 
-    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, timeout_s=60)
+    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, timeout_s=120)
     write(engine, canonical_weights(engine.architecture))
     return engine
 

@@ -172,11 +172,11 @@ def test_imports_leave_torch_as_it_was() -> None:
 
     if platform.HAS_CUDA:
         pytest.skip("nothing is replaced where there is CUDA")
-    original = torch.cuda.current_device
+    original = torch.cuda.current_device, torch.zeros, torch.Tensor.cuda
     with platform.megatron_runtime():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.zeros(2).cuda().device.type == "cpu"
         assert torch.ones(3, device=torch.cuda.current_device()).sum() == 3
-    assert torch.cuda.current_device is original
+    assert (torch.cuda.current_device, torch.zeros, torch.Tensor.cuda) == original
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")

@@ -33,19 +33,26 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
     engine = engine_for((1, 1, 1))
     train(engine, FIRST)
     save(engine, folder, "six", {"lease": [1, 2]}, keep=2, with_masters=True)
+    drawn = torch.rand(3).tolist()
     expected = train(engine, THEN)
     masters = [shard.master.clone() for shard in engine.shards()]
     stop(engine)
 
     engine = engine_for((1, 1, 1))
-    torch.rand(3)
     extra = load(engine, folder)
-    drawn = torch.rand(3).tolist()
+    drawn_again = torch.rand(3).tolist()
     again = train(engine, THEN)
     same = all(torch.equal(a, s.master) for a, s in zip(masters, engine.shards(), strict=True))
     steps = engine.global_steps
     stop(engine)
-    return {"expected": expected, "extra": extra, "again": again, "same": same, "steps": steps, "drawn": drawn}
+    return {
+        "expected": expected,
+        "extra": extra,
+        "again": again,
+        "same": same,
+        "steps": steps,
+        "drawn": (drawn, drawn_again),
+    }
 
 
 def load_elsewhere(folder: str, layouts: list[Layout]) -> list[Any]:
@@ -66,10 +73,11 @@ def test_it_continues_on_every_layout(tmp_path: Path) -> None:
     for result in saved:
         assert result["again"] == result["expected"], "the same layout continues bit for bit"
         assert result["same"]
+        assert result["drawn"][0] == result["drawn"][1]
         assert result["extra"] == {"lease": [1, 2]}
         assert result["steps"] == len(FIRST) + len(THEN)
     expected = saved[0]["expected"]
-    layouts: list[list[Layout]] = [[(1, 1, 0)], [(2, 1, 1), (1, 2, 0), (1, 1, 2), (1, 1, 0), (2, 1, 0)]]
+    layouts: list[list[Layout]] = [[(1, 1, 0)], [(2, 1, 1), (1, 2, 0), (1, 1, 2)]]
     for ranks, here in zip((1, 2), layouts, strict=True):
         for curves in run_world(ranks, load_elsewhere, str(tmp_path), here):
             for layout, curve in zip(here, curves, strict=True):

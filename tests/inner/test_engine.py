@@ -56,14 +56,13 @@ TWO: list[Layout] = [
     ("qwen", 1, 2, False, 1, "none"),
     ("qwen", 1, 2, False, 0, "full"),
     ("llama", 1, 1, False, 0, "none"),
-    ("llama", 1, 1, False, 1, "none"),
     ("qwen", 1, 1, False, 2, "full"),
 ]
 FOUR: list[Layout] = [
     ("qwen", 2, 2, True, 1, "none"),
     ("llama", 2, 2, False, 0, "none"),
     ("qwen", 2, 1, True, 2, "none"),
-    ("qwen", 1, 2, False, 1, "none"),
+    ("llama", 1, 2, False, 1, "none"),
 ]
 
 

@@ -46,6 +46,7 @@ def block(**changes: Any) -> dict[str, Any]:
         ({}, layout(), 1, block(), 65, ["sequence_length = 65", "max_position_embeddings = 64"]),
         ({}, layout(1, 2), 2, deepspeed_block(2), 16, ["stage = 2", "pipeline = 2", "use stage 1"]),
         ({}, layout(), 1, deepspeed_block(3), 16, ["stage = 3", "0, 1 or 2"]),
+        ({}, layout(), 1, block(zero_optimization={"stage": 1, "round_robin_gradients": True}), 16, ["round_robin"]),
         ({}, layout(), 1, block(fp16={"enabled": True}), 16, ["fp16", "bf16"]),
         ({}, layout(), 1, deepspeed_block(0, bf16={"enabled": True}), 16, ["bf16", "stage 1 or 2"]),
         ({}, layout(), 1, block(optimizer={"type": "Lion"}), 16, ["'Lion'", "AdamW"]),

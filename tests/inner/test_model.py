@@ -87,34 +87,33 @@ def test_it_is_the_model_of_transformers_and_trains_as_plain_pytorch() -> None:
         assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
 
 
-BF16: list[tuple[int, int, int, dict[str, Any]]] = [
-    (2, 1, 1, {}),
-    (2, 1, 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
-    (1, 2, 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
-    (1, 1, 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
-    (1, 1, 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
-    (1, 2, 1, {}),
+WIDE = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [  # tensor, pipeline, zero_optimization, more
+    (2, 1, {"stage": 1}, {}),
+    (1, 2, {"stage": 1, "overlap_comm": True}, {}),
+    (1, 1, {"stage": 1, "offload_optimizer": {"device": "cpu"}}, {}),
+    (2, 1, {"stage": 1}, WIDE),
+    (1, 2, {"stage": 1}, WIDE),
+    (1, 1, {"stage": 2, "overlap_comm": True}, WIDE),
 ]
+STEPS = range(14)
 
 
 def train_in_bf16() -> list[list[tuple[float, float]]]:
     curves = []
-    for tensor, pipeline, stage, more in BF16:
-        engine = start(
-            QWEN,
-            ParallelConfig(tensor=tensor, pipeline=pipeline),
-            deepspeed_block(stage, bf16={"enabled": True}, **more),
-        )
+    for tensor, pipeline, zero, more in BF16:
+        block = deepspeed_block(0, bf16={"enabled": True}, zero_optimization=dict(zero), **more)
+        engine = start(QWEN, ParallelConfig(tensor=tensor, pipeline=pipeline), block)
         assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
         assert {s.master.dtype for s in engine.shards()} == {torch.float32}
-        curves.append(train(engine, range(20)))
+        curves.append(train(engine, STEPS))
         stop(engine)
     return curves
 
 
 def in_fp32() -> list[tuple[float, float]]:
     engine = start(QWEN, ParallelConfig(), deepspeed_block(0))
-    curve = train(engine, range(20))
+    curve = train(engine, STEPS)
     stop(engine)
     return curve
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,7 +19,8 @@ from geotrain.canonical import architecture_from_hf, canonical_parameters
 from geotrain.config import Address, CodecConfig, FragmentConfig, MomentumConfig, OuterConfig
 from geotrain.initial import initial_tensor
 from geotrain.net.client import MemberClient
-from geotrain.net.machine import Machine
+from geotrain.net.machine import AnyServer, Machine
+from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.service import Service
 from geotrain.net.uplink import Uplink
 from geotrain.outer.codec import make_codec
@@ -114,20 +117,31 @@ class Loop:
 
 
 class Running:
-    """One server on its sockets. `kill` drops it without a word; what it knew is in `server` only."""
+    """One server on its sockets, its state in a folder. `kill` drops it without a word; `again` recovers it."""
 
-    def __init__(self, loop: Loop, server: GlobalServer | RegionServer, port: int = 0, above: str = "") -> None:
-        self.loop, self.server, self.above = loop, server, above
+    def __init__(self, loop: Loop, build: Callable[[], AnyServer], begin: Callable[[AnyServer], None], folder: Path,
+                 port: int = 0, above: str = "") -> None:  # fmt: skip
+        self.loop, self.build, self.begin, self.folder, self.above = loop, build, begin, folder, above
         self.uplink: Uplink | None = None
         self.uplink_task: asyncio.Task[None] | None = None
+        self.recovered = recover(build, begin, folder, keep=2)
+        self.server: Any = self.recovered.server
         self.port = loop.do(self._start(port))
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def again(self) -> Running:
+        return Running(self.loop, self.build, self.begin, self.folder, self.port, self.above)
+
+    def snapshot(self) -> None:
+        r = self.recovered
+        copy = self.loop.do(self.machine.read(lambda: begin_snapshot(self.server, r.journal, ended=False)))
+        finish_snapshot(r.store, r.journal, *copy)
+
     async def _start(self, port: int) -> int:
-        self.machine = Machine(self.server, self._deliver)
+        self.machine = Machine(self.server, self.recovered.journal, self._deliver)
         self.service = Service(self.machine, self._control)
         if self.above:
             self.uplink = Uplink(self.machine, self.above)
@@ -149,44 +163,53 @@ class Running:
             await asyncio.gather(self.uplink_task, return_exceptions=True)
         await self.service.stop(None)
         await asyncio.to_thread(self.machine.close)
+        self.recovered.journal.close()
 
 
 class Cluster:
     """A global server and regions: region → its workers' slicings."""
 
-    def __init__(self, loop: Loop, config: OuterConfig, regions: dict[str, dict[str, Callable[[Layout], Slicing]]],
+    def __init__(self, loop: Loop, folder: Path, config: OuterConfig,
+                 regions: dict[str, dict[str, Callable[[Layout], Slicing]]],
                  train_samples: int = 64, samples_per_step: int = 2) -> None:  # fmt: skip
         self.config, self.layout = config, tiny_layout(config)
-        self.loop, self.plan = loop, (train_samples, samples_per_step)
+        self.loop, self.folder, self.plan = loop, folder, (train_samples, samples_per_step)
         self.identity = Identity("test", "0123", self.layout.digest, "a tiny llama")
         self.names = {region: tuple(workers) for region, workers in regions.items()}
         self.slicings = {w: cut for workers in regions.values() for w, cut in workers.items()}
-        top = self.new_global()
-        top.set_weights(first_weights(self.layout))
-        self.top = Running(loop, top)
-        self.regions = {name: Running(loop, self.new_region(name), above=self.top.address) for name in regions}
-        self.region_of = {w: self.regions[r] for r, workers in regions.items() for w in workers}
+        self.home = {w: r for r, workers in regions.items() for w in workers}
+        self.top = Running(loop, self.new_global, self.first_weights, folder / "global")
+        self.regions = {name: self.new_region(name, folder / name) for name in regions}
 
     def new_global(self) -> GlobalServer:
         return GlobalServer(self.identity, self.layout, self.config, self.names, *self.plan)
 
-    def new_region(self, name: str, incarnation: str = "life-1") -> RegionServer:
-        region = RegionServer(name, self.identity, self.layout, self.config, self.names[name])
-        region.incarnation = incarnation
-        return region
+    def first_weights(self, server: AnyServer) -> None:
+        server.set_weights(first_weights(self.layout))
+
+    def new_region(self, name: str, folder: Path, port: int = 0) -> Running:
+        def build() -> RegionServer:
+            region = RegionServer(name, self.identity, self.layout, self.config, self.names[name])
+            region.incarnation = uuid.uuid4().hex
+            return region
+
+        return Running(self.loop, build, lambda server: None, folder, port, self.top.address)
+
+    def region_of(self, worker: str) -> Running:
+        return self.regions[self.home[worker]]
 
     def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
         cut = self.slicings[name](self.layout)
-        return FakeWorker(
-            name, incarnation, self.region_of[name].address, self.layout, self.config, cut, self.identity
-        )
+        address = self.region_of(name).address
+        return FakeWorker(name, incarnation, address, self.layout, self.config, cut, self.identity)
 
-    def restart(self, which: Running, fresh: GlobalServer | RegionServer) -> Running:
-        """Replace a server by one restored from what its state was, on the same port."""
-        which.kill()
-        tensors, meta = which.server.state()
-        fresh.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
-        return Running(self.loop, fresh, which.port, which.above)
+    def restart_top(self) -> None:
+        self.top.kill()
+        self.top = self.top.again()
+
+    def restart(self, region: str) -> None:
+        self.regions[region].kill()
+        self.regions[region] = self.regions[region].again()
 
     def close(self) -> None:
         for running in (*self.regions.values(), self.top):
@@ -203,7 +226,7 @@ class FakeWorker:
         self.identity = identity
         self.codec = make_codec(config.local)
         self.receivers = [WeightsReceiver(config.local) for _ in slicing]
-        self.clients = [MemberClient(address, connect_s=10, deadline_s=30) for _ in slicing]
+        self.clients = [MemberClient(address, connect_s=60, deadline_s=60) for _ in slicing]
         self.anchor = [torch.zeros(f.numel) for f in layout.fragments]
         self.versions = [0] * len(layout.fragments)
         self.sequence = self.job = 0
@@ -292,12 +315,12 @@ def target(layout: Layout, fragment: int) -> Tensor:
 
 
 @contextmanager
-def clusters() -> Iterator[Callable[..., Cluster]]:
+def clusters(folder: Path) -> Iterator[Callable[..., Cluster]]:
     """Makes clusters, and ends them."""
     loop, made = Loop(), []
 
     def make(*arguments: Any, **settings: Any) -> Cluster:
-        made.append(Cluster(loop, *arguments, **settings))
+        made.append(Cluster(loop, folder / str(len(made)), *arguments, **settings))
         return made[-1]
 
     try:
@@ -310,14 +333,8 @@ def clusters() -> Iterator[Callable[..., Cluster]]:
 
 def wait_for(what: Callable[[], Any], within_s: float = 10.0) -> Any:
     """Polls; for what no message announces."""
-    import time
-
     deadline = time.monotonic() + within_s
     while not (value := what()):
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
     return value
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

@@ -12,8 +12,8 @@ from tests.net.net_worlds import Cluster, FakeWorker, clusters, halves, outer, s
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    with clusters() as maker:
+def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as maker:
         yield maker
 
 
@@ -82,7 +82,7 @@ def run_in_turns(cluster: Cluster) -> None:
         assert lease is not None
         for f in range(len(cluster.layout.fragments)):
             worker.exchange(worker.parts(lease, (f,)), (f,))
-            region = cluster.region_of[worker.name].server
+            region = cluster.region_of(worker.name).server
             wait_for(lambda r=region: not r.in_flight)
         worker.job += 1
     for worker in workers:

@@ -72,6 +72,37 @@ def test_rounds_do_not_depend_on_who_asks_first():
     assert starts("ab") == starts("ba") == {("a", 1): 0, ("b", 1): 6, ("a", 2): 12, ("b", 2): 18}
 
 
+def test_rounds_with_scaled_steps_hand_out_every_sample_once():
+    """DyLU in a synchronous run: the slow worker takes fewer steps, and no two places overlap."""
+    book = LeaseBook(60, 2, 4, scale_local_steps=True, rounds=("fast", "slow"))
+    trained, steps = [], []
+    for job in range(1, 20):
+        for worker, step_s in (("slow", 0.4), ("fast", 0.1)):
+            state = json.loads(json.dumps(book.state()))
+            book = LeaseBook(60, 2, 4, scale_local_steps=True, rounds=("fast", "slow"))
+            book.load(state)
+            lease = book.grant(LeaseRequest(worker, job, step_s))
+            if isinstance(lease, Lease):
+                trained += range(lease.start, lease.start + lease.samples)
+                steps.append((worker, lease.steps))
+    assert steps[:2] == [("slow", 4), ("fast", 4)]  # the fast one had not told its speed when the round was laid out
+    assert steps[2:4] == [("slow", 1), ("fast", 4)]
+    assert len(set(trained)) == len(trained) == 56  # 16, then 10 a round; the last 4 do not make a round
+
+
+def test_a_speed_that_changes_moves_everyones_share():
+    book = LeaseBook(10_000, 1, 8, scale_local_steps=True)
+
+    def steps(worker: str, job: int, step_s: float) -> int:
+        lease = book.grant(LeaseRequest(worker, job, step_s))
+        assert isinstance(lease, Lease)
+        return lease.steps
+
+    assert [steps("a", 1, 0.1), steps("b", 1, 0.4)] == [8, 2]
+    assert [steps("a", 2, 0.2), steps("b", 2, 0.4)] == [8, 4]  # the fastest slowed down
+    assert [steps("b", 3, 0.1), steps("a", 3, 0.2)] == [8, 4]
+
+
 def test_a_round_is_whole_or_not_at_all():
     book = LeaseBook(18, 2, 3, rounds=("a", "b"))
     for worker in "ab":

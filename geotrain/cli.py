@@ -1,0 +1,191 @@
+"""The command line. Each command reads its arguments and calls one function, imported only then: imports are slow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="geotrain",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Pretrain language models on GPU clusters in different regions, joined by slow links.",
+    epilog="Each command has its own --help, with examples.",
+)
+serve = typer.Typer(no_args_is_help=True, help="Run one server by hand; `launch` does it for you.")
+app.add_typer(serve, name="serve")
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
+ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, as in runs/NAME.")]
+RunOption = Annotated[Path, typer.Option("--run", help="The run file.")]
+ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="Default: cluster.json beside the run file.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
+
+
+class DType(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def main() -> None:
+    """Entry point. An error of GeoTrain's own, or of the operating system, is one message and exit code 2."""
+    try:
+        app()
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("geotrain."):
+            raise
+        print(f"geotrain: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command(epilog="Example: geotrain quickstart")
+def quickstart(
+    resume: Resume = False,
+    run: RunOption = Path("configs/runs/quickstart.json"),
+    cluster: Annotated[Path, typer.Option(help="The cluster file.")] = Path(
+        "configs/clusters/local-two-regions.json"
+    ),
+) -> None:
+    """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
+
+    Leaves logs, a checkpoint, the export and summary.json in runs/quickstart.
+    """
+    from geotrain.quickstart import quickstart as start
+
+    raise typer.Exit(start(run, cluster, resume))
+
+
+@app.command(
+    epilog="Example: geotrain prepare texts/*.jsonl.zst --out data/mine --train-bpe 32000 --validation 0.01",
+)
+def prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="TEXTS…", help="Files, folders or patterns.")],
+    out: Annotated[Path, typer.Option(help="Folder for train.bin/.idx, validation.bin/.idx and the tokenizer.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face tokenizer.")] = None,
+    train_bpe: Annotated[int | None, typer.Option(metavar="IDS", help="Train a byte-level BPE of this size.")] = None,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Tokens are bytes.")] = False,
+    validation: Annotated[float, typer.Option(metavar="SHARE", help="Share of documents held out.")] = 0.01,
+    text_key: Annotated[str, typer.Option(help="Key or column of the text in .jsonl and .parquet.")] = "text",
+    end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
+) -> None:
+    """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet) into a Megatron data set."""
+    from geotrain.launch.preparing import prepare_files
+
+    prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, text_key, end_of_document, processes)
+
+
+@app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
+def launch(run: RunFile, cluster: ClusterFile, resume: Resume = False) -> None:
+    """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
+
+    The run's folder holds the files as resolved, and one log file a process.
+    """
+    from geotrain.launch.region import launch as start
+
+    raise typer.Exit(start(run, cluster, resume))
+
+
+@app.command("launch-site", hidden=True)
+def launch_site() -> None:
+    """What `launch` starts on another machine: reads what to do from standard input."""
+    from geotrain.launch.region import launch_site as start
+
+    raise typer.Exit(start())
+
+
+@serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
+def serve_global(run: RunOption, cluster: ClusterOption = None, resume: Resume = False) -> None:
+    """Run the global server until every region has left."""
+    from geotrain.launch.serving import run_global
+
+    raise typer.Exit(run_global(run, cluster, resume))
+
+
+@serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
+def serve_region(
+    region: Annotated[str, typer.Argument(help="The region's name in the cluster file.")],
+    run: RunOption,
+    cluster: ClusterOption = None,
+    resume: Resume = False,
+) -> None:
+    """Run a region's server until its workers have left and all they did is sent."""
+    from geotrain.launch.serving import run_region
+
+    raise typer.Exit(run_region(region, run, cluster, resume))
+
+
+@app.command(epilog="Example: geotrain status runs/mine")
+def status(
+    folder: RunFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
+) -> None:
+    """Show how a run goes, or went."""
+    from geotrain.launch.progress import new_console, status_of_run, table, view
+
+    cluster, statuses = status_of_run(folder)
+    if as_json:
+        print(json.dumps(statuses, indent=2))
+    else:
+        new_console().print(table(view(cluster, statuses)))
+
+
+@app.command(epilog="Example: geotrain export runs/mine exported")
+def export(
+    folder: RunFolder,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
+    dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = DType.bfloat16,
+) -> None:
+    """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive."""
+    from geotrain.export import export_run
+
+    export_run(folder, output, dtype.value)
+    print(output)
+
+
+@app.command(epilog='Example: geotrain sample exported "Once upon a time"')
+def sample(
+    folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face checkpoint folder.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many to write at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
+) -> None:
+    """Write text with an exported model."""
+    from geotrain.sample import sample as write
+
+    print(write(folder, prompt, tokens, temperature, seed))
+
+
+@app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
+def dry_run(run: RunFile, cluster: ClusterFile) -> None:
+    """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
+    from geotrain.config import load_cluster, load_run
+
+    files = load_run(run), load_cluster(cluster)
+    from geotrain.launch.dry_run import needs, show
+    from geotrain.launch.progress import new_console
+
+    show(needs(*files), new_console())
+
+
+@app.command(epilog="Example: geotrain schema --out configs/schema")
+def schema(out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema")) -> None:
+    """Write the JSON Schema of run and cluster files, for editors."""
+    from geotrain.config import ClusterConfig, RunConfig, json_schema
+    from geotrain.files import whole_file
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name, kind in (("run", RunConfig), ("cluster", ClusterConfig)):
+        with whole_file(out / f"{name}.json") as file:
+            file.write(json.dumps(json_schema(kind), indent=2) + "\n")
+        print(out / f"{name}.json")

@@ -1,0 +1,65 @@
+"""How cheap any placement can be at best: proven lower bounds on the cost of `geotrain.plan.cost`.
+
+`quick_bound` looks at each device's cheapest links. `lower_bound` raises it by the complete search of
+`geotrain.plan.exact` over classes of devices: if nothing lies below a threshold, the threshold is a bound, and if
+something does, the cheapest is. The first threshold tried is the cost of the placement that was found, so the search
+ends with a proof that it is optimal, or with the optimum over classes; where that takes too much work, lower ones
+are tried.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from geotrain.plan.classes import classes_of, off_diagonal
+from geotrain.plan.cost import Problem
+from geotrain.plan.exact import TooMuchWorkError, cheapest_below
+
+RUNGS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.3, 0.15)  # thresholds tried, between the quick bound and the known cost
+ROUNDING = 1e-9  # thresholds lie this share below the known cost, so that the cost itself is not "below"
+
+
+def quick_bound(problem: Problem) -> float:
+    """From each device's cheapest links alone (s).
+
+    A stage's device pays at least its D−1 cheapest gradient links, and with n devices left idle at least the n+1-th
+    dearest such sum is paid. If more than e·D + n devices have no activation link below t, then more than e stages
+    hold one of them, so at least e + 1 (at most S−1) edges of the path cost t or more.
+    """
+    return _quick_links(problem) + compute_bound(problem)
+
+
+def compute_bound(problem: Problem) -> float:
+    """The S·D-th fastest device computes, at best, the longest."""
+    return float(np.sort(problem.compute_s)[problem.placed - 1])
+
+
+def _quick_links(problem: Problem) -> float:
+    s, d = problem.stages, problem.replicas
+    sums = np.sort(off_diagonal(problem.gradient_s), axis=1)[:, : d - 1].sum(axis=1)
+    data_parallel = float(np.sort(sums)[problem.placed - 1])
+    if s == 1:
+        return data_parallel
+    dearest_first = np.sort(off_diagonal(problem.activation_s).min(axis=1))[::-1]
+    return data_parallel + 2 * float(dearest_first[problem.idle :: d][: s - 1].sum())
+
+
+def lower_bound(problem: Problem, known_s: float, max_work: int = 300_000_000) -> float:
+    """A proven lower bound (s) on the cost of every placement, at most `known_s`, the cost of one that was found.
+
+    Equal to known_s · (1 − 1e-9) when that placement is proven optimal. max_work: see `cheapest_below`; the default
+    is some ten seconds a threshold.
+    """
+    proven, compute = _quick_links(problem), compute_bound(problem)
+    target = (known_s - compute) * (1 - ROUNDING)
+    if proven >= target:
+        return min(proven + compute, known_s)
+    classes = classes_of(problem)
+    for rung in RUNGS:
+        threshold = proven + rung * (target - proven)
+        try:
+            optimum = cheapest_below(classes, problem.stages, threshold, max_work)
+        except TooMuchWorkError:
+            continue
+        return compute + (optimum.total_s if optimum else threshold)
+    return proven + compute

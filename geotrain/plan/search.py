@@ -1,0 +1,323 @@
+"""Which device computes what: search for the cheapest table of stages × pipelines (`geotrain.plan.cost`).
+
+Starts. Devices are put in an order in which near ones are neighbours (the leaves of an average-linkage tree over
+their links), and that order is poured into the table tile by tile, for every tile height and width that divides it.
+Tall tiles keep pipelines local and let gradients travel, wide ones the reverse; mixtures lie between. Where some
+devices stay idle, they are left out of the order at several places, or by their dearest links.
+
+Annealing. Many tables are improved side by side, each step being one batch of array operations. A move swaps two
+column segments of equal length (length 1: two devices; or with idle devices), crosses two pipelines from some stage
+on (this is what improves matchings), or moves a block of stages. The true cost is a maximum and flat nearly
+everywhere, so chains descend on cost + w · (its mean in place of its maximum), with w → 0.
+
+Polish. The best tables are re-arranged with exact matchings and, for few stages, the exact tour.
+
+The same seed gives the same placement; nothing depends on the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+
+from geotrain.plan.bound import ROUNDING, compute_bound, quick_bound
+from geotrain.plan.classes import classes_of, off_diagonal
+from geotrain.plan.cost import (
+    Floats,
+    Ints,
+    Placement,
+    Problem,
+    arrange,
+    link_times,
+    placement,
+    table_costs,
+)
+from geotrain.plan.exact import TooMuchWorkError, cheapest_below
+
+CHAINS = 24
+ROUND_STEPS = 250  # between two rounds the worst chains are replaced by copies of the best
+POLISHED = 4
+IDLE_WINDOWS = 8
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to try. steps: moves each chain tries; chains: tables improved side by side; exact_work: the work
+    allowed to a complete search over classes (see `geotrain.plan.exact`)."""
+
+    steps: int
+    chains: int = CHAINS
+    exact_work: int = 1_000_000
+
+
+def default_effort(problem: Problem) -> Effort:
+    """Moves grow with the devices; beyond some hundred devices the starts carry most of the weight."""
+    return Effort(steps=int(np.clip(60 * problem.placed, 1000, 5000)))
+
+
+def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
+    """The cheapest placement found. Stops at once where it is proven that nothing is cheaper."""
+    effort = effort or default_effort(problem)
+    rng = np.random.default_rng(seed)
+    floor = quick_bound(problem) * (1 + ROUNDING)
+    starts = start_orders(problem)
+    ranked = starts[np.argsort(start_costs(problem, starts), kind="stable")]
+    best = polish(problem, ranked)
+    if best.total_s <= floor:
+        return best
+    best, proven = exact_over_classes(problem, best, effort.exact_work)
+    if proven:
+        return best
+    chains = _initial_chains(ranked, best, effort.chains, rng)
+    annealed = polish(problem, Annealer(problem, chains, rng).run(effort.steps, floor))
+    return min(best, annealed, key=lambda p: p.total_s)
+
+
+def exact_over_classes(problem: Problem, best: Placement, max_work: int) -> tuple[Placement, bool]:
+    """The better of `best` and the optimum over classes of devices, and whether nothing can be cheaper.
+
+    That is proven where classes are exact and all devices compute alike, and the work suffices.
+    """
+    classes = classes_of(problem)
+    threshold = (best.total_s - compute_bound(problem)) * (1 - ROUNDING)
+    try:
+        optimum = cheapest_below(classes, problem.stages, threshold, max_work)
+    except TooMuchWorkError:
+        return best, False
+    if optimum is not None:
+        ready = np.argsort(problem.compute_s, kind="stable")  # the fastest of each class first
+        waiting = [list(ready[classes.label[ready] == k]) for k in range(len(classes.sizes))]
+        rows = [[waiting[k].pop(0) for k, count in enumerate(v) for _ in range(count)] for v in optimum.vectors]
+        best = min(best, placement(problem, arrange(problem, np.array(rows))), key=lambda p: p.total_s)
+    return best, classes.exact and bool((problem.compute_s == problem.compute_s[0]).all())
+
+
+def polish(problem: Problem, orders: Ints) -> Placement:
+    """The best of the first few orders, after exact matchings and tour."""
+    shape = (problem.stages, problem.replicas)
+    tables = [order[: problem.placed].reshape(shape) for order in orders[:POLISHED]]
+    return min(
+        (placement(problem, table) for raw in tables for table in (raw, arrange(problem, raw))),
+        key=lambda p: p.total_s,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- starts
+
+
+def start_orders(problem: Problem) -> Ints:
+    """(count, N): permutations of the devices; the first S·D entries are the table row by row, the rest is idle."""
+    orders = []
+    for kept, idle in (split for near in near_orders(problem) for split in _leave_out(problem, near)):
+        for tile_rows in _divisors(problem.stages):
+            for tile_columns in _divisors(problem.replicas):
+                for cells in _tilings(problem, tile_rows, tile_columns):
+                    table = np.empty(problem.placed, dtype=np.int64)
+                    table[cells] = kept
+                    orders.append(np.concatenate([table, idle]))
+    return np.unique(np.array(orders), axis=0)
+
+
+def near_orders(problem: Problem) -> list[Ints]:
+    """Devices in orders in which near ones are neighbours: the leaves of an average-linkage tree, and the same with
+    well connected devices first (a tree may scatter those that are equally far from everything)."""
+    leaves = np.arange(problem.devices)
+    if problem.devices > 2:
+        apart = problem.activation_s / max(problem.activation_s.mean(), 1e-30)
+        apart = apart + problem.gradient_s / max(problem.gradient_s.mean(), 1e-30)
+        leaves = leaves_list(linkage(squareform(apart, checks=False), "average")).astype(np.int64)
+    nearest = off_diagonal(problem.activation_s).min(axis=1)
+    return [leaves, leaves[np.argsort(nearest[leaves], kind="stable")]]
+
+
+def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
+    """Ways to split the order into devices kept and devices idle."""
+    if problem.idle == 0:
+        return [(near, near[:0])]
+    splits = []
+    for offset in np.unique(np.linspace(0, problem.placed, IDLE_WINDOWS).astype(int)):
+        splits.append((np.delete(near, np.s_[offset : offset + problem.idle]), near[offset : offset + problem.idle]))
+    kept = near
+    links = problem.gradient_s + problem.activation_s
+    total = links.sum(axis=1) + problem.compute_s * problem.devices
+    while len(kept) > problem.placed:  # drop the device with the dearest links to those still kept
+        worst = kept[total[kept].argmax()]
+        total = total - links[worst]
+        kept = kept[kept != worst]
+    return [*splits, (kept, np.setdiff1d(near, kept))]
+
+
+def _tilings(problem: Problem, tile_rows: int, tile_columns: int) -> list[Ints]:
+    """Flat cells of the table, tile after tile; tiles and the cells in them by rows or by columns."""
+    rows, columns = problem.stages, problem.replicas
+    cells = np.arange(rows * columns).reshape(rows // tile_rows, tile_rows, columns // tile_columns, tile_columns)
+    axes = [(i, j, a, b) for i, j in ((0, 2), (2, 0)) for a, b in ((1, 3), (3, 1))]
+    return [cells.transpose(order).ravel() for order in axes]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def start_costs(problem: Problem, orders: Ints) -> Floats:
+    shape = (problem.stages, problem.replicas)
+    return np.array([table_costs(problem, order[: problem.placed].reshape(shape)) for order in orders])
+
+
+def _initial_chains(ranked: Ints, best: Placement, chains: int, rng: np.random.Generator) -> Ints:
+    """Half of the chains begin at the best placement and starts, a quarter at other starts, a quarter at random."""
+    placed = np.array(best.table).ravel()
+    first = np.concatenate([placed, np.setdiff1d(np.arange(ranked.shape[1]), placed)])
+    near = ranked[np.arange(chains // 2 - 1) % len(ranked)]
+    other = ranked[rng.integers(len(ranked), size=chains // 4)]
+    scattered = [rng.permutation(ranked.shape[1]) for _ in range(chains - chains // 2 - len(other))]
+    return np.concatenate([first[None], near, other, np.array(scattered)])
+
+
+# ---------------------------------------------------------------------------------------------- annealing
+
+
+class Annealer:
+    """Chains of orders (chains, N), all moved at once. Invariant: `_rows` and `_score` belong to `orders`."""
+
+    def __init__(self, problem: Problem, orders: Ints, rng: np.random.Generator) -> None:
+        self.problem, self.rng = problem, rng
+        self.orders = orders.copy()
+        self._chain = np.arange(len(orders))
+        self._rows = self._row_sums(self.orders)
+        # Chains differ in how much they look at means: from the pure cost to as much as the cost itself.
+        self._mean_weight = np.linspace(0.0, 1.0, len(orders))[rng.permutation(len(orders))]
+
+    def run(self, steps: int, floor: float) -> Ints:
+        """Anneal; return the best order of each chain, cheapest first. Ends early once a cost reaches `floor`."""
+        cost, mean = self._cost(self.orders, self._rows)
+        best, best_cost = self.orders.copy(), cost.copy()
+        hot = 0.05 * float(np.median(cost))
+        for step in range(steps):
+            left = 1 - step / steps
+            weight = self._mean_weight * left
+            temperature = hot * left**2 * 0.001 ** (1 - left) + 1e-12
+            orders, rows = self._propose()
+            new_cost, new_mean = self._cost(orders, rows)
+            gain = cost - new_cost + weight * (mean - new_mean)
+            taken = gain >= temperature * np.log(self.rng.random(len(gain)))
+            self.orders[taken], self._rows[taken] = orders[taken], rows[taken]
+            cost, mean = np.where(taken, new_cost, cost), np.where(taken, new_mean, mean)
+            better = cost < best_cost
+            if better.any():
+                best[better], best_cost[better] = self.orders[better], cost[better]
+                if best_cost.min() <= floor:
+                    break
+            if step % ROUND_STEPS == ROUND_STEPS - 1:
+                ranks = np.argsort(best_cost, kind="stable")
+                few = len(ranks) // 4
+                self.orders[ranks[-few:]] = best[ranks[:few]]
+                self._rows = self._row_sums(self.orders)
+                cost, mean = self._cost(self.orders, self._rows)
+        return best[np.argsort(best_cost, kind="stable")]
+
+    # --- moves
+
+    def _propose(self) -> tuple[Ints, Floats]:
+        """One move for each chain, of one kind for all. Returns the new orders and their row sums."""
+        stages = self.problem.stages
+        draw = self.rng.random()
+        if stages > 1 and draw < 0.1:
+            return self._move_stages()
+        if stages > 1 and draw < 0.3:
+            return self._cross_pipelines()
+        if self.problem.idle and draw < 0.5:
+            return self._swap_idle()
+        longest = stages if draw > 0.7 else 1
+        return self._swap_segments(int(self.rng.integers(1, longest + 1)))
+
+    def _swap_segments(self, length: int) -> tuple[Ints, Floats]:
+        """Swap `length` stages of one pipeline with as many of another (or of the same, apart)."""
+        s, d, r = self.problem.stages, self.problem.replicas, len(self.orders)
+        top = self.rng.integers(0, s - length + 1, size=(2, r, 1))
+        column = self.rng.integers(0, d, size=(2, r, 1))
+        overlap = (column[0] == column[1]) & (abs(top[0] - top[1]) < length)
+        if d > 1:
+            column[1] = np.where(overlap, (column[0] + self.rng.integers(1, d, size=(r, 1))) % d, column[1])
+        else:
+            top[1] = np.where(overlap, top[0], top[1])
+        top = top + np.arange(length)
+        one, two = top * d + column
+        orders = self.orders.copy()
+        chain = self._chain[:, None]
+        orders[chain, one], orders[chain, two] = self.orders[chain, two], self.orders[chain, one]
+        return orders, self._with_new_rows(orders, np.concatenate([top[0], top[1]], axis=1))
+
+    def _swap_idle(self) -> tuple[Ints, Floats]:
+        """Swap some stages of one pipeline with as many idle devices."""
+        s, d, placed, r = self.problem.stages, self.problem.replicas, self.problem.placed, len(self.orders)
+        length = int(self.rng.integers(1, min(s, self.problem.idle) + 1)) if self.rng.random() < 0.5 else 1
+        rows = self.rng.integers(0, s - length + 1, size=(r, 1)) + np.arange(length)
+        one = rows * d + self.rng.integers(0, d, size=(r, 1))
+        two = placed + self.rng.integers(0, self.problem.idle - length + 1, size=(r, 1)) + np.arange(length)
+        orders, chain = self.orders.copy(), self._chain[:, None]
+        orders[chain, one], orders[chain, two] = self.orders[chain, two], self.orders[chain, one]
+        return orders, self._with_new_rows(orders, rows)
+
+    def _cross_pipelines(self) -> tuple[Ints, Floats]:
+        """From a random stage on, two pipelines take each other's place: stages keep their devices."""
+        s, d, r = self.problem.stages, self.problem.replicas, len(self.orders)
+        start = self.rng.integers(1, s, size=(r, 1))
+        columns = self.rng.integers(0, d, size=(2, r, 1))
+        rows = np.arange(s)[None]
+        one, two = rows * d + columns
+        source = np.where(rows >= start, two, one)
+        target = np.where(rows >= start, one, two)
+        orders, sums, chain = self.orders.copy(), self._rows.copy(), self._chain[:, None]
+        orders[chain, one], orders[chain, two] = self.orders[chain, source], self.orders[chain, target]
+        sums[chain, one], sums[chain, two] = self._rows[chain, source], self._rows[chain, target]
+        return orders, sums
+
+    def _move_stages(self) -> tuple[Ints, Floats]:
+        """A block of stages is taken out and put back elsewhere, or turned around where it is."""
+        s, d = self.problem.stages, self.problem.replicas
+        cuts = np.sort(self.rng.integers(0, s + 1, size=3))
+        a, b, c = (int(x) for x in cuts)
+        order = np.arange(s)
+        if self.rng.random() < 0.5:
+            order[a:c] = order[a:c][::-1]
+        else:
+            order = np.concatenate([order[:a], order[b:c], order[a:b], order[c:]])
+        cells = (order[:, None] * d + np.arange(d)).ravel()
+        orders = self.orders.copy()
+        orders[:, : len(cells)] = self.orders[:, cells]
+        return orders, self._rows[:, cells]
+
+    # --- costs
+
+    def _tables(self, orders: Ints) -> Ints:
+        return orders[:, : self.problem.placed].reshape(len(orders), self.problem.stages, self.problem.replicas)
+
+    def _row_sums(self, orders: Ints) -> Floats:
+        """(chains, S·D): each placed device's gradient time to the others of its stage."""
+        tables = self._tables(orders)
+        sums = np.empty(tables.shape)
+        for stage in range(self.problem.stages):
+            sums[:, stage] = self._sums(tables[:, stage])
+        return sums.reshape(len(orders), -1)
+
+    def _sums(self, groups: Ints) -> Floats:
+        return np.asarray(self.problem.gradient_s[groups[..., :, None], groups[..., None, :]].sum(axis=-1))
+
+    def _with_new_rows(self, orders: Ints, stages: Ints) -> Floats:
+        """Row sums after the given stages, (chains, few), have changed."""
+        sums = self._rows.copy().reshape(len(orders), self.problem.stages, self.problem.replicas)
+        sums[self._chain[:, None], stages] = self._sums(self._tables(orders)[self._chain[:, None], stages])
+        return sums.reshape(len(orders), -1)
+
+    def _cost(self, orders: Ints, sums: Floats) -> tuple[Floats, Floats]:
+        """The cost of each chain, and the same with means in place of maxima."""
+        tables = self._tables(orders)
+        links = link_times(self.problem, tables)
+        compute = self.problem.compute_s[orders[:, : self.problem.placed]]
+        cost = sums.max(axis=1) + 2 * links.max(axis=2).sum(axis=1) + compute.max(axis=1)
+        mean = sums.mean(axis=1) + 2 * links.mean(axis=2).sum(axis=1) + compute.mean(axis=1)
+        return cost, mean

@@ -1,0 +1,211 @@
+"""Virtual links. A network says when bytes that leave now arrive; it never looks at what they mean.
+
+A pipe is one direction of a link. Messages in it queue (first in, first out), all together when the link is shared,
+each sender for itself when it is not (as the published environments have it). Loss is paid for in goodput.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+from random import Random
+from typing import Protocol
+
+SEGMENT_BITS = 8 * 1460  # of TCP on Ethernet
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """gbps: of each direction. latency_s: one way. jitter_s: mean of the exponential delay added to a message.
+    loss: share of packets lost. streams: TCP connections that share the load. shared: one queue for all senders.
+    outages: (from_s, to_s) spans without any service, in order.
+    """
+
+    gbps: float
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    streams: int = 8
+    shared: bool = True
+    outages: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.gbps > 0 or self.latency_s < 0 or self.jitter_s < 0 or not 0 <= self.loss < 1 or self.streams < 1:
+            raise ValueError(f"{self}: gbps > 0, latency_s and jitter_s ≥ 0, 0 ≤ loss < 1, streams ≥ 1 are needed")
+        flat = [t for span in self.outages for t in span]
+        if flat != sorted(flat):
+            raise ValueError(f"outages {self.outages} must be (from_s, to_s) spans in order, without overlap")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Goodput: what is lost is sent again, and TCP slows down to MSS/RTT · √(3/2p) a stream (Mathis et al.,
+        The macroscopic behavior of the TCP congestion avoidance algorithm, 1997)."""
+        bits = self.gbps * 1e9 * (1 - self.loss)
+        if self.loss and self.latency_s:
+            bits = min(bits, self.streams * SEGMENT_BITS / (2 * self.latency_s) * sqrt(1.5 / self.loss))
+        return bits / 8
+
+
+@dataclass
+class Usage:
+    """What went through a pipe: bytes, messages, and seconds during which something was under way."""
+
+    sent_bytes: int = 0
+    messages: int = 0
+    busy_s: float = 0.0
+
+
+class Pipe:
+    """One direction of a link; several pipes may lead through a common trunk, which is a pipe itself."""
+
+    def __init__(self, spec: LinkSpec, seed: str, trunk: Pipe | None = None) -> None:
+        self.spec, self.trunk = spec, trunk
+        self.bytes_per_s = spec.bytes_per_s
+        self.usage = Usage()
+        self._random = Random(seed)
+        self._free: dict[str, float] = {}  # channel → when its queue is empty
+        self._last: dict[str, float] = {}  # channel → the last arrival: messages do not overtake
+
+    def arrival(self, now: float, size_bytes: int, sender: str) -> float:
+        """When a message that is handed over now has arrived whole."""
+        channel = "" if self.spec.shared else sender
+        end = self._serve(now, size_bytes, channel)
+        if self.trunk is not None:
+            end = max(end, self.trunk._serve(now, size_bytes, ""))
+        arrival = max(end + self._delay_s(), self._last.get(channel, 0.0))
+        self._last[channel] = arrival
+        return arrival
+
+    def control_arrival(self, now: float) -> float:
+        """The same for a few bytes, which slip in between the packets of large messages."""
+        return self._after_outage(now) + self._delay_s()
+
+    def _delay_s(self) -> float:
+        jitter = self._random.expovariate(1 / self.spec.jitter_s) if self.spec.jitter_s else 0.0
+        return self.spec.latency_s + jitter
+
+    def _serve(self, now: float, size_bytes: int, channel: str) -> float:
+        work_s = size_bytes / self.bytes_per_s
+        end = start = self._after_outage(max(now, self._free.get(channel, 0.0)))
+        left_s = work_s
+        for begin, back in self.spec.outages:
+            if end <= begin < end + left_s:
+                left_s -= begin - end
+                end = back
+        end += left_s
+        self._free[channel] = end
+        self.usage.sent_bytes += size_bytes
+        self.usage.messages += 1
+        self.usage.busy_s += end - start
+        return end
+
+    def _after_outage(self, time_s: float) -> float:
+        for begin, back in self.spec.outages:
+            if begin <= time_s < back:
+                return back
+        return time_s
+
+
+class Network(Protocol):
+    """Between members (workers, region servers) and the server above them."""
+
+    def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        """Arrival at the server of a message that leaves the member now."""
+
+    def down(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        """Arrival at the member of a message that leaves the server now."""
+
+    def control_up(self, now: float, member: str) -> float: ...
+    def control_down(self, now: float, member: str) -> float: ...
+
+
+class Star:
+    """Each member reaches the server over a link; members named alike in `link_of` use the same one."""
+
+    def __init__(self, links: dict[str, LinkSpec], link_of: dict[str, str], seed: int, trunk: LinkSpec | None = None):
+        self.link_of = link_of
+        trunks = [Pipe(trunk, f"{seed}-trunk-{way}") if trunk else None for way in ("up", "down")]
+        self.ups = {name: Pipe(spec, f"{seed}-{name}-up", trunks[0]) for name, spec in links.items()}
+        self.downs = {name: Pipe(spec, f"{seed}-{name}-down", trunks[1]) for name, spec in links.items()}
+
+    def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        return self.ups[self.link_of[member]].arrival(now, size_bytes, member)
+
+    def down(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        return self.downs[self.link_of[member]].arrival(now, size_bytes, member)
+
+    def control_up(self, now: float, member: str) -> float:
+        return self.ups[self.link_of[member]].control_arrival(now)
+
+    def control_down(self, now: float, member: str) -> float:
+        return self.downs[self.link_of[member]].control_arrival(now)
+
+    def usage(self) -> dict[str, Usage]:
+        ways = (("up", self.ups), ("down", self.downs))
+        return {f"{name} {way}": pipe.usage for way, pipes in ways for name, pipe in pipes.items()}
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How a transfer may hide inside an inner step: a layer's gradient is complete once its backward pass is, and its
+    new weights are needed by its next forward pass. Forward takes a third of step_s, backward two thirds.
+
+    layers: of each fragment, the transformer layers in it.
+    """
+
+    step_s: float
+    layers: tuple[tuple[int, ...], ...]
+
+    def spare_s(self, layer: int) -> tuple[float, float]:
+        """(seconds before the end of a step at which the layer is ready, seconds after it at which it is needed)."""
+        each = self.step_s / (1 + max(i for members in self.layers for i in members))
+        return layer * each * 2 / 3, layer * each / 3
+
+
+@dataclass
+class Ring:
+    """A ring all-reduce as a collective of all members, who hand in together: a model of what synchronous baselines
+    use in place of a server. Takes factor · bytes at the slowest hop's speed.
+
+    factor: 2(n−1)/n for n members. shape: None starts with the last byte and ends with the last byte.
+    """
+
+    spec: LinkSpec
+    factor: float
+    shape: StepShape | None = None
+    usages: Usage = field(default_factory=Usage)
+    _free: dict[str, float] = field(default_factory=dict)
+
+    def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        return now
+
+    def down(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        work_s = self.factor * size_bytes / self.spec.bytes_per_s
+        self.usages.sent_bytes += round(self.factor * size_bytes)
+        self.usages.messages += 1
+        self.usages.busy_s += work_s
+        if self.shape is None:
+            self._free[member] = max(now, self._free.get(member, 0.0)) + work_s
+            return self._free[member] + self.spec.latency_s
+        return max(now, self._by_layer(now, member, work_s, fragments))
+
+    def _by_layer(self, now: float, member: str, work_s: float, fragments: tuple[int, ...]) -> float:
+        """The time at which the next step may begin, its forward pass finding every layer in time."""
+        assert self.shape is not None
+        layers = sorted((i for f in fragments for i in self.shape.layers[f]), reverse=True)
+        free, resume = self._free.get(member, 0.0), now
+        for layer in layers:  # the backward pass ends with the lowest
+            ready_s, needed_s = self.shape.spare_s(layer)
+            free = max(free, now - ready_s) + work_s / len(layers)
+            resume = max(resume, free + self.spec.latency_s - needed_s)
+        self._free[member] = free
+        return resume
+
+    def control_up(self, now: float, member: str) -> float:
+        return now
+
+    def control_down(self, now: float, member: str) -> float:
+        return now
+
+    def usage(self) -> dict[str, Usage]:
+        return {"ring": self.usages}

@@ -1,0 +1,140 @@
+"""A worker of the virtual world: lease → inner steps → delta → weights, as `geotrain.trainer` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Protocol
+
+from geotrain.config import OverlapConfig
+from geotrain.outer.exchange import Exchange, Waiting, Weights
+from geotrain.outer.layout import Layout, fragments_due
+from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease, LeaseRequest
+from geotrain.outer.server import Identity
+from geotrain.simulate.clock import Clock, Process
+from geotrain.simulate.nodes import Uplink
+from geotrain.simulate.spec import WorkerSpec
+
+
+class Learner(Weights, Protocol):
+    """What a worker does with its time."""
+
+    every_step: bool  # whether it matters at which inner step weights are adopted
+
+    def born(self) -> None:
+        """A new life begins."""
+
+    def train(self, lease: Lease, first: int, steps: int) -> None:
+        """Inner steps first … first + steps − 1 (counted from 0) of the lease."""
+
+    def job_done(self, lease: Lease) -> dict[str, float]:
+        """Metrics of the job's last update."""
+
+
+class Idle:
+    """Timing only: nothing is learned, every delta is the same zeros. layout: of the stand-in tensors."""
+
+    every_step = False
+
+    def __init__(self, layout: Layout) -> None:
+        self.pushes = self.holds = tuple(layout.whole(f.index) for f in layout.fragments)
+        self._zeros = tuple(bytes(4 * f.numel) for f in layout.fragments)
+        self._versions = [0] * len(layout.fragments)
+
+    def make_delta(self, fragment: int, seed: int) -> FragmentDelta:
+        return FragmentDelta(fragment, self._versions[fragment], self._zeros[fragment])
+
+    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
+        self._versions[weights.fragment] = weights.version
+
+    def born(self) -> None:
+        pass
+
+    def train(self, lease: Lease, first: int, steps: int) -> None:
+        pass
+
+    def job_done(self, lease: Lease) -> dict[str, float]:
+        return {}
+
+
+class OneRank:
+    """The ranks of a simulated worker are one."""
+
+    rank, world_size = 0, 1
+
+    def agree(self, flag: bool) -> bool:
+        return flag
+
+    def refresh(self) -> None:
+        pass
+
+
+class SimWorker:
+    """Lives through its spec's spans; `trained_s` are seconds of inner steps, lost ones included."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        spec: WorkerSpec,
+        identity: Identity,
+        overlap: OverlapConfig,
+        learner: Learner,
+        fragments: int,
+        speeds_known: bool,
+    ) -> None:
+        self.clock, self.spec, self.identity, self.overlap = clock, spec, identity, overlap
+        self.learner, self.fragments = learner, fragments
+        self.probed_s = spec.step_s if speeds_known else 0.0
+        self.lives = 0
+        self.trained_s = 0.0
+        self.trained_steps = 0
+        self.left = False
+
+    def live(self, uplink: Uplink) -> Process:
+        """A life over this connection."""
+        self.lives += 1
+        self.learner.born()
+        exchange = Exchange(
+            self.spec.name, self.overlap, OneRank(), self.learner, uplink, self.fragments, lambda: self.clock.now
+        )
+        return Process(self.clock, self._life(exchange, uplink))
+
+    def _life(self, exchange: Exchange, uplink: Uplink) -> Waiting[None]:
+        name = self.spec.name
+        job = yield from exchange.start(self.identity, f"{name}-{self.lives}")
+        lease = yield uplink.lease(LeaseRequest(name, job, self.probed_s))
+        while isinstance(lease, Lease):
+            following = uplink.lease(LeaseRequest(name, lease.job + 1, exchange.step_s or self.probed_s))
+            yield from self._train_job(exchange, lease)
+            lease = yield following
+        yield from exchange.finish()
+        self.left = True
+        uplink.leave()
+
+    def _train_job(self, exchange: Exchange, lease: Lease) -> Waiting[None]:
+        exchange.begin(lease)
+        done = 0
+        for step, due in stops(self.fragments, lease.steps):
+            while done < step:
+                steps = 1 if self.learner.every_step else exchange.steps_at_rest(step - done)
+                yield steps * self.spec.step_s
+                self.learner.train(lease, done, steps)
+                self.trained_s += steps * self.spec.step_s
+                self.trained_steps += steps
+                done += steps
+                now_due = due if done == step else ()
+                metrics = self.learner.job_done(lease) if done == lease.steps else {}
+                yield from exchange.after_step(now_due, metrics, steps)
+
+
+@lru_cache(maxsize=4096)
+def stops(fragments: int, period: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """(inner step of a job, fragments whose delta leaves after it); the last step is always there."""
+    return tuple(_stops(fragments, period))
+
+
+def _stops(fragments: int, period: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    for step in range(1, period + 1):
+        due = fragments_due(fragments, period, step)
+        if due or step == period:
+            yield step, due

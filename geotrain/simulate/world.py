@@ -1,0 +1,201 @@
+"""A run in virtual time: the production's servers, leases and exchanges, wired over virtual links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.canonical import Parameter
+from geotrain.config import CodecConfig, OuterConfig
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.layout import Layout
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.server import Identity
+from geotrain.simulate.clock import Clock, Process
+from geotrain.simulate.links import Ring, Star
+from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, Uplink
+from geotrain.simulate.sizes import Sizes
+from geotrain.simulate.spec import WorkerSpec, WorldSpec
+from geotrain.simulate.worker import Idle, Learner, SimWorker
+
+FP32 = CodecConfig(name="fp32")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    outer: of the state machines. sizes: what its messages weigh. layout, start: the tensors that the servers hold.
+    train_samples: the run's length. learner: makes the part of a worker that learns.
+    """
+
+    outer: OuterConfig
+    sizes: Sizes
+    layout: Layout
+    start: tuple[Tensor, ...]
+    train_samples: int
+    samples_per_step: int
+    learner: Callable[[WorkerSpec], Learner]
+
+
+def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step: int) -> Task:
+    """Timing only: a fragment is one number on the servers, and travels with its true size.
+
+    model: the real model's layout; no tensor of it is made. steps: inner steps of all workers together.
+    """
+    tiny = stand_in(model)
+    return Task(
+        outer.model_copy(update={"up": FP32, "down": FP32, "local": FP32}),
+        Sizes(outer, tuple(f.numel for f in model.fragments)),
+        tiny,
+        tuple(torch.zeros(f.numel) for f in tiny.fragments),
+        steps * samples_per_step,
+        samples_per_step,
+        lambda spec: Idle(tiny),
+    )
+
+
+def stand_in(model: Layout) -> Layout:
+    """A layout with as many fragments, of one element each."""
+    firsts = [replace(f.parameters[0], shape=(1,)) for f in model.fragments]
+    if len(firsts) == 1:
+        return Layout(firsts)
+    embedding, *layers = sorted(firsts, key=lambda p: p.layer is not None)
+    return Layout([embedding, *layers] if embedding.layer is None else firsts, layers_per_fragment=1)
+
+
+def one_block(numel: int) -> Layout:
+    """The layout of a model of which only the size is known."""
+    return Layout([Parameter("model", (numel,), None, "normal")])
+
+
+class World:
+    """watch: called with the world after every update that the global server applied."""
+
+    def __init__(self, spec: WorldSpec, task: Task, watch: Callable[[World], None] | None = None) -> None:
+        self.spec, self.task, self.watch = spec, task, watch
+        self.clock = Clock()
+        self.identity = Identity("simulated", "config", task.layout.digest, "simulated")
+        names = {r.name: tuple(w.name for w in r.workers) for r in spec.regions}
+        self.top = GlobalNode(
+            GlobalServer(self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step),
+            task.sizes.wide,
+            self._applied,
+        )
+        self.top.server.set_weights([v.clone() for v in task.start])
+        self.links = self._links()
+        self.local_links: dict[str, Star] = {}
+        self.regions: dict[str, RegionNode] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self._place: dict[str, tuple[Node, Star | Ring]] = {}
+        self._lives: dict[str, tuple[Uplink, Process]] = {}
+        if task.outer.levels == 2:
+            for region in spec.regions:
+                self._build_region(region.name)
+        for region in spec.regions:
+            for worker in region.workers:
+                self._build_worker(region.name, worker)
+
+    def run(self, until_s: float = float("inf")) -> dict[str, Any]:
+        """Until the run's data is trained and its servers have parted, or until that time. Returns the report."""
+        self.clock.run(until_s)
+        return self.report()
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        end = max(self.clock.now, 1e-9)
+        book = self.top.server.book
+        samples = self.task.samples_per_step
+        trained_s = sum(w.trained_s for w in self.workers.values())
+        speed = sum(1 / w.step_s for w in self.spec.workers)
+        usage = {**self.links.usage()}
+        for name, star in self.local_links.items():
+            usage.update({f"{name} local {way}": u for way, u in star.usage().items()})
+        return {
+            "seconds": self.clock.now,
+            "hours": self.clock.now / 3600,
+            "finished": self.top.server.finished,
+            "committed_steps": book.committed_samples / samples,
+            "trained_steps": sum(w.trained_steps for w in self.workers.values()),
+            "compute_bound_s": book.committed_samples / samples / speed,
+            "utilization": trained_s / (end * len(self.workers)),
+            "goodput": book.committed_samples / samples / speed / end,
+            "global_versions": [f.version for f in self.top.server.fragments],
+            "lost_updates": sum(node.server.lost_updates for node in self.regions.values()),
+            "links": {name: asdict(u) for name, u in usage.items() if u.messages},
+            "events": self.clock.events,
+        }
+
+    # -- building
+
+    def _links(self) -> Star | Ring:
+        spec, task = self.spec, self.task
+        if spec.ring is not None:
+            if task.outer.levels != 1 or task.outer.rule != "sync":
+                raise ValueError("a ring is for flat synchronous runs: outer.levels = 1 and outer.rule = 'sync'")
+            return Ring(spec.ring.link, spec.ring.factor, spec.ring.shape)
+        links = {r.name: r.link for r in spec.regions}
+        link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
+        return Star(links, link_of, spec.seed, spec.trunk)
+
+    def _build_region(self, name: str) -> None:
+        region = next(r for r in self.spec.regions if r.name == name)
+        workers = tuple(w.name for w in region.workers)
+        server = RegionServer(name, self.identity, self.task.layout, self.task.outer, workers)
+        server.incarnation = f"{name}-1"
+        uplink = Uplink(self.clock, self.links, self.top, name)
+        self.top.uplinks[name] = uplink
+        node = RegionNode(server, self.task.sizes.local, uplink)
+        self.regions[name] = node
+        self.local_links[name] = Star({"all": region.local}, dict.fromkeys(workers, "all"), self.spec.seed)
+        self.clock.at(0.0, node.start)
+
+    def _build_worker(self, region: str, spec: WorkerSpec) -> None:
+        if self.task.outer.levels == 2:
+            self._place[spec.name] = (self.regions[region], self.local_links[region])
+        else:
+            self._place[spec.name] = (self.top, self.links)
+        task = self.task
+        self.workers[spec.name] = SimWorker(
+            self.clock,
+            spec,
+            self.identity,
+            task.outer.overlap,
+            task.learner(spec),
+            len(task.layout.fragments),
+            self.spec.speeds_known,
+        )
+        late = bool(spec.away) and spec.away[0][0] <= 0
+        if not late:
+            self.clock.at(0.0, self._begin_life, spec.name)
+        for dies_s, back_s in spec.away:
+            if dies_s > 0:
+                self.clock.at(dies_s, self._die, spec.name)
+            if back_s != float("inf"):
+                self.clock.at(back_s, self._begin_life, spec.name)
+
+    # -- what happens
+
+    def _begin_life(self, name: str) -> None:
+        worker = self.workers[name]
+        if worker.left:
+            return
+        node, network = self._place[name]
+        uplink = Uplink(self.clock, network, node, name)
+        node.uplinks[name] = uplink
+        self._lives[name] = (uplink, worker.live(uplink))
+
+    def _die(self, name: str) -> None:
+        if self.workers[name].left:
+            return
+        uplink, process = self._lives[name]
+        process.kill()
+        uplink.node.forget(uplink)
+
+    def _applied(self) -> None:
+        if self.watch is not None:
+            self.watch(self)

@@ -1,0 +1,155 @@
+"""What is checked before anything starts: data files, ports, the run's folder; and how addresses are resolved."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.data.tokens import DataError
+from geotrain.launch import region
+from geotrain.launch.check import check_data, check_ports_are_free, free_ports
+from geotrain.launch.preparing import prepare_files
+from geotrain.launch.region import locked, resolve
+from geotrain.launch.site import Order, over_ssh, processes, write_files
+from geotrain.launch.wan import Wan
+from geotrain.launch.world import Machine
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "text.txt").write_text("some text\n" * 500)
+    prepare_files([str(folder / "text.txt")], folder / "data", None, None, True, 0.0, processes=1)
+    return folder / "data"
+
+
+def run_on(data: Path, **model: Any) -> RunConfig:
+    run = load_run(CONFIGS / "runs/quickstart.json")
+    assert isinstance(run.model.config, dict)
+    block = run.data.model_copy(
+        update={"train": str(data / "train"), "validation": None, "tokenizer": str(data / "tokenizer")}
+    )
+    return run.model_copy(
+        update={"data": block, "model": run.model.model_copy(update={"config": {**run.model.config, **model}})}
+    )
+
+
+def cluster() -> ClusterConfig:
+    return load_cluster(CONFIGS / "clusters/local-two-regions.json")
+
+
+def test_data_that_is_right(prepared: Path) -> None:
+    check_data(run_on(prepared))
+
+
+def test_data_that_is_cut_off(prepared: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    copy.mkdir()
+    for file in ("train.bin", "train.idx", "train.json"):
+        (copy / file).write_bytes((prepared / file).read_bytes())
+    (copy / "train.bin").write_bytes((prepared / "train.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"train.bin: 10000 bytes, its manifest states 10002"):
+        check_data(run_on(copy))
+    (copy / "train.bin").write_bytes((prepared / "train.bin").read_bytes())
+    (copy / "train.idx").unlink()
+    with pytest.raises(DataError, match=r"and an \.idx beside it"):
+        check_data(run_on(copy))
+
+
+def test_data_for_a_larger_vocabulary(prepared: Path) -> None:
+    with pytest.raises(DataError, match="a tokenizer of 264 ids, the model's vocab_size is 200"):
+        check_data(run_on(prepared, vocab_size=200))
+
+
+def test_a_tokenizer_that_is_missing(prepared: Path) -> None:
+    run = run_on(prepared)
+    run = run.model_copy(update={"data": run.data.model_copy(update={"tokenizer": "nowhere"})})
+    with pytest.raises(DataError, match=r"data\.tokenizer = 'nowhere': no such folder"):
+        check_data(run)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = Address(port=server.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"cannot listen on {taken}: Address already in use; stop what uses it"):
+            check_ports_are_free([taken])
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:5000: Cannot assign requested address"):
+        check_ports_are_free([Address(host="192.0.2.1", port=5000)])
+
+
+def test_free_ports_differ() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    check_ports_are_free([Address(port=port) for port in ports])
+
+
+def test_addresses_are_resolved() -> None:
+    fixed = cluster().model_copy(update={"global_server": Address(host="127.0.0.1", port=free_ports(1)[0])})
+    resolved = resolve(fixed)
+    assert resolved.global_server == fixed.global_server
+    ports = [r.server.port for r in resolved.regions]
+    assert 0 not in ports
+    assert len(set(ports)) == 2
+    with pytest.raises(ConfigError, match=r"cannot listen on 198\.18\.9\.1"):  # no such link is up
+        resolve(fixed, Wan("198.18.9.1", {"eu": "198.18.9.2", "us": "198.18.9.3"}, {}, None))  # type: ignore[arg-type]
+
+
+def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_on(prepared)
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        region._check_folder(run, tmp_path, resume=True)
+    region._check_folder(run, tmp_path, resume=False)
+    (tmp_path / "servers").mkdir()
+    write_files(Order(run, cluster(), (), False), tmp_path)
+    with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
+        region._check_folder(run, tmp_path, resume=False)
+    region._check_folder(run, tmp_path, resume=True)
+    with pytest.raises(ConfigError, match="begun with another model, data or outer block"):
+        region._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
+
+
+def test_one_launcher_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        with pytest.raises(ConfigError, match="this run is running already"), locked(tmp_path / "run"):
+            pass
+        with locked(tmp_path / "run", ("eu",)):  # a far site's, on a shared file system
+            pass
+    with locked(tmp_path / "run"):
+        pass
+
+
+def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
+    order = Order(run_on(prepared), cluster(), ("global", "eu", "us"), resume=True)
+    write_files(order, tmp_path)
+    started = {p.name: p for p in processes(order, tmp_path, Machine(8), {"eu": 77})}
+    assert list(started) == ["global", "eu", "us", "eu-0", "us-0"]
+    assert {p.name for p in started.values() if p.role == "server"} == {"global", "eu", "us"}
+    words = {name: " ".join(p.command) for name, p in started.items()}
+    assert words["eu"].endswith(f"serve region eu --run {tmp_path}/run.json --resume")
+    assert words["us-0"].endswith(f"--run {tmp_path}/run.json --region us --worker us-0 --resume")
+    for name in ("eu", "eu-0"):
+        assert "--netns 77" in words[name]
+        assert started[name].keeps == (77,)
+    assert "--netns" not in words["us-0"]
+    assert started["eu-0"].env["OMP_NUM_THREADS"] == "2"
+    assert (tmp_path / "hosts/us-0").read_text() == "localhost slots=2\n"
+    assert load_run(tmp_path / "run.json") == order.run
+    assert load_cluster(tmp_path / "cluster.json") == order.cluster
+
+
+def test_a_flat_run_has_no_region_servers(prepared: Path, tmp_path: Path) -> None:
+    run = run_on(prepared)
+    flat = run.model_copy(update={"outer": run.outer.model_copy(update={"levels": 1})})
+    order = Order(flat, cluster(), ("global", "eu"), resume=False)
+    assert [p.name for p in processes(order, tmp_path, Machine(8))] == ["global", "eu-0"]
+
+
+def test_words_survive_ssh() -> None:
+    command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"], {"A": "b c"})
+    assert command[-2:] == ("host", "cd '/a folder' && exec env 'A=b c' prog 'two words' '$HOME'")
+    assert json.dumps(command).count("BatchMode=yes") == 1

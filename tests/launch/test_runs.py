@@ -1,0 +1,146 @@
+"""Whole runs with real servers, DeepSpeed jobs and ranks: over ssh's stand-in, killed, resumed; the quickstart."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.launch import wan
+from geotrain.launch.preparing import prepare_files
+from geotrain.launch.progress import ask
+from tests.launch.trees import marked, new_mark, until
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+START_S = 240.0  # until ranks have joined, on a busy machine
+
+# Runs the command on this machine, and notes down where it should have gone.
+FAKE_SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
+echo "$1" >> "$FAKE_SSH_HOSTS"
+shift
+exec bash -c "$*"
+"""
+
+
+def small_run(folder: Path, steps: int, **outer: Any) -> dict[str, Any]:
+    """The quickstart's run, shorter, of a smaller model."""
+    raw: dict[str, Any] = json.loads((CONFIGS / "runs/quickstart.json").read_text())
+    model = json.loads((CONFIGS / "models/llama-tiny.json").read_text())
+    model.update(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
+    raw["model"]["config"] = model
+    raw["outer"].update(outer)
+    raw["data"]["train_samples"] = steps * raw["deepspeed"]["train_batch_size"]
+    raw["deepspeed"]["scheduler"]["params"].update(total_num_steps=steps, warmup_num_steps=8)
+    raw["monitor"] = {"every_s": 1.0}
+    (folder / "run.json").write_text(json.dumps(raw))
+    return raw
+
+
+def start(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "geotrain", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env={**os.environ, **env}, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> None:
+    """One region on "another machine", its worker started host by host: the launcher is killed, then resumes."""
+    raw = small_run(tmp_path, steps=64, local_steps=4)
+    (tmp_path / "text.txt").write_text("".join(f"the number {i} and the next\n" for i in range(20_000)))
+    prepare_files([str(tmp_path / "text.txt")], tmp_path / "data", None, None, True, 0.0, processes=1)
+    raw["data"].update(train="data/train", validation=None, tokenizer=None)
+    raw["checkpoint"] = {"every_jobs": 1, "every_updates": 1}
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    worker = {
+        "name": "eu-0",
+        "hosts": [{"host": "127.0.0.1", "slots": 2}],
+        "launcher": "ssh",
+        "env": {"OMP_NUM_THREADS": "1", "NOTE": "two words"},
+    }
+    server = {"host": "127.0.0.2", "port": free_port}
+    region = {"name": "eu", "ssh": "eu.example.org", "server": server, "workers": [worker]}
+    (tmp_path / "cluster.json").write_text(json.dumps({"name": "far", "regions": [region]}))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ssh").write_text(FAKE_SSH)
+    (tmp_path / "bin/ssh").chmod(0o755)
+    mark = new_mark()
+    hosts = tmp_path / "hosts.txt"
+    env = {**mark, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FAKE_SSH_HOSTS": str(hosts)}
+
+    def updates() -> int:
+        said = ask({"eu": f"127.0.0.2:{free_port}"}, within_s=1.0).get("eu", {})
+        return int(said.get("members", {}).get("eu-0", {}).get("updates", 0))
+
+    launcher = start(tmp_path, "launch", "run.json", "cluster.json", env=env)
+    try:
+        assert until(lambda: launcher.poll() is not None or updates() > 0, START_S)
+        assert launcher.poll() is None, launcher.communicate()[0]
+        assert hosts.read_text().split() == ["eu.example.org", "127.0.0.1"]
+        assert len(marked(mark)) >= 8  # launcher; two servers; far launcher; guards, deepspeed, ranks
+        second = subprocess.run(
+            [sys.executable, "-m", "geotrain", "launch", "run.json", "cluster.json"],
+            cwd=tmp_path, capture_output=True, text=True,
+        )  # fmt: skip
+        assert second.returncode == 2
+        assert "this run is running already" in second.stderr
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.communicate()
+    assert until(lambda: marked(mark) == [], 60.0)
+
+    again = start(tmp_path, "launch", "run.json", "cluster.json", env=env)
+    said = again.communicate(timeout=60)[0]
+    assert again.returncode == 2
+    assert "holds a run already: continue it with --resume" in said
+
+    resumed = start(tmp_path, "launch", "run.json", "cluster.json", "--resume", env=env)
+    said = resumed.communicate(timeout=START_S)[0]
+    assert resumed.returncode == 0, said
+    assert "committed 100%" in said
+    assert marked(mark) == []
+    logs = {"global.log", "eu.ssh.log", "eu.log", "eu-0.log"}
+    assert {p.name for p in (tmp_path / "runs/quickstart/logs").iterdir()} == logs
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.timeout(900)
+def test_the_quickstart_over_emulated_links(tmp_path: Path) -> None:
+    raw = small_run(tmp_path, steps=96)
+    cluster = CONFIGS / "clusters/local-wan.json"
+    mark = new_mark()
+    done = start(tmp_path, "quickstart", "--run", "run.json", "--cluster", str(cluster), env=mark)
+    said = done.communicate(timeout=800)[0]
+    assert done.returncode == 0, said
+    assert marked(mark) == []
+    folder = tmp_path / "runs/quickstart"
+    summary = json.loads((folder / "summary.json").read_text())
+    parameters = summary["parameters"]
+    assert summary["validation_loss_final"] < 0.8 * summary["validation_loss_start"]
+    assert summary["tokens"] == 96 * 16 * 128
+    assert summary["data_parallel_bytes"] == 4 * parameters * 48
+    assert summary["committed_share"] == 1.0
+    assert summary["lost_updates"] == 0
+    assert summary["workers"] == 2
+    assert len(set(summary["layouts"].values())) == 2
+    exchanges = sum(-(-v // raw["outer"]["updates_per_send"]) for v in summary["region_versions"].values())
+    payload = 2 * parameters * exchanges  # bf16; the flush at the end may add one a region
+    assert payload * 0.9 < summary["wan_bytes_up"] < 1.3 * payload + 4 * parameters
+    assert summary["global_versions"] >= exchanges
+    assert {p.name for p in (folder / "logs").iterdir()} == {
+        f"{name}.log" for name in ("global", "eu", "us", "eu-0", "us-0", "wan")
+    }
+    assert "emulated links carried" in said
+    assert (folder / "export/model.safetensors").exists()
+    assert list((folder / "checkpoints/eu-0").iterdir())
+    for region in ("eu: ", "us: "):
+        assert any(text.startswith(region + "loss") for text in said.splitlines())
+    assert wan.cannot_emulate() == ""

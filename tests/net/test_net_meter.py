@@ -1,0 +1,47 @@
+"""Bytes counted by the kernel, against a known transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from geotrain.net.meter import Meter, Traffic
+
+
+def test_a_known_transfer_is_counted_on_both_sides_and_kept_when_the_sockets_close():
+    size = 3_000_000
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        meter = Meter(counted=lambda peer: peer == f"127.0.0.1:{port}")
+        meter.start()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            far, address = server.accept()
+            with far:
+                far.settimeout(5)
+                got = 0
+                client.setblocking(False)
+                data = memoryview(bytes(size))
+                while got < size:
+                    with contextlib.suppress(BlockingIOError):
+                        data = data[client.send(data) :] if data else data
+                    got += len(far.recv(1 << 20))
+                far.sendall(b"x" * 1000)
+                client.setblocking(True)
+                assert len(client.recv(1000, socket.MSG_WAITALL)) == 1000
+                time.sleep(0.05)
+                totals = meter.totals()
+        assert totals[f"127.0.0.1:{port}"] == (size + 1, 1000)  # + 1: the handshake
+        assert totals[f"127.0.0.1:{address[1]}"] == (1000, size)
+        assert meter.totals() == totals  # both are closed now
+        assert (meter.total.sent_bytes, meter.total.received_bytes) == (size + 1, 1000)
+        assert meter.total.peak_sent_bytes == size + 1
+        meter.stop()
+
+
+def test_the_peak_is_of_one_second():
+    traffic = Traffic()
+    for at_s, sent in ((0.0, 10), (0.5, 20), (1.2, 5), (5.0, 12)):
+        traffic.add(at_s, sent, 1)
+    assert (traffic.sent_bytes, traffic.peak_sent_bytes) == (47, 30)
+    assert (traffic.received_bytes, traffic.peak_received_bytes) == (4, 2)

@@ -1,0 +1,165 @@
+"""Lives of members: refused joins change nothing, old lives stay out, nothing is taken twice, goodbyes last."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from geotrain.config import CodecConfig
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import Finished, LeaseRequest, Refused, Release, Welcome
+from tests.outer.test_rules import config
+from tests.outer.test_servers import halves, make, random_deltas
+from tests.outer.world import World
+
+
+def test_a_refused_join_leaves_the_living_in_place():
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    good = worker.joins(world.identity, "life-2")[0]
+    for change in ({"part": 5}, {"pushes": ()}, {"layout_digest": "other"}):
+        with pytest.raises(Refused):
+            region.on_join(dataclasses.replace(good, **change))
+    assert [region.on_part(p) for p in worker.parts(random_deltas(world, 1))] == [False, True]
+
+
+def test_an_older_life_is_refused_for_good():
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    for join in worker.joins(world.identity, "life-2"):
+        region.on_join(join)
+    with pytest.raises(Refused, match="another process has joined") as refused:
+        region.on_join(worker.joins(world.identity, "life-1")[0])
+    assert refused.value.retry_s is None
+    restored = saved_and_loaded(world, "eu")
+    with pytest.raises(Refused, match="another process has joined"):
+        restored.on_join(worker.joins(world.identity, "life-1")[0])
+
+
+def saved_and_loaded(world: World, region: str):
+    old = world.regions[region]
+    new = type(old)(region, world.identity, world.layout, world.config, tuple(old.members))
+    new.load(*old.state())
+    return new
+
+
+@pytest.mark.parametrize("change", [{"deltas": ()}, {"weight": 0}, {"twice": True}])
+def test_updates_that_make_no_sense_are_refused(change):
+    world = make(config(), fragments=1)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    good = worker.parts(random_deltas(world, 1))[0]
+    if change.pop("twice", False):
+        change = {"deltas": (good.deltas[0], good.deltas[0])}
+    with pytest.raises(Refused, match="is none"):
+        region.on_part(dataclasses.replace(good, **change))
+    assert region.on_part(good)
+
+
+def test_whether_a_part_is_wanted_is_known_without_its_payload():
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    first, second = worker.parts(random_deltas(world, 1))
+
+    def bare(part, size):
+        deltas = tuple(dataclasses.replace(d, payload=range(size)) for d in part.deltas)
+        return dataclasses.replace(part, deltas=deltas)
+
+    size = len(first.deltas[0].payload)
+    assert region.wants(bare(first, size))
+    with pytest.raises(Refused, match="bytes, its slices need"):
+        region.wants(bare(first, size + 1))
+    region.on_part(first)
+    assert not region.wants(bare(first, size))
+    region.on_part(second)
+    assert not region.wants(bare(second, len(second.deltas[0].payload)))
+
+
+def test_an_answer_that_comes_twice_is_adopted_once():
+    """With changes downwards, a second copy would be added to the mirror again."""
+    world = make(config(updates_per_send=1, down=CodecConfig(name="int4")))
+    region = world.regions["eu"]
+    world.push("a", random_deltas(world, 1))
+    update = world.deliver_up("eu")
+    answer = world.top.answer("eu", "life-1", 0, update.sequence, (0,))
+    region.on_global_weights(answer)
+    x, mirror = region.fragments[0].x.clone(), region.downlink.mirror[0].clone()
+    region.on_global_weights(answer)
+    assert torch.equal(region.fragments[0].x, x) and torch.equal(region.downlink.mirror[0], mirror)
+
+
+def test_a_second_copy_of_a_lease_that_is_done_is_dropped():
+    world = make(config(), train_samples=64)
+    lease = world.lease("a")
+    world.push("a", random_deltas(world, 1), leases=(lease.lease,))
+    region = world.regions["eu"]
+    region.on_lease(lease)
+    assert not region.leases and not region.outgoing()
+
+
+def test_the_end_is_the_same_for_all_ranks_of_a_worker():
+    """A lease that comes back after rank 0 was told "finished" must not go to rank 1."""
+    world = make(config(), train_samples=8)
+    lease = world.lease("a")
+    top = world.top
+    assert isinstance(top.on_lease_request(LeaseRequest("b", 1)), Finished)
+    top.on_release(Release((lease.lease,)))
+    assert isinstance(top.on_lease_request(LeaseRequest("b", 1)), Finished)
+    again = top.on_lease_request(LeaseRequest("a", 1))
+    assert (again.start, again.samples) == (lease.start, lease.samples)
+
+
+def test_an_unknown_worker_gets_no_lease():
+    world = make(config())
+    with pytest.raises(Refused, match="no worker of this run is called 'zoe'"):
+        world.top.on_lease_request(LeaseRequest("zoe", 1))
+
+
+@pytest.mark.parametrize("step_s", [float("inf"), float("nan"), 0.0, -1.0])
+def test_a_senseless_step_time_is_no_speed(step_s):
+    world = make(config(scale_local_steps=True))
+    for worker in ("a", "b"):
+        assert world.top.on_lease_request(LeaseRequest(worker, 1, step_s)).steps == world.config.local_steps
+
+
+def new_global(world: World) -> GlobalServer:
+    names = {r: tuple(region.members) for r, region in world.regions.items()}
+    return GlobalServer(world.identity, world.layout, world.config, names, world.top.book.train_samples, 1)
+
+
+def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
+    world = make(config(), train_samples=64)
+    world.top.on_leave("eu")
+    restored = new_global(world)
+    restored.load(*world.top.state())
+    assert restored.members["eu"].left and not restored.finished
+    world.top.on_leave("us")
+    restored.load(*world.top.state())
+    assert restored.finished
+    restored.begin_again()
+    assert not restored.finished and not restored.members["eu"].left  # it waits for its members to come back
+    region = world.regions["eu"]
+    region.on_leave("a")
+    half_way = saved_and_loaded(world, "eu")
+    assert half_way.gone and half_way.empty  # its goodbye is still to be said
+    region.on_farewell()
+    again = saved_and_loaded(world, "eu")
+    assert again.done
+    again.begin_again()
+    assert not again.gone and not again.empty
+
+
+def test_a_region_learns_its_number_from_the_global_server():
+    world = make(config(updates_per_send=1), fragments=1)
+    region = world.regions["eu"]
+    assert region.on_welcome(Welcome(5, 1)) == 0  # its folder was lost: four updates are known above
+    assert region.sequence == 4
+    world.push("a", random_deltas(world, 1))
+    flying = sorted(region.in_flight)
+    assert flying[0] == 5 and region.on_welcome(Welcome(5, 1)) == 0
+    assert region.on_welcome(Welcome(7, 1)) == 0 and sorted(region.in_flight) == flying  # two are applied already
+    assert region.on_welcome(Welcome(2, 1)) == 3  # restored from an older state: three acknowledged ones are lost
+    assert sorted(region.in_flight) == [n - 3 for n in flying]
+    assert [u.sequence for u in region.in_flight.values()] == sorted(region.in_flight)
+    assert region.sequence == max(region.in_flight)

@@ -1,0 +1,156 @@
+"""The command line: quick to answer, and every error one clear message."""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from geotrain import cli
+
+ROOT = Path(__file__).parent.parent
+SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command line, in this process: what it needs is slow to import."""
+
+    def run(*arguments: str | Path, cwd: Path = ROOT) -> Done:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["geotrain", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Done(int(ended.value.code or 0), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(geotrain: Run) -> Callable[..., str]:
+    """The message of a command that must fail with exit code 2."""
+
+    def run(*arguments: str | Path, cwd: Path = ROOT) -> str:
+        done = geotrain(*arguments, cwd=cwd)
+        assert done.returncode == 2, done.stdout + done.stderr
+        return " ".join(done.stderr.split())
+
+    return run
+
+
+def test_help_is_quick() -> None:
+    script = f"import sys, geotrain.cli; print([m for m in {SLOW} if m in sys.modules])"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", "geotrain", "--help"], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
+    for command in ("prepare", "launch", "serve", "status", "export", "sample", "dry-run", "schema", "quickstart"):
+        assert f" {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["prepare", "launch", "serve global", "serve region", "status", "export", "sample", "dry-run", "schema"],
+)
+def test_every_command_has_an_example(command: str, geotrain: Run) -> None:
+    done = geotrain(*command.split(), "--help")
+    assert done.returncode == 0
+    assert f"Example: geotrain {command}" in done.stdout
+
+
+def test_a_mistyped_key(tmp_path: Path, refused: Callable[..., str]) -> None:
+    raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
+    raw["outer"]["local_step"] = raw["outer"].pop("local_steps")
+    raw["model"]["config"] = str(ROOT / "configs/models/llama-tiny.json")
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    said = refused("dry-run", tmp_path / "run.json", "configs/clusters/local-wan.json")
+    assert said.startswith(f"geotrain: {tmp_path}/run.json: not a valid RunConfig")
+    assert "outer.local_step: unknown key; did you mean 'local_steps'?" in said
+
+
+def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> None:
+    raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
+    raw["model"]["config"] = {"model_type": "mamba"}
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    said = refused("dry-run", tmp_path / "run.json", "configs/clusters/local-wan.json")
+    assert said == "geotrain: model config: model_type 'mamba' is not supported; supported: 'llama', 'qwen3'"
+
+
+def test_launch_without_data(tmp_path: Path, refused: Callable[..., str]) -> None:
+    said = refused("launch", ROOT / "configs/runs/1b.json", ROOT / "configs/clusters/slurm.json", cwd=tmp_path)
+    assert "data/web/train.json: cannot be read" in said
+    assert "`geotrain prepare`" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prepare_needs_one_tokenizer(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for choice in ((), ("--bytes", "--train-bpe", "400")):
+        said = refused("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", *choice)
+        assert said == "geotrain: prepare: choose one of --tokenizer FOLDER, --train-bpe IDS and --bytes"
+    assert not (tmp_path / "out").exists()
+
+
+def test_prepare_writes_a_data_set(tmp_path: Path, geotrain: Run) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(200)))
+    out = tmp_path / "out"
+    done = geotrain(
+        "prepare", tmp_path / "a.jsonl", "--out", out, "--bytes", "--validation", "0.2", "--processes", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in out.iterdir()} >= {"train.bin", "train.idx", "train.json", "validation.bin", "tokenizer"}
+
+
+def test_status_and_export_where_no_run_is(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert "run.json: cannot be read: No such file" in refused("status", tmp_path)
+    assert "run.json: cannot be read: No such file" in refused("export", tmp_path, tmp_path / "out")
+    assert refused("sample", tmp_path).startswith(f"geotrain: {tmp_path}: cannot be loaded")
+
+
+def test_a_run_that_left_nothing(tmp_path: Path, refused: Callable[..., str]) -> None:
+    for name, source in (("run", "runs/quickstart"), ("cluster", "clusters/local-two-regions")):
+        raw = json.loads((ROOT / f"configs/{source}.json").read_text())
+        if name == "run":
+            raw["model"]["config"] = json.loads((ROOT / "configs/models/llama-tiny.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps(raw))
+    assert "no server answers (global at 127.0.0.1:0" in refused("status", tmp_path)
+    assert "holds no snapshot that is whole" in refused("export", tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_serve_names_unknown_regions(tmp_path: Path, refused: Callable[..., str]) -> None:
+    said = refused(
+        "serve", "region", "mars", "--run", "configs/runs/quickstart.json", "--cluster", "configs/clusters/slurm.json"
+    )
+    assert "has no region 'mars'; its regions: here" in said
+
+
+def test_schema_writes_both(tmp_path: Path, geotrain: Run) -> None:
+    assert geotrain("schema", "--out", tmp_path / "s").returncode == 0
+    assert json.loads((tmp_path / "s/run.json").read_text())["title"] == "RunConfig"
+    assert json.loads((tmp_path / "s/cluster.json").read_text())["title"] == "ClusterConfig"
+
+
+def test_dry_run_prints_what_a_rank_needs(geotrain: Run) -> None:
+    done = geotrain("dry-run", "configs/runs/70b.json", "configs/clusters/four-regions-ssh.json")
+    assert done.returncode == 0, done.stderr
+    assert "70,553,706,496 parameters" in done.stdout
+    assert "TP 8 + sequence × PP 4 × DP 1, ZeRO 1" in done.stdout
+    assert "146 s" in done.stdout  # 36.4 GB at 2 Gbit/s

@@ -1,0 +1,291 @@
+"""Properties of the codecs: size, bounds, packing, determinism, error feedback, refusals."""
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geotrain.config import CodecConfig, ConfigError, parse
+from geotrain.kernels import reference
+from geotrain.kernels.layout import FORMATS, Spec
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec
+
+LEVELS = {
+    "int8": list(range(128)),
+    "int4": list(range(8)),
+    "e3m0": [0, 1, 2, 4, 8, 16, 32, 64],
+    "e2m1": [0, 1, 2, 3, 4, 6, 8, 12],
+}
+BLOCKS = [32, 64, 128]
+SLACK = 2.0**-100  # below this a block is coded as zero
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+arrays = st.lists(floats | st.sampled_from([0.0, -0.0, 1e-45, 1.0, -1.0]), max_size=150) | st.builds(
+    lambda n, seed, scale: (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * scale).tolist(),
+    st.integers(0, 400),
+    st.integers(0, 1000),
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e20]),
+)
+configs = st.builds(
+    CodecConfig,
+    name=st.sampled_from(FORMATS),
+    block=st.sampled_from(BLOCKS),
+    scale=st.sampled_from(["fp32", "bf16", "e8m0"]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    density=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+)
+
+
+def tensor(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def scales(payload: torch.Tensor, numel: int, config: CodecConfig) -> torch.Tensor:
+    """The scale of each element, read from the payload by hand."""
+    size = {"fp32": 4, "bf16": 2, "e8m0": 1}[config.scale]
+    found = []
+    for block in range(math.ceil(numel / config.block)):
+        raw = int.from_bytes(bytes(payload[block * size : (block + 1) * size].tolist()), "little")
+        bits = raw << {"fp32": 0, "bf16": 16, "e8m0": 23}[config.scale]
+        found.append(struct.unpack("<f", struct.pack("<I", bits))[0])
+    return torch.tensor(found, dtype=torch.float64).repeat_interleave(config.block)[:numel]
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs, arrays, st.integers(0, 2**64 - 1))
+def test_size_determinism_and_nothing_lost(config, values, seed):
+    codec, x = make_codec(config), tensor(values)
+    residual, again = torch.zeros_like(x), torch.zeros_like(x)
+    try:
+        encoded = codec.encode(x, residual=residual, seed=seed)
+    except NonFiniteError:
+        assert not torch.isfinite(x).all()  # no finite input is refused
+        return
+    assert encoded.payload.numel() == codec.encoded_bytes(len(x)) and encoded.payload.dtype == torch.uint8
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(codec.encode(x.clone(), residual=again, seed=seed).payload, encoded.payload)
+    finally:
+        torch.set_num_threads(threads)
+    decoded = codec.decode(encoded.payload, len(x))
+    assert torch.isfinite(decoded).all()
+    assert torch.equal(residual, x - decoded) and torch.equal(residual, again)
+    out = torch.ones(len(x))
+    codec.decode_accumulate(encoded.payload, out, -2.0)
+    assert torch.equal(out, 1.0 + torch.tensor(-2.0) * decoded)
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs.filter(lambda c: c.name in LEVELS), arrays, st.integers(0, 100))
+def test_block_formats_round_to_the_nearest_level_or_a_neighbour(config, values, seed):
+    codec, x = make_codec(config), tensor(values)
+    payload = codec.encode(x, seed=seed).payload
+    decoded, scale = codec.decode(payload, len(x)).double(), scales(payload, len(x), config)
+    levels = torch.tensor(LEVELS[config.name], dtype=torch.float64)[None, :] * scale[:, None]
+    distance = (x.double().abs()[:, None] - levels).abs()
+    assert ((decoded.abs()[:, None] - levels).abs().min(1).values <= 1e-6 * decoded.abs()).all()
+    assert (decoded * x >= 0).all()
+    error = (x.double() - decoded).abs()
+    if config.rounding == "nearest":
+        bound = distance.min(1).values
+    else:  # the neighbour above or below, whichever is farther
+        is_below = levels <= x.double().abs()[:, None]
+        below, above = (torch.where(side, distance, math.inf).amin(1) for side in (is_below, ~is_below))
+        bound = torch.maximum(below, above)
+    top = x.double().abs() > levels[:, -1]  # the largest magnitude may exceed its rounded scale by a rounding error
+    assert (error <= torch.where(top, distance[:, -1], bound) * (1 + 1e-5) + 1e-5 * scale + SLACK).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(LEVELS)), st.sampled_from(BLOCKS), st.integers(-90, 90), st.data())
+def test_what_a_format_can_say_comes_back_exactly(name, block, exponent, data):
+    largest = LEVELS[name][-1]
+    signed = st.sampled_from([s * level for level in LEVELS[name] for s in (1, -1)])
+    values = data.draw(st.lists(signed, min_size=1, max_size=200))
+    values[::block] = [largest] * len(values[::block])  # sets each block's scale
+    x = tensor(values) * 2.0**exponent
+    for scale in ("fp32", "bf16", "e8m0"):
+        codec = make_codec(CodecConfig(name=name, block=block, scale=scale))
+        assert torch.equal(codec.decode(codec.encode(x).payload, len(x)), x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays, st.sampled_from(["nearest", "stochastic"]))
+def test_bf16_is_torchs_bf16_except_that_it_never_overflows(values, rounding):
+    codec, x = make_codec(CodecConfig(name="bf16", rounding=rounding)), tensor(values)
+    decoded = codec.decode(codec.encode(x).payload, len(x))
+    if rounding == "nearest":
+        wanted = x.bfloat16().float()
+        fits = torch.isfinite(wanted)
+        assert torch.equal(decoded[fits], wanted[fits])
+    assert ((decoded - x).abs() <= x.abs() * 2.0**-7 + 1e-40).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays.filter(len), st.sampled_from([0.01, 0.1, 0.5, 1.0]), st.sampled_from(BLOCKS))
+def test_topk_sends_the_largest_of_each_block(values, density, block):
+    codec, x = make_codec(CodecConfig(name="topk2", block=block, density=density, scale="fp32")), tensor(values)
+    decoded = codec.decode(codec.encode(x).payload, len(x))
+    for part, sent in zip(x.split(block), decoded.split(block), strict=True):
+        kept = max(1, math.ceil(density * len(part)))
+        order = torch.sort(part.abs(), descending=True, stable=True).indices
+        largest = order[:kept]
+        if part.abs().max() < SLACK:
+            assert (sent == 0).all()
+            continue
+        assert (sent[order[kept:]] == 0).all()
+        assert sent.abs().unique().numel() <= 3  # zero and two magnitudes
+        assert (sent * part >= 0).all()
+        tolerance = part.abs().max() * 1e-4
+        assert sent[largest].abs().min() >= part[largest].abs().min() - tolerance
+        assert sent.abs().max() <= part.abs().max() + tolerance
+        # the magnitudes are means: what is kept is kept in sum
+        torch.testing.assert_close(
+            sent.abs().double().sum(), part[largest].abs().double().sum(), rtol=0.5, atol=1e-30
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_error_feedback_sends_in_sum_what_was_meant(name, rounding):
+    codec = make_codec(CodecConfig(name=name, rounding=rounding, density=0.1))
+    torch.manual_seed(1)
+    drift = torch.randn(1000) * 0.01  # steady, and small against the noise: what plain rounding loses
+    residual, sent, meant = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64), torch.zeros(1000).double()
+    without = torch.zeros(1000, dtype=torch.float64)
+    for step in range(200):
+        values = drift + torch.randn(1000) * 0.1
+        meant += values
+        sent += codec.decode(codec.encode(values, residual=residual, seed=step).payload, 1000)
+        without += codec.decode(codec.encode(values, seed=step).payload, 1000)
+    torch.testing.assert_close(sent + residual, meant, rtol=0, atol=1e-4)
+    error, error_without = (sent - meant).norm() / meant.norm(), (without - meant).norm() / meant.norm()
+    if name == "fp32":
+        assert error == 0 and not codec.error_feedback
+        return
+    assert codec.error_feedback
+    assert error < {"bf16": 1e-3, "int8": 2e-3, "topk2": 0.45}.get(name, 0.05)
+    assert error < 0.7 * error_without
+
+
+def test_error_decay_forgets_geometrically():
+    codec = make_codec(CodecConfig(name="topk2", density=0.01, error_decay=0.5))
+    residual = torch.linspace(0.1, 0.2, 100)
+    before = residual.clone()
+    codec.encode(torch.zeros(100), residual=residual)
+    untouched = residual[:-2]
+    assert torch.equal(untouched, before[:-2] * 0.5)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "e3m0", "e2m1"])
+def test_stochastic_rounding_is_unbiased_and_follows_the_seed(name):
+    codec = make_codec(CodecConfig(name=name, rounding="stochastic", block=32))
+    x = torch.rand(512, generator=torch.Generator().manual_seed(0)) - 0.5
+    draws = torch.stack([codec.decode(codec.encode(x, seed=seed).payload, 512) for seed in range(2000)])
+    assert not torch.equal(draws[0], draws[1])
+    deviation = (draws.double().mean(0) - x.double()).abs()
+    noise = draws.double().std(0) / 2000**0.5
+    gap = {"bf16": 2**-9, "int8": 0.5 / 127, "int4": 0.5 / 7, "e3m0": 0.25, "e2m1": 0.5 / 3}[name]
+    assert (deviation <= 5 * noise + gap * 8 / 2000).all()  # the last: draws too rare to be seen
+    assert (draws.std(0) > 0).float().mean() > 0.9
+
+
+def test_the_one_pass_delta_is_anchor_minus_weights():
+    torch.manual_seed(0)
+    anchor, weights = torch.randn(777), torch.randn(777)
+    for name in FORMATS:
+        codec = make_codec(CodecConfig(name=name))
+        for w in (weights, weights.bfloat16()):
+            one, two = torch.full((777,), 0.25), torch.full((777,), 0.25)
+            a = codec.encode_delta(anchor, w, residual=one, seed=3)
+            b = codec.encode(anchor - w.float(), residual=two, seed=3)
+            assert torch.equal(a.payload, b.payload) and torch.equal(one, two)
+            wanted = float((anchor - w.float() + 0.25).double().square().sum())
+            assert a.sum_of_squares == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_input_is_refused_by_name(name, bad):
+    codec = make_codec(CodecConfig(name=name))
+    x, residual = torch.ones(300), torch.zeros(300)
+    x[200] = bad
+    with pytest.raises(NonFiniteError, match=r"layers\.3\.weight.*NaN"):
+        codec.encode(x, residual=residual, what="layers.3.weight")
+    assert torch.isfinite(residual).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_bad_payload_is_refused_before_anything_is_written(name):
+    codec = make_codec(CodecConfig(name=name))
+    payload, out = codec.encode(torch.randn(300)).payload, torch.full((300,), 7.0)
+    spoiled = payload.clone()
+    spoiled[:4] = 255
+    for wrong in (payload[:-1], torch.cat([payload, payload[:1]]), spoiled, payload.view(1, -1), payload.float()):
+        with pytest.raises(CodecError, match=name):
+            codec.decode(wrong, 300, out=out)
+        with pytest.raises(CodecError, match=name):
+            codec.decode_accumulate(wrong, out, 2.0)
+    with pytest.raises(CodecError):
+        codec.decode(payload, 300, out=torch.zeros(299))
+    with pytest.raises(CodecError):
+        codec.decode(payload, 300, out=torch.zeros(600)[::2])
+    assert (out == 7.0).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(1, 300), st.binary(min_size=1, max_size=64), st.integers(0, 10**6))
+def test_a_hostile_payload_is_refused_or_decodes_to_finite_values(name, numel, noise, at):
+    codec = make_codec(CodecConfig(name=name, block=64))
+    payload = codec.encode(torch.ones(numel)).payload
+    for i, byte in enumerate(noise):
+        payload[(at + i) % len(payload)] = byte
+    fenced = torch.full((numel + 64,), 5.0)
+    try:
+        codec.decode(payload, numel, out=fenced[32 : 32 + numel])
+    except CodecError:
+        assert (fenced == 5.0).all()
+        return
+    assert torch.isfinite(fenced).all()
+    assert (fenced[:32] == 5.0).all() and (fenced[-32:] == 5.0).all()
+    wanted = torch.zeros(numel)
+    reference.dequantize(payload, wanted, Spec(name, block=64), None)
+    assert torch.equal(fenced[32 : 32 + numel], wanted)
+
+
+def test_payloads_may_lie_at_any_address():
+    for name in FORMATS:
+        codec, x = make_codec(CodecConfig(name=name)), torch.randn(333)
+        payload = codec.encode(x).payload
+        for shift in (1, 2, 3):
+            moved = torch.cat([torch.zeros(shift, dtype=torch.uint8), payload])[shift:]
+            assert torch.equal(codec.decode(moved, 333), codec.decode(payload, 333))
+
+
+def test_sizes_stated_in_the_documentation():
+    sizes = {"fp32": 32, "bf16": 16, "int8": 8.125, "int4": 4.125, "e3m0": 4.125, "e2m1": 4.125}
+    for name, bits in sizes.items():
+        assert make_codec(CodecConfig(name=name)).encoded_bytes(1 << 20) * 8 == bits * (1 << 20)
+    topk = make_codec(CodecConfig(name="topk2", block=1024, density=0.1))
+    assert 0.7 < topk.encoded_bytes(1 << 20) * 8 / (1 << 20) < 0.8
+
+
+def test_other_dtypes_and_devices_are_refused_in_words():
+    codec = make_codec(CodecConfig(name="int4"))
+    with pytest.raises(CodecError, match=r"w: is torch\.float16"):
+        codec.encode(torch.zeros(4, dtype=torch.float16), what="w")
+    with pytest.raises(CodecError, match="residual must have 4 elements"):
+        codec.encode(torch.zeros(4), residual=torch.zeros(5))
+    with pytest.raises(CodecError, match="anchor must be contiguous float32"):
+        codec.encode_delta(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))
+
+
+def test_a_block_that_the_kernels_do_not_take_is_a_config_error():
+    with pytest.raises(ConfigError, match="block = 100"):
+        parse(CodecConfig, {"name": "int4", "block": 100}, "run.json")
+    with pytest.raises(ValueError, match="block = 100 must be a power of two from 32 to 4096"):
+        Spec("int4", block=100)

@@ -1,0 +1,163 @@
+"""The shipped configurations: valid, consistent, and what they would need."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.canonical import architecture_from_hf
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, json_schema, load_cluster, load_run, parse
+from geotrain.launch import dry_run
+from geotrain.launch.check import check_together, link_to_global
+from geotrain.launch.site import Order
+from geotrain.outer.layout import layout_of
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+RUNS = sorted((CONFIGS / "runs").glob("*.json"))
+CLUSTERS = sorted((CONFIGS / "clusters").glob("*.json"))
+LOCAL = ("local-two-regions", "local-wan")
+LARGE = ("four-regions-ssh", "slurm")
+
+
+def pair(run: str, cluster: str) -> tuple[RunConfig, ClusterConfig]:
+    return load_run(CONFIGS / f"runs/{run}.json"), load_cluster(CONFIGS / f"clusters/{cluster}.json")
+
+
+def changed(config: RunConfig | ClusterConfig, **paths: Any) -> Any:
+    """The configuration with some keys set: `outer__rule="sync"`."""
+    raw = config.model_dump(by_alias=True, mode="json")
+    for path, value in paths.items():
+        *parents, last = path.split("__")
+        place = raw
+        for part in parents:
+            place = place[int(part) if part.isdigit() else part]
+        place[int(last) if last.isdigit() else last] = value
+    return parse(type(config), raw, "changed")
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: p.stem)
+def test_runs_are_what_they_say(path: Path) -> None:
+    run = load_run(path)
+    assert run.name == path.stem
+    block = run.deepspeed
+    steps = run.data.train_samples // run.samples_per_step
+    assert block["scheduler"]["params"]["total_num_steps"] == steps  # the schedule ends with the data
+    assert block["bf16"]["enabled"]
+    assert block["zero_optimization"]["stage"] == 1
+    assert (run.outer.rule, run.outer.ledger) == ("halos", True)
+
+
+def test_models_have_their_published_sizes() -> None:
+    sizes = {
+        path.stem: architecture_from_hf(json.loads(path.read_text())).parameter_count
+        for path in (CONFIGS / "models").glob("*.json")
+    }
+    assert sizes["llama-8b"] == 8_030_261_248
+    assert sizes["llama-70b"] == 70_553_706_496
+    assert sizes["llama-1b"] == 1_235_814_400
+    assert sizes["qwen3-0.6b"] == 596_049_920
+    assert 0.12e9 < sizes["llama-125m"] < 0.14e9
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.stem)
+def test_clusters_are_what_they_say(path: Path) -> None:
+    cluster = load_cluster(path)
+    assert cluster.name == path.stem
+    for region in cluster.regions:
+        if cluster.emulate_links or cluster.global_ssh:
+            assert link_to_global(cluster, region.name).gbps > 0
+
+
+@pytest.mark.parametrize(
+    ("run", "cluster"),
+    [("quickstart", c) for c in LOCAL] + [(r, c) for r in ("125m", "1b", "8b", "70b") for c in LARGE],
+)
+def test_the_dry_run_of_every_pair(run: str, cluster: str) -> None:
+    begin = time.process_time()
+    found = dry_run.needs(*pair(run, cluster))
+    assert time.process_time() - begin < 20.0
+    assert found.parameters == sum(count for _, count in found.fragments)
+    for worker in found.workers:
+        assert sum(worker.memory.values()) < 80e9, worker.name  # of an 80 GB accelerator
+        assert worker.parameters_per_rank * worker.ranks >= found.parameters
+
+
+def test_the_quickstarts_regions_differ_in_layout() -> None:
+    found = dry_run.needs(*pair("quickstart", "local-two-regions"))
+    assert [w.layout for w in found.workers] == [
+        "TP 2 × PP 1 × DP 1, ZeRO 1",
+        "TP 1 × PP 1 × DP 2, ZeRO 1",
+    ]
+
+
+def test_bytes_of_an_exchange() -> None:
+    run, cluster = pair("quickstart", "local-wan")
+    found = dry_run.needs(run, cluster)
+    assert [link.up_bytes for link in found.links] == [2 * found.parameters] * 2  # bf16
+    assert found.workers[0].delta_bytes == 4 * found.parameters  # fp32 inside a region
+    assert found.links[0].up_s == pytest.approx(2 * 8 * found.parameters / 0.2e9)
+    assert found.links[0].steps_between == run.outer.local_steps * run.outer.updates_per_send
+    large = dry_run.needs(*pair("70b", "four-regions-ssh"))
+    assert large.links[0].up_bytes < 0.6 * large.parameters  # 4 bits and scales
+
+
+def test_shards_that_leave_something_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from geotrain.inner import mapping
+
+    run, _ = pair("quickstart", "local-wan")
+    whole = mapping.local_parameters
+    monkeypatch.setattr(mapping, "local_parameters", lambda *a: whole(*a)[1:])
+    with pytest.raises(AssertionError, match="the ranks speak for"):
+        dry_run.check_shards(layout_of(run), run, run.parallel)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("run", RunConfig), ("cluster", ClusterConfig)])
+def test_the_schema_is_current(name: str, kind: type[RunConfig | ClusterConfig]) -> None:
+    stored = json.loads((CONFIGS / "schema" / f"{name}.json").read_text())
+    assert stored == json_schema(kind), "run `geotrain schema`"
+
+
+@pytest.mark.parametrize(
+    ("run", "cluster", "message"),
+    [
+        ({"data__train_samples": 9601}, {}, "train_samples = 9601 is not a multiple .* use 9600"),
+        ({"data__train_samples": 9584, "outer__rule": "sync"}, {}, "= 256 samples; use 9472"),
+        (
+            {},
+            {"regions__0__workers__0__deepspeed": {"train_batch_size": 32}},
+            "'eu-0': .* = 32 differs from the run's 16",
+        ),
+        ({}, {"regions__0__workers__0__parallel": {"tensor": 3}}, "worker 'eu-0': parallel: tensor 3 .* 2 ranks"),
+        (
+            {},
+            {"regions__0__ssh": "far"},
+            "the server of region 'eu' runs on far, by ssh: its address 127.0.0.1:0 must be",
+        ),
+        ({}, {"global_ssh": "far"}, "the global server runs on far"),
+        ({}, {"emulate_links": True}, "`links` has no link between 'eu' and 'global'"),
+    ],
+)
+def test_what_does_not_go_together(run: dict[str, Any], cluster: dict[str, Any], message: str) -> None:
+    base_run, base_cluster = pair("quickstart", "local-two-regions")
+    with pytest.raises(ConfigError, match=message):
+        check_together(changed(base_run, **run), changed(base_cluster, **cluster))
+
+
+def test_emulated_links_are_for_one_machine() -> None:
+    run, cluster = pair("quickstart", "local-wan")
+    address = {"host": "far", "port": 1}
+    far = changed(cluster, regions__1__ssh="far", regions__1__server=address)
+    with pytest.raises(
+        ConfigError, match="emulate_links = true is for runs on one machine, but the server of region 'us'"
+    ):
+        check_together(run, far)
+
+
+def test_an_order_survives_the_wire() -> None:
+    order = Order(*pair("70b", "four-regions-ssh"), sites=("asia",), resume=True)
+    assert Order.from_line(order.to_line()) == order
+    assert order.to_line().count(b"\n") == 1
+    with pytest.raises(ConfigError, match="no valid order"):
+        Order.from_line(b"Last login: today\n")

@@ -1,0 +1,67 @@
+"""Whole runs of real processes: several workers a region, starting from a checkpoint, failing well."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from geotrain.evaluate import evaluate
+from geotrain.export import export_run
+from tests.small_runs import BATCH, LOCAL_STEPS, MODEL, launch, launched, losses, prepare_text, status, write_files
+
+SAMPLES = 24 * LOCAL_STEPS * BATCH
+HALOS = {"rule": "halos", "updates_per_send": 2}
+SYNC = {"rule": "sync"}  # every worker takes part in every round, however late it started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With prepared text, and a run of three workers that ended, and its export."""
+    folder = tmp_path_factory.mktemp("runs")
+    prepare_text(folder)
+    launched(write_files(folder, "several", SAMPLES, {"eu": [1, 1], "us": [1]}, SYNC))
+    export_run(folder / "several", folder / "export", "float32")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_several_workers_a_region(folder: Path) -> None:
+    run_file = folder / "several.json"
+    top = status(run_file, "global")
+    assert top["committed_samples"] == top["train_samples"] == SAMPLES and top["open_leases"] == 0
+    jobs = losses(run_file)
+    assert {worker for worker, _ in jobs} == {"eu-0", "eu-1", "us-0"}
+    assert len(jobs) == SAMPLES // (LOCAL_STEPS * BATCH)
+    exported = evaluate(folder / "export", folder / "data" / "train", 32, 16)
+    assert exported < 0.8 * max(jobs.values())
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """64 KiB, mounted in a folder."""
+    assert os.geteuid() == 0, "mounting a file system needs root"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "geotrain-test", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_while_checkpointing_a_run_that_began_from_an_export(folder: Path, tiny_disk: Path) -> None:
+    checkpoint = {"folder": str(tiny_disk), "every_jobs": 1}
+    model = {"config": MODEL, "init_from": str(folder / "export")}
+    files = write_files(folder, "full", SAMPLES, {"eu": [1]}, HALOS, checkpoint=checkpoint, model=model)
+    done = launch(files)
+    assert losses(files[0])["eu-0", 1] < 0.85 * math.log(MODEL["vocab_size"])  # what untrained weights begin with
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert str(tiny_disk) in said and "No space left on device" in said
+    assert "Traceback" not in said
+    assert not [path for path in tiny_disk.rglob("*") if path.is_file()]
