@@ -17,6 +17,7 @@ CPU_KERNELS = Extension(
     # no contraction: bits must not depend on the instruction set, which is picked at run time
     extra_compile_args=[
         "-O3",
+        "-g0",
         "-ffp-contract=off",
         "-fno-math-errno",
         "-fno-trapping-math",

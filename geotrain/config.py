@@ -131,6 +131,9 @@ class OuterConfig(Block):
     sync_momentum: Fraction = Field(0.9, description="sync: the outer Nesterov momentum.")
     momentum_gain: Annotated[float, Field(ge=0)] = Field(3.0, description="region_momentum: c.")
     momentum_decay: Fraction = Field(0.993, description="region_momentum: k, per update.")
+    lease_reserve: Annotated[int, Field(ge=0)] = Field(
+        0, description="Jobs of each worker whose data a region keeps in reserve, to train on while it is cut off."
+    )
     up: CodecConfig = CodecConfig(name="bf16")
     down: CodecConfig = CodecConfig(name="bf16")
     local: CodecConfig = Field(CodecConfig(name="fp32"), description="Codec between workers and region server.")

@@ -6,7 +6,6 @@ layers with PyTorch's fused attention and RMSNorm.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from geotrain.inner.parallel import Mesh
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -35,7 +34,7 @@ with platform.quiet_imports():
 
 Recompute = Literal["none", "selective", "full"]
 
-HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
+HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and gpt_layer_specs.HAVE_TE
 
 # Transformer Engine fuses two norms into the linear layers that follow them.
 _FUSED_NORMS = {
@@ -114,7 +113,7 @@ def transformer_config(
 
 def _block_spec(a: Architecture, layers: int) -> Any:
     if HAS_TRANSFORMER_ENGINE:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=a.qk_norm)
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=a.qk_norm)
     head_norm = RMSNorm if a.qk_norm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,

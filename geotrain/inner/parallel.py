@@ -16,6 +16,7 @@ import torch.distributed as dist
 from geotrain.canonical import Architecture
 from geotrain.config import ConfigError, ParallelConfig
 from geotrain.inner import platform
+from geotrain.inner.optimizer import adamw_settings
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _DEEPSPEED_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size
@@ -78,13 +79,13 @@ def check_layout(
             f"data.sequence_length = {sequence_length} is above the model's max_position_embeddings = "
             f"{architecture.max_positions}; shorten the sequences or raise it in the model config"
         )
-    _check_deepspeed(deepspeed_block, pp)
+    _check_deepspeed(deepspeed_block, tp, pp)
     dp = ranks // (tp * pp)
     accumulation_steps(deepspeed_block, dp)
     return dp
 
 
-def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
+def _check_deepspeed(block: dict[str, Any], tp: int, pp: int) -> None:
     stage = zero_stage(block)
     if stage not in (0, 1, 2):
         raise ConfigError(
@@ -95,6 +96,11 @@ def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
         raise ConfigError(
             f"deepspeed.zero_optimization.stage = 2 does not go with parallel.pipeline = {pp}: a pipeline keeps the "
             "gradients of all micro-batches until its end; use stage 1"
+        )
+    if stage == 2 and tp > 1 and "offload_optimizer" in block["zero_optimization"]:
+        raise ConfigError(
+            f"deepspeed.zero_optimization: stage 2 with offload_optimizer does not go with parallel.tensor = {tp}: "
+            "gradients leave the device before tensor ranks can sum them; use stage 1"
         )
     if block.get("zero_optimization", {}).get("round_robin_gradients"):
         raise ConfigError(
@@ -112,6 +118,7 @@ def _check_deepspeed(block: dict[str, Any], pp: int) -> None:
         raise ConfigError(
             f"deepspeed.optimizer.type = {block.get('optimizer', {}).get('type')!r} is not supported; use 'AdamW'"
         )
+    adamw_settings(block)
     scheduler = block.get("scheduler", {}).get("type")
     if scheduler is not None and scheduler not in SCHEDULERS:
         raise ConfigError(

@@ -7,6 +7,7 @@ pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
 leave     SayLeave                   Ack
+beat      Beat                       Ack
 status    nothing                    JSON
 control   Control                    Ack
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
@@ -25,6 +26,7 @@ SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
 MAX_WAIT_S = 20.0  # a server holds a call that has no answer yet at most so long
 KEEPALIVE_S = 10.0
+BEAT_S = 5.0  # how often a member says that it lives
 STALL_S = 60.0  # a stream that moves no frame for so long is given up
 
 OPTIONS = (
@@ -88,6 +90,15 @@ class SayLeave:
     incarnation: str
     part: int
     sequence: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """This rank lives."""
+
+    member: str
+    incarnation: str
+    part: int
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,25 @@ import threading
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from geotrain.net.link import Link
+from geotrain.net import calls, wire
+from geotrain.net.certs import Trust
+from geotrain.net.link import Link, Lost
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Finished, Join, Lease, LeaseRequest, UpdatePart, Welcome
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    NotJoined,
+    Refused,
+    UpdatePart,
+    Welcome,
+)
 
 T = TypeVar("T")
 
@@ -36,11 +49,13 @@ class MemberClient:
     Updates are delivered in order, and kept until they are part of the server's weights, so that a server restarted
     meanwhile gets them again. After "join first" the client joins by itself, in the same life, and goes on.
 
-    connect_s: how long `join` tries. deadline_s: how long the others try, each.
+    trust: None means plaintext. connect_s: how long `join` tries. deadline_s: how long the others try, each.
     """
 
-    def __init__(self, address: str, *, connect_s: float = 60.0, deadline_s: float = 3600.0) -> None:
-        self.address, self.connect_s, self.deadline_s = address, connect_s, deadline_s
+    def __init__(
+        self, address: str, *, connect_s: float = 60.0, deadline_s: float = 3600.0, trust: Trust | None = None
+    ) -> None:
+        self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
@@ -84,7 +99,7 @@ class MemberClient:
         """The server's status; works without joining. Raises Unreachable after `connect_s`."""
 
         async def ask() -> dict[str, Any]:
-            link = Link(self.address, "a visitor", "")
+            link = Link(self.address, "a visitor", "", self.trust)
             try:
                 return await link.persist(link.status, self.connect_s)
             finally:
@@ -148,7 +163,7 @@ class MemberClient:
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
             raise RuntimeError(f"{join.member} has joined already; a new life needs a client of its own")
-        link = Link(self.address, join.member, join.incarnation)
+        link = Link(self.address, join.member, join.incarnation, self.trust)
         try:
             welcome = await link.persist(lambda: link.join(join), self.connect_s)
         except BaseException:
@@ -159,6 +174,7 @@ class MemberClient:
         self._applied = self._sequence = welcome.sequence - 1
         self._lives += 1
         self._start(self._push_all())
+        self._start(self._beat())
         return welcome
 
     async def _rejoin(self) -> None:
@@ -193,6 +209,20 @@ class MemberClient:
             self._work.clear()
             while pushed := next((p for p in self._parts if not p.acknowledged), None):
                 await self._push(pushed)
+
+    async def _beat(self) -> None:
+        """Say that this rank lives. What fails is tried again with the next beat, or noticed by a call that waits."""
+        link, join = self._live(), self._join
+        assert join is not None
+        while True:
+            await asyncio.sleep(calls.BEAT_S)
+            try:
+                await link.beat(join.part)
+            except NotJoined:
+                with suppress(Exception):
+                    await self._rejoin()
+            except (Lost, Refused, wire.WireError):
+                pass
 
     async def _push(self, pushed: _Pushed) -> None:
         link = self._live()

@@ -12,6 +12,7 @@ import grpc
 from grpc import aio
 
 from geotrain.net import calls, wire
+from geotrain.net.certs import Trust
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -54,14 +55,18 @@ class Lost(ConnectionError):
 
 
 class Link:
-    """Calls to one server, as one life of one member. Belongs to one event loop.
+    """Calls to one server, as one life of one member. Belongs to one event loop. trust: None means plaintext.
 
     Single calls are attempted once: Lost, Refused, wire.WireError. `persist` repeats them.
     """
 
-    def __init__(self, address: str, member: str, incarnation: str) -> None:
+    def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
-        self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        if trust is None:
+            self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", trust.server))
+            self._channel = aio.secure_channel(address, trust.credentials.channel(), options=options)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -133,6 +138,9 @@ class Link:
         """sequence: of the last update sent."""
         leave = calls.SayLeave(self.member, self.incarnation, part, sequence)
         await self._unary("leave", wire.pack(leave), calls.Ack, within_s=calls.MAX_WAIT_S + REPLY_S)
+
+    async def beat(self, part: int) -> None:
+        await self._unary("beat", wire.pack(calls.Beat(self.member, self.incarnation, part)), calls.Ack)
 
     async def status(self) -> dict[str, Any]:
         return json.loads(await self._raw_unary("status", b"", REPLY_S))

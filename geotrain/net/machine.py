@@ -23,6 +23,7 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     Send,
+    Silence,
     UpdatePart,
     Welcome,
 )
@@ -47,6 +48,8 @@ def take(server: AnyServer, message: Message) -> Any:
             return server.on_part(message)
         case LeaseRequest():
             return server.on_lease_request(message)
+        case Silence():
+            return server.on_silence(message)
     if isinstance(server, RegionServer):
         match message:
             case Welcome():

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
 from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.net.certs import CertificateError, Credentials, Role, Trust, identity, load_credentials
 from geotrain.net.diary import Diary
 from geotrain.net.journal import JournalDamaged, JournalFull
 from geotrain.net.link import Unreachable
 from geotrain.net.machine import AnyServer, Machine
 from geotrain.net.meter import Meter, Traffic
+from geotrain.net.pulse import REGION_SILENT_S, WORKER_SILENT_S
 from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
@@ -52,6 +55,7 @@ EXPECTED = (
     ListenError,
     StoreError,
     JournalDamaged,
+    CertificateError,
     LayoutError,
     Unreachable,
     Refused,
@@ -74,7 +78,8 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
     def begin(server: AnyServer) -> None:
         server.set_weights(initial_weights(run, server.layout))
 
-    return _serve(build, begin, cluster.global_server, None, run, folder, resume)
+    role: Role = "worker" if run.outer.levels == 1 else "region"
+    return _serve(build, begin, _Place(cluster, "global", GLOBAL, role), run, folder, resume)
 
 
 def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool) -> int:
@@ -87,15 +92,10 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
         server.incarnation = uuid.uuid4().hex
         return server
 
-    try:
-        address = cluster.region(region).server
-    except ConfigError as error:
-        return _failed(error)
-
     def begin(server: AnyServer) -> None:
         """It gets its weights from the global server."""
 
-    return _serve(build, begin, address, cluster.global_server, run, folder, resume)
+    return _serve(build, begin, _Place(cluster, "region", region, "worker"), run, folder, resume)
 
 
 def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
@@ -124,13 +124,13 @@ def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
 def _serve(
     build: Callable[[], AnyServer],
     begin: Callable[[AnyServer], None],
-    address: Address,
-    above: Address | None,
+    place: _Place,
     run: RunConfig,
     folder: Path,
     resume: bool,
 ) -> int:
     try:
+        credentials = place.credentials()
         with alone_in(folder), EventLog(folder / EVENTS) as events:
             if not resume and (Store(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*"))):
                 raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
@@ -139,7 +139,8 @@ def _serve(
                 log.error("%s", fault)
                 events.write(Trouble(fault))
             events.write(Recovery(recovered.replayed))
-            asyncio.run(_Host(recovered, events, folder, run.checkpoint.every_updates).run(address, above))
+            host = _Host(recovered, events, folder, run.checkpoint.every_updates, place, credentials)
+            asyncio.run(host.run())
     except EXPECTED as error:
         return _failed(error)
     except OSError as error:
@@ -152,10 +153,39 @@ def _failed(error: Exception) -> int:
     return 1
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A server's place in the cluster."""
+
+    cluster: ClusterConfig
+    role: Role
+    name: str
+    member_role: Role
+
+    @property
+    def address(self) -> Address:
+        """Raises ConfigError."""
+        return self.cluster.global_server if self.role == "global" else self.cluster.region(self.name).server
+
+    def credentials(self) -> Credentials | None:
+        """Raises CertificateError."""
+        security = self.cluster.security
+        return load_credentials(Path(security.folder), self.role, self.name) if security else None
+
+
 class _Host:
     """One server's parts in one event loop."""
 
-    def __init__(self, recovered: Recovered, events: EventLog, folder: Path, every_updates: int) -> None:
+    def __init__(
+        self,
+        recovered: Recovered,
+        events: EventLog,
+        folder: Path,
+        every_updates: int,
+        place: _Place,
+        credentials: Credentials | None,
+    ) -> None:
+        self.place, self.credentials = place, credentials
         self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
         self.events, self.folder, self.every_updates = events, folder, every_updates
         self.diary = Diary(self.server, events)
@@ -165,14 +195,20 @@ class _Host:
         self.stop = asyncio.Event()
         self.saving = asyncio.Lock()
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")  # one at a time, also after a cancellation
-        self.above: Address | None = None
 
-    async def run(self, address: Address, above: Address | None) -> None:
+    async def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         self.machine = Machine(self.server, self.journal, self._deliver, self.diary.watch)
-        self.service = Service(self.machine, self._control, self._status)
-        self.above = above
+        self.service = Service(
+            self.machine,
+            self._control,
+            self._status,
+            member_role=self.place.member_role,
+            silent_s=REGION_SILENT_S if self.place.member_role == "region" else WORKER_SILENT_S,
+            credentials=self.credentials,
+        )
+        address = self.place.address
         self.meter = Meter(self._is_wide_area)
         if not self.store.numbers():
             await self._snapshot()  # so that there is one, whatever happens
@@ -180,7 +216,7 @@ class _Host:
         listening = self.folder / LISTENING
         with whole_file(listening) as file:
             json.dump({"address": f"{address.host}:{port}", "pid": os.getpid()}, file)
-        if not _is_loopback(address):
+        if self.credentials is None and not _is_loopback(address):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
         try:
@@ -201,8 +237,11 @@ class _Host:
             asyncio.ensure_future(self._snapshots()),
         ]
         if isinstance(self.server, RegionServer):
-            assert self.above is not None
-            self.uplink = Uplink(self.machine, str(self.above), on_lost=lambda n: self.events.write(UpdatesLost(n)))
+            trust = Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None
+            above = str(self.place.cluster.global_server)
+            self.uplink = Uplink(
+                self.machine, above, trust=trust, on_lost=lambda n: self.events.write(UpdatesLost(n))
+            )
             tasks.append(asyncio.ensure_future(self.uplink.run()))
         else:
             tasks.append(asyncio.ensure_future(self._finished(self.server)))
@@ -274,7 +313,7 @@ class _Host:
 
     def _is_wide_area(self, peer: str) -> bool:
         """A region server's wide-area link is the one to the global server; the global server's are all it has."""
-        return self.above is None or peer.rpartition(":")[2] == str(self.above.port)
+        return self.place.role == "global" or peer.rpartition(":")[2] == str(self.place.cluster.global_server.port)
 
     def _status(self) -> dict[str, Any]:
         """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
@@ -285,7 +324,7 @@ class _Host:
             if peer in traffic:
                 members.setdefault(member, Traffic()).join(traffic[peer])
         total = self.meter.total
-        sent, received = ("up", "down") if self.above else ("down", "up")
+        sent, received = ("up", "down") if self.place.role == "region" else ("down", "up")
         return {
             "links": {
                 f"{sent}_bytes": total.sent_bytes,

@@ -15,8 +15,11 @@ from grpc import aio
 
 from geotrain.config import Address
 from geotrain.net import calls, wire
+from geotrain.net.certs import OPERATOR, Credentials, Role, identity
 from geotrain.net.machine import Machine
-from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Refused, Send, UpdatePart
+from geotrain.net.pulse import WORKER_SILENT_S, Pulse
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Refused, Release, Send, UpdatePart
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ class Service:
     """Runs until `stop`. All methods belong to the event loop that it was started in.
 
     control: what to do on "snapshot" and "stop". extra_status: more for the status, from whoever runs the service.
+    member_role: of those who may join. silent_s: after so long without a sign, a member is taken for dead.
+    credentials: None means plaintext, where everyone is who he says.
     """
 
     def __init__(
@@ -40,8 +45,14 @@ class Service:
         machine: Machine,
         control: Callable[[str], Awaitable[None]],
         extra_status: Callable[[], dict[str, Any]] = dict,
+        *,
+        member_role: Role = "worker",
+        silent_s: float = WORKER_SILENT_S,
+        credentials: Credentials | None = None,
     ) -> None:
         self.machine, self._control, self._extra_status = machine, control, extra_status
+        self.member_role, self.credentials = member_role, credentials
+        self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
         self.refused: dict[str, int] = {}  # member → messages refused for good
         self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
@@ -60,20 +71,26 @@ class Service:
             "lease": unary(self._handled(self._lease)),
             "release": unary(self._handled(self._release)),
             "leave": unary(self._handled(self._leave)),
+            "beat": unary(self._handled(self._beat)),
             "status": unary(self._handled(self._status)),
             "control": unary(self._handled(self._on_control)),
         }
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(calls.SERVICE, methods),))
         _check_free(address)
         try:
-            port = self._grpc.add_insecure_port(str(address))
+            if self.credentials is None:
+                port = self._grpc.add_insecure_port(str(address))
+            else:
+                port = self._grpc.add_secure_port(str(address), self.credentials.server())
         except RuntimeError as error:
             raise ListenError(f"cannot listen on {address}: {error}") from None
         await self._grpc.start()
+        self.pulse.start()
         return int(port)
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float | None) -> None:
         """Take no new calls; give those that are open `grace_s` to end."""
+        self.pulse.stop()
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
 
@@ -83,14 +100,17 @@ class Service:
             self._granted[send.to] = send.message
 
     def status(self) -> dict[str, Any]:
-        return {**self.machine.status, "refused": dict(self.refused), **self._extra_status()}
+        silent = sorted(self.pulse.silent)
+        return {**self.machine.status, "refused": dict(self.refused), "silent": silent, **self._extra_status()}
 
     # -- the calls
 
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
+        self._speaks(context, self.member_role, join.member)
         welcome = await self._refusable(join.member, self.machine.say(join))
         self.peers[_plain_peer(context.peer())] = join.member
+        self.pulse.heard(join.member, join.part)
         self._granted.pop(join.member, None)  # what its earlier life was told may be wrong by now
         return wire.pack(welcome)
 
@@ -112,16 +132,19 @@ class Service:
         reader = wire.Reader(UpdatePart, limit_bytes=server.up.encoded_bytes(server.layout.numel) + 4096)
         reader.feed(await _next_frame(context, HEADER_S))
         part: UpdatePart = reader.header
+        self._speaks(context, self.member_role, part.member)
         wanted = await self._refusable(part.member, self.machine.read(lambda: server.wants(part)))
         if wanted:
             self._only_one(part.member, part.part)
             while not reader.complete:
                 reader.feed(await _next_frame(context, calls.STALL_S))
+                self.pulse.heard(part.member, part.part)
             await self._refusable(part.member, self.machine.say(reader.message))
         return calls.Ack(server.members[part.member].sequence)
 
     async def _pull(self, request: bytes, context: Any) -> None:
         pull = wire.unpack(request, calls.Pull)
+        self._speaks(context, self.member_role, pull.member)
         answer = await self.machine.until(
             lambda: self.machine.server.answer(
                 pull.member, pull.incarnation, pull.part, pull.sequence, pull.fragments
@@ -133,7 +156,9 @@ class Service:
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
         ask = wire.unpack(request, calls.AskLease)
-        await self._check_life(ask.member, ask.incarnation)
+        await self._check_life(context, ask.member, ask.incarnation)
+        if ask.request.worker not in self._workers_of(ask.member):
+            raise Refused(f"{ask.member} cannot ask for the data of {ask.request.worker!r}")
         job = ask.request.job
         lease = await self.machine.say(ask.request)
         if lease is None:  # a region server has to ask for it first
@@ -144,13 +169,17 @@ class Service:
 
     async def _release(self, request: bytes, context: Any) -> bytes:
         release = wire.unpack(request, calls.ReleaseLeases)
-        member = await self._check_life(release.member, release.incarnation)
-        await self.machine.say(release.release)
+        member = await self._check_life(context, release.member, release.incarnation)
+        server = self.machine.server
+        if isinstance(server, GlobalServer):
+            held = await self.machine.read(lambda: server.holds(release.member))
+            leases = tuple(n for n in release.release.leases if n in held)
+            await self.machine.say(Release(leases))
         return wire.pack(calls.Ack(member.sequence))
 
     async def _leave(self, request: bytes, context: Any) -> bytes:
         leave = wire.unpack(request, calls.SayLeave)
-        member = await self._check_life(leave.member, leave.incarnation)
+        member = await self._check_life(context, leave.member, leave.incarnation)
         if leave.part not in member.joined:
             raise Refused(f"{leave.member}: part {leave.part} has not joined")
         if member.sequence < leave.sequence:
@@ -165,10 +194,17 @@ class Service:
             raise Refused(f"{leave.member}: its other ranks have not left yet", retry_s=0.2)
         return wire.pack(calls.Ack(member.sequence))
 
+    async def _beat(self, request: bytes, context: Any) -> bytes:
+        beat = wire.unpack(request, calls.Beat)
+        member = await self._check_life(context, beat.member, beat.incarnation)
+        self.pulse.heard(beat.member, beat.part)
+        return wire.pack(calls.Ack(member.sequence))
+
     async def _status(self, request: bytes, context: Any) -> bytes:
         return json.dumps(self.status()).encode()
 
     async def _on_control(self, request: bytes, context: Any) -> bytes:
+        self._speaks(context, "operator", OPERATOR)
         what = wire.unpack(request, calls.Control).what
         if what not in ("snapshot", "stop"):
             raise Refused(f"control {what[:40]!r} is unknown; known: snapshot, stop")
@@ -181,7 +217,20 @@ class Service:
         granted = self._granted.get(worker)
         return granted if granted and granted.job == job else None
 
-    async def _check_life(self, member: str, incarnation: str) -> Any:
+    def _speaks(self, context: Any, role: Role, name: str) -> None:
+        """Raises Refused when the certificate on the other end is not this one's."""
+        if self.credentials is None:
+            return
+        names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
+        if identity(role, name) not in names:
+            raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
+
+    def _workers_of(self, member: str) -> tuple[str, ...]:
+        server = self.machine.server
+        return server.workers_of[member] if isinstance(server, GlobalServer) else (member,)
+
+    async def _check_life(self, context: Any, member: str, incarnation: str) -> Any:
+        self._speaks(context, self.member_role, member)
         return await self.machine.read(lambda: self.machine.server.current(member, incarnation))
 
     async def _refusable(self, member: str, call: Awaitable[Any]) -> Any:

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from geotrain.net import calls
+from geotrain.net.certs import Trust
 from geotrain.net.link import Link
 from geotrain.net.machine import Machine
 from geotrain.outer.messages import (
@@ -49,12 +51,13 @@ class Uplink:
         address: str,
         *,
         connect_s: float = 60.0,
+        trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
     ) -> None:
         assert isinstance(machine.server, RegionServer)
         self.machine, self.server = machine, machine.server
         self.connect_s, self.on_lost = connect_s, on_lost
-        self.link = Link(address, self.server.name, self.server.incarnation)
+        self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
         self._leases: deque[LeaseRequest | Release] = deque()
@@ -104,6 +107,7 @@ class Uplink:
                     lanes.create_task(self._run_answers(queue))
                 lanes.create_task(self._run_updates(pushed))
                 lanes.create_task(self._run_leases())
+                lanes.create_task(self._run_beats())
         except* (NotJoined, _Done):
             pass
 
@@ -140,6 +144,11 @@ class Uplink:
     def _is_new(self, request: LeaseRequest) -> bool:
         waiting = [(m.worker, m.job) for m in self._leases if isinstance(m, LeaseRequest)]
         return (request.worker, request.job) not in waiting
+
+    async def _run_beats(self) -> None:
+        while True:
+            await asyncio.sleep(calls.BEAT_S)
+            await self._persist(_certain(self.link.beat, 0))
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:

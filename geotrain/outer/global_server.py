@@ -46,12 +46,19 @@ class GlobalServer(Server):
     def on_release(self, release: Release) -> None:
         self.book.release(release.leases)
 
+    def holds(self, name: str) -> set[int]:
+        """Leases that are out with this member's workers."""
+        return set(self.book.held_by(set(self.workers_of[name])))
+
+    def release_leases(self, name: str) -> None:
+        self.book.release(tuple(self.holds(name)))
+
     def on_new_life(self, name: str, join: Join) -> None:
-        held = self.book.held_by(set(self.workers_of[name]))
-        self.book.release(tuple(n for n in held if n not in join.leases))
+        self.book.release(tuple(self.holds(name) - set(join.leases)))
 
     def on_applied(self, part: UpdatePart) -> None:
-        self.book.commit(part.leases)
+        """A member commits only what it holds: another's leases, and its own that were given away, are not."""
+        self.book.commit(tuple(self.holds(part.member) & set(part.leases)))
 
     def begin_again(self) -> None:
         super().begin_again()

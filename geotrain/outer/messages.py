@@ -147,7 +147,15 @@ class Leave:
     member: str
 
 
-Message = Join | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Leave
+@dataclass(frozen=True)
+class Silence:
+    """This life of the member has not been heard of for too long: it is taken for dead, until it speaks again."""
+
+    member: str
+    incarnation: str
+
+
+Message = Join | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Leave | Silence
 
 
 @dataclass(frozen=True)

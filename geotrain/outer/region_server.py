@@ -17,6 +17,7 @@ from geotrain.outer.messages import (
     Answer,
     Finished,
     FragmentDelta,
+    FragmentWeights,
     Join,
     Lease,
     LeaseRequest,
@@ -50,7 +51,10 @@ class RegionServer(Server):
         self.global_versions = [0] * len(layout.fragments)
         self.sequence = 0  # of the last update sent up
         self.in_flight: dict[int, UpdatePart] = {}  # sequence → update without its answer
-        self.leases: dict[tuple[str, int], Lease] = {}  # (worker, job) → a lease not trained yet
+        self.leases: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
+        self.reserve = config.lease_reserve if config.rule != "sync" else 0  # rounds are laid out with known speeds
+        self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs that wait for their lease
+        self.reserved_to = dict.fromkeys(workers, 0)  # the last job whose lease was asked for in this life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
         self.gone = False  # said goodbye to the global server
         self.done = False  # and it said goodbye: this region has nothing left to do
@@ -60,7 +64,7 @@ class RegionServer(Server):
 
     def join_message(self) -> Join:
         whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
-        held = [lease.lease for lease in self.leases.values()]
+        held = [lease.lease for jobs in self.leases.values() for lease in jobs.values()]
         held += list(self.trained)
         held += [n for update in self.in_flight.values() for n in update.leases]
         i = self.identity
@@ -101,7 +105,7 @@ class RegionServer(Server):
         first = not self.fragments
         if not first and answer.sequence not in self.in_flight:
             return  # a second copy: a change must not be added to the mirror twice
-        vectors = [self.downlink.decode(w, self.layout.fragments[w.fragment].numel) for w in answer.weights]
+        vectors = [self.decode_weights(w) for w in answer.weights]
         if first:
             self.set_weights([v.clone() for v in vectors])
             self.global_versions = [w.version for w in answer.weights]
@@ -124,30 +128,38 @@ class RegionServer(Server):
     # -- leases: forwarded, and remembered until the delta that used them went up
 
     def on_lease_request(self, request: LeaseRequest) -> Lease | None:
-        """The lease, if it is here already; otherwise None, and the request goes up."""
-        self._member(request.worker)
-        lease = self.leases.get((request.worker, request.job))
-        if lease:
-            return lease
-        self._outgoing.append(Send(GLOBAL, request))
-        return None
+        """The lease, if it is here already; otherwise None, and the request goes up. So do requests for the jobs
+        after it, as far as the reserve reaches."""
+        worker, job = request.worker, request.job
+        self._member(worker)
+        lease = self.leases[worker].get(job)
+        if lease is None:
+            self.wanted[worker].add(job)
+            self._outgoing.append(Send(GLOBAL, request))
+        for ahead in range(max(job, self.reserved_to[worker]) + 1, job + 1 + self.reserve):
+            self._outgoing.append(Send(GLOBAL, replace(request, job=ahead)))
+            self.reserved_to[worker] = ahead
+        return lease
 
     def on_lease(self, lease: Lease | Finished) -> None:
         if lease.job <= self._member(lease.worker).job:
             return  # a second copy of an answer: that job is done
         if isinstance(lease, Lease):
-            self.leases[lease.worker, lease.job] = lease
-        self._outgoing.append(Send(lease.worker, lease))
+            self.leases[lease.worker][lease.job] = lease
+        if lease.job in self.wanted[lease.worker]:
+            self.wanted[lease.worker].discard(lease.job)
+            self._outgoing.append(Send(lease.worker, lease))
 
     # -- members
 
     def on_new_life(self, name: str, join: Join) -> None:
-        untrained = [key for key in self.leases if key[0] == name]
-        if untrained:
-            self._outgoing.append(Send(GLOBAL, Release(tuple(self.leases.pop(key).lease for key in untrained))))
+        self.wanted[name].clear()
+        self.reserved_to[name] = 0
+        self.release_leases(name)
 
     def on_leave(self, name: str) -> None:
         super().on_leave(name)
+        self.release_leases(name)  # asked for in reserve, and no longer wanted
         self._send_what_is_due()
 
     def on_farewell(self) -> None:
@@ -159,10 +171,14 @@ class RegionServer(Server):
         self.gone = self.done = False
 
     def on_applied(self, part: UpdatePart) -> None:
-        for key in [key for key, lease in self.leases.items() if lease.lease in part.leases]:
-            del self.leases[key]
+        """Leases that the worker does not hold (any more) do not count: others train them."""
+        jobs = self.leases[part.member]
+        held = {lease.lease: job for job, lease in jobs.items()}
+        trained = [number for number in part.leases if number in held]
+        for number in trained:
+            del jobs[held[number]]
         pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
-        self.trained.update({lease: set(pending) for lease in part.leases})
+        self.trained.update({number: set(pending) for number in trained})
         self._send_what_is_due()
 
     @property
@@ -193,7 +209,11 @@ class RegionServer(Server):
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
-            "leases": [[v.worker, v.job, v.lease, v.start, v.samples, v.steps] for v in self.leases.values()],
+            "leases": [
+                [v.worker, v.job, v.lease, v.start, v.samples, v.steps]
+                for jobs in self.leases.values()
+                for v in jobs.values()
+            ],
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
                 [s, u.weight, list(u.leases), u.metrics, [[d.fragment, d.anchor_version] for d in u.deltas]]
@@ -209,7 +229,9 @@ class RegionServer(Server):
         self.downlink.mirror = {f: tensors[f"mirror.{f}"] for f in _numbers(tensors, "mirror.")}
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
         self.gone, self.done = saved["gone"], saved["done"]
-        self.leases = {(worker, job): Lease(worker, job, *rest) for worker, job, *rest in saved["leases"]}
+        self.leases = {name: {} for name in self.members}
+        for worker, job, *rest in saved["leases"]:
+            self.leases[worker][job] = Lease(worker, job, *rest)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
             payloads = tuple(
@@ -224,24 +246,40 @@ class RegionServer(Server):
         self.in_flight = {s: replace(u, incarnation=self.incarnation) for s, u in sorted(self.in_flight.items())}
         return [Send(GLOBAL, u) for u in self.in_flight.values()]
 
+    # -- between tensors and payloads
+
+    def encode_progress(self, fragment: int, delta: Tensor) -> bytes:
+        """The payload of the update that `sequence` numbers."""
+        residual = None
+        if self.up_codec.name != "fp32":
+            if fragment not in self.residuals:
+                self.residuals[fragment] = torch.zeros_like(delta)
+            residual = self.residuals[fragment]
+        what = f"delta of fragment {fragment} of region {self.name}"
+        return to_bytes(self.up_codec.encode(delta, residual=residual, seed=self.sequence, what=what).payload)
+
+    def decode_weights(self, weights: FragmentWeights) -> Tensor:
+        return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)
+
     # -- inside
+
+    def release_leases(self, name: str) -> None:
+        untrained, self.leases[name] = self.leases[name], {}
+        if untrained:
+            self._outgoing.append(Send(GLOBAL, Release(tuple(lease.lease for lease in untrained.values()))))
 
     def _send_what_is_due(self) -> None:
         for fragment, state in enumerate(self.fragments):
             if self.rule.may_send(state, flush=self.empty):
                 delta, weight = self.rule.take_progress(state)
-                residual = None
-                if self.up_codec.name != "fp32":
-                    residual = self.residuals.setdefault(fragment, torch.zeros_like(delta))
-                what = f"delta of fragment {fragment} of region {self.name}"
                 self.sequence += 1
-                payload = self.up_codec.encode(delta, residual=residual, seed=self.sequence, what=what).payload
+                payload = self.encode_progress(fragment, delta)
                 update = UpdatePart(
                     self.name,
                     self.incarnation,
                     self.sequence,
                     0,
-                    (FragmentDelta(fragment, self.global_versions[fragment], to_bytes(payload)),),
+                    (FragmentDelta(fragment, self.global_versions[fragment], payload),),
                     weight=weight,
                     leases=self._leases_complete_with(fragment),
                     metrics=self._mean_metrics(),

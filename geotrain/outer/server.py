@@ -23,6 +23,7 @@ from geotrain.outer.messages import (
     Join,
     NotJoined,
     Refused,
+    Silence,
     UpdatePart,
     Welcome,
 )
@@ -120,6 +121,11 @@ class Server:
 
     def on_leave(self, name: str) -> None:
         self._member(name).left = True
+
+    def on_silence(self, silence: Silence) -> None:
+        """What this member had been given to train goes to others."""
+        if self._member(silence.member).incarnation == silence.incarnation:
+            self.release_leases(silence.member)
 
     @property
     def empty(self) -> bool:
@@ -256,6 +262,9 @@ class Server:
         for member in self.members.values():
             member.left = False
 
+    def release_leases(self, name: str) -> None:
+        """The leases that this member holds and has not trained return to the pool."""
+
     def on_new_life(self, name: str, join: Join) -> None:
         """A member came back after a death, or came for the first time."""
 
@@ -274,6 +283,28 @@ class Server:
             waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
             if waiting:
                 self._freeze(member, min(waiting), fragment)
+
+    # -- between tensors and payloads (timing-only simulations have neither)
+
+    def decode_update(self, name: str, member: Member, deltas: list[FragmentDelta]) -> Tensor:
+        """All parts of one fragment's delta, as one fp32 vector. Raises Refused when it is not finite."""
+        fragment = deltas[0].fragment
+        vector = torch.empty(self.layout.fragments[fragment].numel)
+        for part, delta in enumerate(deltas):
+            slices = self._pushes(member, part, fragment)
+            try:
+                scatter(self.up.decode(from_bytes(delta.payload), numel(slices)), slices, vector)
+            except ValueError as error:
+                raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
+        return vector
+
+    def encode_weights(self, member: Member, part: int, fragment: int) -> FragmentWeights:
+        """The fragment's weights now, for one part of the member: what follows counts on their being delivered."""
+        state = self.fragments[fragment]
+        held = gather(state.x, member.joined[part].holds[fragment])
+        if part not in member.senders:
+            member.senders[part] = WeightsSender(self.down)
+        return member.senders[part].encode(fragment, state.version, held)
 
     # -- inside
 
@@ -352,7 +383,7 @@ class Server:
         del member.arriving[first.sequence]
         if any([d.fragment for d in p.deltas] != fragments or p.leases != first.leases for p in parts):
             raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
-        deltas = [self._decode(name, member, [p.deltas[i] for p in parts]) for i in range(len(fragments))]
+        deltas = [self.decode_update(name, member, [p.deltas[i] for p in parts]) for i in range(len(fragments))]
         staleness = 0
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
@@ -368,28 +399,13 @@ class Server:
         member.metrics = {**first.metrics, "staleness": float(staleness)}
         self.on_applied(first)
 
-    def _decode(self, name: str, member: Member, deltas: list[FragmentDelta]) -> Tensor:
-        """All parts of one fragment's delta, as one fp32 vector. Raises Refused when it is not finite."""
-        fragment = deltas[0].fragment
-        vector = torch.empty(self.layout.fragments[fragment].numel)
-        for part, delta in enumerate(deltas):
-            slices = self._pushes(member, part, fragment)
-            try:
-                scatter(self.up.decode(from_bytes(delta.payload), numel(slices)), slices, vector)
-            except ValueError as error:
-                raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
-        return vector
-
     def _begin_answer(self, member: Member, sequence: int, fragments: set[int]) -> None:
         member.awaiting[sequence] = set(fragments)
         member.answers[sequence] = {part: [] for part in range(member.parts)}
 
     def _freeze(self, member: Member, sequence: int, fragment: int) -> None:
-        state = self.fragments[fragment]
-        for part, join in member.joined.items():
-            held = gather(state.x, join.holds[fragment])
-            sender = member.senders.setdefault(part, WeightsSender(self.down))
-            member.answers[sequence][part].append(sender.encode(fragment, state.version, held))
+        for part in member.joined:
+            member.answers[sequence][part].append(self.encode_weights(member, part, fragment))
         member.awaiting[sequence].discard(fragment)
         member.owed.discard(fragment)
         if not member.awaiting[sequence]:

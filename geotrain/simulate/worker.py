@@ -32,17 +32,16 @@ class Learner(Weights, Protocol):
 
 
 class Idle:
-    """Timing only: nothing is learned, every delta is the same zeros. layout: of the stand-in tensors."""
+    """Timing only: nothing is learned, no delta weighs anything. layout: of the stand-in tensors."""
 
     every_step = False
 
     def __init__(self, layout: Layout) -> None:
         self.pushes = self.holds = tuple(layout.whole(f.index) for f in layout.fragments)
-        self._zeros = tuple(bytes(4 * f.numel) for f in layout.fragments)
         self._versions = [0] * len(layout.fragments)
 
     def make_delta(self, fragment: int, seed: int) -> FragmentDelta:
-        return FragmentDelta(fragment, self._versions[fragment], self._zeros[fragment])
+        return FragmentDelta(fragment, self._versions[fragment], b"")
 
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
         self._versions[weights.fragment] = weights.version
@@ -70,7 +69,8 @@ class OneRank:
 
 
 class SimWorker:
-    """Lives through its spec's spans; `trained_s` are seconds of inner steps, lost ones included."""
+    """Lives through its spec's spans. lost_s: seconds of training that died with it. job_starts_s: when each of its
+    jobs began."""
 
     def __init__(
         self,
@@ -86,9 +86,22 @@ class SimWorker:
         self.learner, self.fragments = learner, fragments
         self.probed_s = spec.step_s if speeds_known else 0.0
         self.lives = 0
-        self.trained_s = 0.0
         self.trained_steps = 0
+        self.lost_s = 0.0
+        self.job_starts_s: list[float] = []
         self.left = False
+        self._past_s = 0.0  # trained in bursts that are over
+        self._burst_s: float | None = None  # when the present one began
+        self._job_s = 0.0  # trained before this job
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds spent in inner steps until now, lost ones included."""
+        return self._past_s + (0.0 if self._burst_s is None else self.clock.now - self._burst_s)
+
+    def die(self) -> None:
+        self.lost_s += self.trained_s - self._job_s
+        self._past_s, self._burst_s = self.trained_s, None
 
     def live(self, uplink: Uplink) -> Process:
         """A life over this connection."""
@@ -107,19 +120,23 @@ class SimWorker:
             following = uplink.lease(LeaseRequest(name, lease.job + 1, exchange.step_s or self.probed_s))
             yield from self._train_job(exchange, lease)
             lease = yield following
+        self._job_s = self.trained_s
         yield from exchange.finish()
         self.left = True
         uplink.leave()
 
     def _train_job(self, exchange: Exchange, lease: Lease) -> Waiting[None]:
         exchange.begin(lease)
+        self.job_starts_s.append(self.clock.now)
+        self._job_s = self.trained_s
         done = 0
         for step, due in stops(self.fragments, lease.steps):
             while done < step:
                 steps = 1 if self.learner.every_step else exchange.steps_at_rest(step - done)
+                self._burst_s = self.clock.now
                 yield steps * self.spec.step_s
+                self._past_s, self._burst_s = self.trained_s, None
                 self.learner.train(lease, done, steps)
-                self.trained_s += steps * self.spec.step_s
                 self.trained_steps += steps
                 done += steps
                 now_due = due if done == step else ()

@@ -20,6 +20,7 @@ from geotrain.simulate.links import Ring, Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, Uplink
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec, WorldSpec
+from geotrain.simulate.timed import TimedGlobalServer, TimedRegionServer
 from geotrain.simulate.worker import Idle, Learner, SimWorker
 
 FP32 = CodecConfig(name="fp32")
@@ -40,6 +41,8 @@ class Task:
     train_samples: int
     samples_per_step: int
     learner: Callable[[WorkerSpec], Learner]
+    global_server: type[GlobalServer] = GlobalServer
+    region_server: type[RegionServer] = RegionServer
 
 
 def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step: int) -> Task:
@@ -56,6 +59,8 @@ def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step:
         steps * samples_per_step,
         samples_per_step,
         lambda spec: Idle(tiny),
+        TimedGlobalServer,
+        TimedRegionServer,
     )
 
 
@@ -82,7 +87,9 @@ class World:
         self.identity = Identity("simulated", "config", task.layout.digest, "simulated")
         names = {r.name: tuple(w.name for w in r.workers) for r in spec.regions}
         self.top = GlobalNode(
-            GlobalServer(self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step),
+            task.global_server(
+                self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step
+            ),
             task.sizes.wide,
             self._applied,
         )
@@ -114,7 +121,7 @@ class World:
         speed = sum(1 / w.step_s for w in self.spec.workers)
         usage = {**self.links.usage()}
         for name, star in self.local_links.items():
-            usage.update({f"{name} local {way}": u for way, u in star.usage().items()})
+            usage.update({f"{name} {way}": u for way, u in star.usage().items()})
         return {
             "seconds": self.clock.now,
             "hours": self.clock.now / 3600,
@@ -122,6 +129,7 @@ class World:
             "committed_steps": book.committed_samples / samples,
             "trained_steps": sum(w.trained_steps for w in self.workers.values()),
             "compute_bound_s": book.committed_samples / samples / speed,
+            "lost_s": sum(w.lost_s for w in self.workers.values()),
             "utilization": trained_s / (end * len(self.workers)),
             "goodput": book.committed_samples / samples / speed / end,
             "global_versions": [f.version for f in self.top.server.fragments],
@@ -145,13 +153,13 @@ class World:
     def _build_region(self, name: str) -> None:
         region = next(r for r in self.spec.regions if r.name == name)
         workers = tuple(w.name for w in region.workers)
-        server = RegionServer(name, self.identity, self.task.layout, self.task.outer, workers)
+        server = self.task.region_server(name, self.identity, self.task.layout, self.task.outer, workers)
         server.incarnation = f"{name}-1"
         uplink = Uplink(self.clock, self.links, self.top, name)
         self.top.uplinks[name] = uplink
         node = RegionNode(server, self.task.sizes.local, uplink)
         self.regions[name] = node
-        self.local_links[name] = Star({"all": region.local}, dict.fromkeys(workers, "all"), self.spec.seed)
+        self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
         self.clock.at(0.0, node.start)
 
     def _build_worker(self, region: str, spec: WorkerSpec) -> None:
@@ -194,6 +202,7 @@ class World:
             return
         uplink, process = self._lives[name]
         process.kill()
+        self.workers[name].die()
         uplink.node.forget(uplink)
 
     def _applied(self) -> None:

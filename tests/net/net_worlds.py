@@ -18,6 +18,7 @@ from torch import Tensor
 from geotrain.canonical import architecture_from_hf, canonical_parameters
 from geotrain.config import Address, CodecConfig, FragmentConfig, MomentumConfig, OuterConfig
 from geotrain.initial import initial_tensor
+from geotrain.net.certs import Trust, identity, load_credentials
 from geotrain.net.client import MemberClient
 from geotrain.net.machine import AnyServer, Machine
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
@@ -41,6 +42,7 @@ TINY = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
 }
+SILENT_S = 2.0
 FP32 = CodecConfig(name="fp32")
 Slicing = Sequence[Sequence[tuple[Slice, ...]]]  # part → fragment → its slices
 
@@ -120,7 +122,8 @@ class Running:
     """One server on its sockets, its state in a folder. `kill` drops it without a word; `again` recovers it."""
 
     def __init__(self, loop: Loop, build: Callable[[], AnyServer], begin: Callable[[AnyServer], None], folder: Path,
-                 port: int = 0, above: str = "") -> None:  # fmt: skip
+                 port: int = 0, above: str = "", certs: Path | None = None) -> None:  # fmt: skip
+        self.certs = certs
         self.loop, self.build, self.begin, self.folder, self.above = loop, build, begin, folder, above
         self.uplink: Uplink | None = None
         self.uplink_task: asyncio.Task[None] | None = None
@@ -133,7 +136,7 @@ class Running:
         return f"127.0.0.1:{self.port}"
 
     def again(self) -> Running:
-        return Running(self.loop, self.build, self.begin, self.folder, self.port, self.above)
+        return Running(self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs)
 
     def snapshot(self) -> None:
         r = self.recovered
@@ -142,9 +145,15 @@ class Running:
 
     async def _start(self, port: int) -> int:
         self.machine = Machine(self.server, self.recovered.journal, self._deliver)
-        self.service = Service(self.machine, self._control)
+        role, name = ("region", self.server.name) if self.above else ("global", GLOBAL)
+        own = load_credentials(self.certs, role, name) if self.certs else None
+        member_role = "worker" if self.above else "region"
+        self.service = Service(
+            self.machine, self._control, member_role=member_role, silent_s=SILENT_S, credentials=own
+        )
         if self.above:
-            self.uplink = Uplink(self.machine, self.above)
+            trust = Trust(own, identity("global", GLOBAL)) if own else None
+            self.uplink = Uplink(self.machine, self.above, trust=trust)
             self.uplink_task = asyncio.create_task(self.uplink.run())
         return await self.service.start(Address(port=port))
 
@@ -171,14 +180,15 @@ class Cluster:
 
     def __init__(self, loop: Loop, folder: Path, config: OuterConfig,
                  regions: dict[str, dict[str, Callable[[Layout], Slicing]]],
-                 train_samples: int = 64, samples_per_step: int = 2) -> None:  # fmt: skip
+                 train_samples: int = 64, samples_per_step: int = 2, certs: Path | None = None) -> None:  # fmt: skip
+        self.certs = certs
         self.config, self.layout = config, tiny_layout(config)
         self.loop, self.folder, self.plan = loop, folder, (train_samples, samples_per_step)
         self.identity = Identity("test", "0123", self.layout.digest, "a tiny llama")
         self.names = {region: tuple(workers) for region, workers in regions.items()}
         self.slicings = {w: cut for workers in regions.values() for w, cut in workers.items()}
         self.home = {w: r for r, workers in regions.items() for w in workers}
-        self.top = Running(loop, self.new_global, self.first_weights, folder / "global")
+        self.top = Running(loop, self.new_global, self.first_weights, folder / "global", certs=certs)
         self.regions = {name: self.new_region(name, folder / name) for name in regions}
 
     def new_global(self) -> GlobalServer:
@@ -193,7 +203,7 @@ class Cluster:
             region.incarnation = uuid.uuid4().hex
             return region
 
-        return Running(self.loop, build, lambda server: None, folder, port, self.top.address)
+        return Running(self.loop, build, lambda server: None, folder, port, self.top.address, self.certs)
 
     def region_of(self, worker: str) -> Running:
         return self.regions[self.home[worker]]
@@ -201,7 +211,12 @@ class Cluster:
     def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
         cut = self.slicings[name](self.layout)
         address = self.region_of(name).address
-        return FakeWorker(name, incarnation, address, self.layout, self.config, cut, self.identity)
+        trust = self.trust("worker", name, "region", self.home[name]) if self.certs else None
+        return FakeWorker(name, incarnation, address, self.layout, self.config, cut, self.identity, trust)
+
+    def trust(self, role: Any, name: str, server_role: Any, server: str) -> Trust:
+        assert self.certs is not None
+        return Trust(load_credentials(self.certs, role, name), identity(server_role, server))
 
     def restart_top(self) -> None:
         self.top.kill()
@@ -221,12 +236,12 @@ class FakeWorker:
     |x − target|²/2 with a step size that depends on the lease, so that lost or doubled work shows."""
 
     def __init__(self, name: str, incarnation: str, address: str, layout: Layout, config: OuterConfig,
-                 slicing: Slicing, identity: Identity) -> None:  # fmt: skip
+                 slicing: Slicing, identity: Identity, trust: Trust | None = None) -> None:  # fmt: skip
         self.name, self.incarnation, self.layout, self.slicing = name, incarnation, layout, slicing
         self.identity = identity
         self.codec = make_codec(config.local)
         self.receivers = [WeightsReceiver(config.local) for _ in slicing]
-        self.clients = [MemberClient(address, connect_s=60, deadline_s=60) for _ in slicing]
+        self.clients = [MemberClient(address, connect_s=60, deadline_s=60, trust=trust) for _ in slicing]
         self.anchor = [torch.zeros(f.numel) for f in layout.fragments]
         self.versions = [0] * len(layout.fragments)
         self.sequence = self.job = 0

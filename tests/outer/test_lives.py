@@ -95,7 +95,7 @@ def test_a_second_copy_of_a_lease_that_is_done_is_dropped():
     world.push("a", random_deltas(world, 1), leases=(lease.lease,))
     region = world.regions["eu"]
     region.on_lease(lease)
-    assert not region.leases and not region.outgoing()
+    assert not any(region.leases.values()) and not region.outgoing()
 
 
 def test_the_end_is_the_same_for_all_ranks_of_a_worker():
@@ -163,3 +163,29 @@ def test_a_region_learns_its_number_from_the_global_server():
     assert sorted(region.in_flight) == [n - 3 for n in flying]
     assert [u.sequence for u in region.in_flight.values()] == sorted(region.in_flight)
     assert region.sequence == max(region.in_flight)
+
+
+def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need():
+    """Cut off, it hands out what it asked for before; each job's lease is asked for once; a new life frees them."""
+    world = make(config(lease_reserve=2), train_samples=640)
+    region = world.regions["eu"]
+
+    def asked() -> list[int]:
+        sends = [s for s in region.outgoing() if isinstance(s.message, LeaseRequest)]
+        for send in sends:
+            region.on_lease(world.top.on_lease_request(send.message))
+        return [s.message.job for s in sends]
+
+    assert region.on_lease_request(LeaseRequest("a", 1)) is None
+    assert asked() == [1, 2, 3]
+    assert [s.message.job for s in region.outgoing()] == [1]  # the worker waits for one, and is told of one
+    assert region.on_lease_request(LeaseRequest("a", 2)).job == 2
+    assert region.on_lease_request(LeaseRequest("a", 3)).job == 3
+    assert asked() == [4, 5]
+    assert len(world.top.book.open) == 5
+    for join in world.workers["a"][1].joins(world.identity, "life-2"):
+        region.on_join(join)
+    (release,) = [s.message for s in region.outgoing()]
+    world.top.on_release(release)
+    assert not world.top.book.open and not any(region.leases.values())
+    assert region.on_lease_request(LeaseRequest("a", 1)) is None and asked() == [1, 2, 3]

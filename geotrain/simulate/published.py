@@ -1,0 +1,44 @@
+"""The published environment's worlds: what each baseline exchanges over. The methods themselves are run files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from geotrain.config import OuterConfig
+from geotrain.outer.codec import make_codec
+from geotrain.simulate.links import LinkSpec
+from geotrain.simulate.spec import Environment, RegionSpec, RingSpec, WorkerSpec, WorldSpec, ring_factor
+
+Exchange = Literal["servers", "ring", "one-worker"]
+
+AT_ONCE = LinkSpec(gbps=1e9, shared=False)  # no link at all: a server within its only worker
+
+# Over what each method of configs/runs/baselines exchanges; all others go through servers.
+EXCHANGE: dict[str, Exchange] = {"data-parallel": "one-worker", "diloco": "ring", "diloco-dylu": "ring"}
+
+
+def world_for(method: str, outer: OuterConfig, environment: Environment) -> WorldSpec:
+    """The environment's world as that method sees it."""
+    exchange = EXCHANGE.get(method, "servers")
+    if exchange == "ring":
+        return replace(environment.world, ring=_ring(environment))
+    if exchange == "one-worker":
+        return data_parallel_world(outer, environment)
+    return environment.world
+
+
+def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSpec:
+    """Synchronous data parallelism over all devices: one worker, whose step is the slowest device's and a flat ring
+    all-reduce of its gradient, coded as `outer.up` says."""
+    workers = environment.world.workers
+    size_bytes = make_codec(outer.up).encoded_bytes(environment.numel)
+    ring = _ring(environment)
+    reduce_s = ring.factor * size_bytes / ring.link.bytes_per_s
+    step_s = max(w.step_s for w in workers) + reduce_s
+    region = RegionSpec("everywhere", (WorkerSpec("everything", step_s),), AT_ONCE, AT_ONCE)
+    return WorldSpec((region,), environment.world.seed)
+
+
+def _ring(environment: Environment) -> RingSpec:
+    return RingSpec(LinkSpec(environment.ring_gbps), ring_factor(len(environment.world.workers)))

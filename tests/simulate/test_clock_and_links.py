@@ -1,0 +1,93 @@
+"""Virtual time and virtual links, by hand-computed arrivals."""
+
+from __future__ import annotations
+
+import pytest
+
+from geotrain.simulate.clock import Clock, Process, Promise
+from geotrain.simulate.links import LinkSpec, Pipe, Ring, Star, StepShape
+
+GB = 10**9 // 8  # bytes that take a second at 1 Gbit/s
+
+
+def test_events_happen_in_order_of_time_and_then_of_their_making():
+    clock, seen = Clock(), []
+    for name, at in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
+        clock.at(at, seen.append, name)
+    clock.at(1.0, lambda: clock.after(0.0, seen.append, "later"))
+    clock.run(until_s=1.5)
+    assert seen == ["a", "b", "later"] and clock.now == 1.0
+    clock.run()
+    assert seen[-1] == "c" and clock.events == 5
+    with pytest.raises(ValueError, match=r"virtual time is 2\.0"):
+        clock.at(1.0, seen.append, "too late")
+
+
+def test_a_process_sleeps_and_waits_until_it_is_killed():
+    clock, seen, promise = Clock(), [], Promise()
+
+    def script(name):
+        yield 1.0
+        seen.append((name, (yield promise), clock.now))
+        seen.append((name, (yield promise), clock.now))  # kept long ago: no waiting
+
+    process = Process(clock, script("a"))
+    clock.at(3.0, promise.keep, "x")
+    clock.run()
+    assert seen == [("a", "x", 3.0), ("a", "x", 3.0)] and process.dead
+    with pytest.raises(RuntimeError, match="has not happened"):
+        Promise().result()
+    victim = Process(clock, script("b"))
+    clock.at(3.5, victim.kill)
+    clock.run()
+    assert len(seen) == 2
+
+
+def test_a_shared_link_queues_and_others_do_not():
+    shared, own = Pipe(LinkSpec(1.0, 0.5), "s"), Pipe(LinkSpec(1.0, 0.5, shared=False), "o")
+    assert [shared.arrival(0.0, 2 * GB, m) for m in "ab"] == [2.5, 4.5]
+    assert [own.arrival(0.0, 2 * GB, m) for m in "ab"] == [2.5, 2.5]
+    assert own.arrival(0.0, GB, "a") == 3.5  # a sender's own messages queue
+    assert shared.control_arrival(0.0) == 0.5  # a few bytes slip in
+    assert shared.usage.sent_bytes == 4 * GB and shared.usage.busy_s == 4.0
+
+
+def test_an_outage_stops_the_service():
+    pipe = Pipe(LinkSpec(1.0, outages=((1.0, 5.0), (6.0, 7.0))), "x")
+    assert pipe.arrival(0.0, 2 * GB, "a") == 6.0 + 0.0  # one second before, one after
+    assert pipe.arrival(0.0, GB, "a") == 8.0  # begins at 6, where the next outage waits
+    assert pipe.control_arrival(2.0) == 5.0
+    with pytest.raises(ValueError, match="in order"):
+        LinkSpec(1.0, outages=((5.0, 6.0), (1.0, 2.0)))
+
+
+def test_loss_is_paid_in_goodput():
+    assert LinkSpec(1.0, loss=0.01).bytes_per_s == pytest.approx(0.99 * GB)
+    one = LinkSpec(10.0, latency_s=0.05, loss=1e-4, streams=1).bytes_per_s
+    assert one == pytest.approx(1460 / 0.1 * (1.5 / 1e-4) ** 0.5)  # Mathis: 1.8 MB/s on a 10 Gbit/s link
+    assert LinkSpec(10.0, latency_s=0.05, loss=1e-4, streams=4).bytes_per_s == pytest.approx(4 * one)
+
+
+def test_jitter_is_seeded_and_messages_do_not_overtake():
+    def arrivals(seed):
+        pipe = Pipe(LinkSpec(1.0, 0.1, jitter_s=0.5), seed)
+        return [pipe.arrival(t, GB // 100, "a") for t in range(20)]
+
+    assert arrivals("1") == arrivals("1") != arrivals("2")
+    assert arrivals("1") == sorted(arrivals("1"))
+
+
+def test_regions_that_share_a_trunk_slow_each_other_down():
+    links = {"eu": LinkSpec(1.0), "us": LinkSpec(1.0)}
+    star = Star(links, {"eu": "eu", "us": "us"}, 0, trunk=LinkSpec(1.0))
+    assert [star.up(0.0, m, GB, (0,)) for m in ("eu", "us")] == [1.0, 2.0]
+    assert star.down(0.0, "us", GB, (0,)) == 1.0  # the other way is free
+
+
+def test_a_ring_hides_layers_behind_the_step():
+    """Two layers in a step of 6 s: backward of layer 1 ends 2 s before the step, its forward begins 1 s after."""
+    shape = StepShape(6.0, ((0, 1),))
+    assert shape.spare_s(1) == (2.0, 1.0) and shape.spare_s(0) == (0.0, 0.0)
+    assert Ring(LinkSpec(1.0), 1.5).down(10.0, "a", 4 * GB, (0,)) == 16.0
+    # 2 s a layer: layer 1 travels from 8 to 10, layer 0 from 10 to 12
+    assert Ring(LinkSpec(1.0), 1.0, shape).down(10.0, "a", 4 * GB, (0,)) == 12.0

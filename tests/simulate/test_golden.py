@@ -1,0 +1,251 @@
+"""Whole runs against plain numpy: order of events, versions and weights under a scripted schedule.
+
+Workers descend deterministic bowls: one inner step moves θ a twentieth of the way to the worker's own target. The
+reference below knows nothing of messages, sequences or parts: it is algorithms.md's pseudo-code on a list of events.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+import torch
+
+from geotrain.canonical import Run
+from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, OverlapConfig
+from geotrain.outer.worker import Piece, WorkerRank
+from geotrain.simulate.links import LinkSpec
+from geotrain.simulate.sizes import Sizes
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
+from geotrain.simulate.world import Task, World
+from tests.outer.world import layout
+
+FP32 = CodecConfig(name="fp32")
+SIZE, STEPS_A_JOB, SAMPLES = 64, 3, 240
+SECOND = 10**9 // 8  # bytes that take a second at 1 Gbit/s
+# step times and bandwidths without common divisors: no two events meet, so their order is the schedule's alone
+WORKERS = {"eu": {"a": 1.0, "b": 1.37}, "us": {"c": 0.83}}
+LINK_S = {"eu": 2.11, "us": 4.3}
+LOCAL_S = 0.217
+
+
+def target(name: str) -> np.ndarray:
+    return np.random.default_rng(ord(name)).normal(size=SIZE)
+
+
+class Bowl:
+    """A learner whose step is known in closed form."""
+
+    every_step = True
+
+    def __init__(self, spec: WorkerSpec, outer: OuterConfig) -> None:
+        self.goal = torch.tensor(target(spec.name), dtype=torch.float32)
+        self.outer, self.flat = outer, torch.zeros(SIZE)
+
+    def born(self) -> None:
+        pieces, offset = [], 0
+        for p in layout().parameters:
+            pieces.append(Piece((Run(p.name, 0, p.numel),), self.flat[offset : offset + p.numel], True))
+            offset += p.numel
+        self.rank = WorkerRank(layout(), self.outer, pieces)
+        self.pushes, self.holds = self.rank.pushes, self.rank.holds
+        self.make_delta, self.on_weights = self.rank.make_delta, self.rank.on_weights
+
+    def train(self, lease, first, steps) -> None:
+        for _ in range(steps):
+            self.flat.lerp_(self.goal, 0.05)
+
+    def job_done(self, lease):
+        return {}
+
+
+def simulate(outer: OuterConfig) -> tuple[list[tuple[float, int, np.ndarray]], World]:
+    """(time, version, weights) after each update of the global server."""
+    regions = tuple(
+        RegionSpec(
+            r,
+            tuple(WorkerSpec(w, step_s) for w, step_s in workers.items()),
+            LinkSpec(1.0 / LINK_S[r], shared=False),
+            LinkSpec(1.0 / LOCAL_S, shared=False),
+        )
+        for r, workers in WORKERS.items()
+    )
+    sizes = Sizes(outer, (SECOND // 4,))  # fp32: a second at 1 Gbit/s
+    task = Task(outer, sizes, layout(), (torch.zeros(SIZE),), SAMPLES, 1, lambda spec: Bowl(spec, outer))
+    trace: list[tuple[float, int, np.ndarray]] = []
+
+    def watch(world: World) -> None:
+        state = world.top.server.fragments[0]
+        trace.append((world.clock.now, state.version, state.x.numpy().copy()))
+
+    world = World(WorldSpec(regions), task, watch)
+    world.run()
+    return trace, world
+
+
+class Reference:
+    """algorithms.md §1 on an event list, in float64."""
+
+    def __init__(self, rule: str, ledger: bool, overlap: bool, every: int, alpha: float) -> None:
+        self.rule, self.ledger, self.overlap, self.every, self.alpha = rule, ledger, overlap, every, alpha
+        self.events: list = []
+        self.count = 0
+        self.top = {"x": np.zeros(SIZE), "m": np.zeros(SIZE), "acc": np.zeros(SIZE), "n": 0}
+        self.regions = {
+            r: {"x": np.zeros(SIZE), "base": np.zeros(SIZE), "m": np.zeros(SIZE), "acc": np.zeros(SIZE), "n": 0,
+                "cnt": 0, "flying": False, "sent": None}
+            for r in WORKERS
+        }  # fmt: skip
+        self.trace: list[tuple[float, int, np.ndarray]] = []
+        self.given = 0
+
+    def at(self, time_s, call, *args) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (time_s, self.count, call, args))
+
+    def run(self):
+        for r, workers in WORKERS.items():
+            for w, step_s in workers.items():
+                state = {"r": r, "goal": target(w), "step_s": step_s, "x": np.zeros(SIZE), "anchor": np.zeros(SIZE),
+                         "at_push": None, "answer": None, "jobs": 0}  # fmt: skip
+                self.at(LINK_S[r] + LOCAL_S, self.job, state)  # the first weights come down both links
+        while self.events:
+            self.now, _, call, args = heapq.heappop(self.events)
+            call(*args)
+        return self.trace
+
+    def job(self, w) -> None:
+        if self.given >= SAMPLES:
+            w["done"] = True
+            return
+        self.given += STEPS_A_JOB
+        self.at(self.now + w["step_s"], self.step, w, 1)
+
+    def step(self, w, i) -> None:
+        w["x"] = w["x"] + 0.05 * (w["goal"] - w["x"])
+        if w["answer"] is not None:
+            self.adopt(w)
+        if i < STEPS_A_JOB:
+            self.at(self.now + w["step_s"], self.step, w, i + 1)
+        elif w["at_push"] is not None:  # the last answer is not here yet: this progress goes with the next delta
+            self.job(w)
+        else:
+            delta, w["at_push"] = w["anchor"] - w["x"], w["x"].copy()
+            self.at(self.now + LOCAL_S, self.region, w, delta)
+            if self.overlap:
+                self.job(w)
+
+    def adopt(self, w) -> None:
+        x_r, w["answer"] = w["answer"], None
+        w["x"] = x_r + (w["x"] - w["at_push"]) if self.overlap else x_r.copy()
+        w["anchor"], w["at_push"] = x_r.copy(), None
+
+    def nesterov(self, s, d, lr, beta, n) -> None:
+        s["n"] += 1
+        s["acc"] = s["acc"] + d
+        if s["n"] % n == 0:
+            s["m"] = beta * s["m"] + s["acc"] / n
+            s["x"] = s["x"] - lr * n * (beta * s["m"] + d / n)
+            s["acc"] = np.zeros(SIZE)
+        else:
+            s["x"] = s["x"] - lr * n * d / n
+
+    def region(self, w, d) -> None:
+        s = self.regions[w["r"]]
+        if self.rule == "region_momentum":
+            s["m"] = 0.9 * s["m"] + 0.1 * d
+            s["x"] = s["x"] - (d + 3.0 * s["m"]) / len(WORKERS[w["r"]])
+        else:
+            self.nesterov(s, d, 0.3, 0.5, 3)
+        s["cnt"] += 1
+        self.maybe_send(w["r"])
+        self.at(self.now + LOCAL_S, self.answered, w, s["x"].copy())
+
+    def answered(self, w, x) -> None:
+        w["answer"] = x
+        if not self.overlap:
+            self.adopt(w)
+            self.job(w)
+
+    def maybe_send(self, r) -> None:
+        s = self.regions[r]
+        if s["cnt"] >= self.every and not s["flying"]:
+            s.update(cnt=0, flying=True, sent=s["x"].copy())
+            self.at(self.now + LINK_S[r], self.global_, r, s["base"] - s["x"])
+
+    def global_(self, r, d) -> None:
+        g = self.top
+        if self.rule == "region_momentum":
+            g["x"] = g["x"] - d / len(WORKERS)
+            g["n"] += 1
+        else:
+            self.nesterov(g, d, 0.4, 0.3, 2)
+        self.trace.append((self.now, g["n"], g["x"].copy()))
+        self.at(self.now + LINK_S[r], self.merged, r, g["x"].copy())
+
+    def merged(self, r, x_g) -> None:
+        s = self.regions[r]
+        s["flying"] = False
+        if self.ledger:
+            pending = s["sent"] - s["x"]
+            s["base"] = (1 - self.alpha) * s["sent"] + self.alpha * x_g
+            s["x"] = s["base"] - pending
+        else:
+            s["x"] = (1 - self.alpha) * s["x"] + self.alpha * x_g
+            s["base"], s["cnt"] = s["x"].copy(), 0
+        self.maybe_send(r)
+
+
+OVERLAP = OverlapConfig(steps=1, late="continue", adopt="rebase")
+
+
+@pytest.mark.parametrize(
+    ("rule", "ledger", "overlap"),
+    [("halos", False, False), ("halos", True, False), ("halos", True, True), ("region_momentum", True, True)],
+)
+def test_a_run_equals_its_pseudo_code(rule, ledger, overlap):
+    outer = OuterConfig(
+        rule=rule, ledger=ledger, local_steps=STEPS_A_JOB, updates_per_send=2, merge_alpha=0.5, momentum_decay=0.9,
+        momentum_gain=3.0, up=FP32, down=FP32, local=FP32, overlap=OVERLAP if overlap else OverlapConfig(),
+        region=MomentumConfig(lr_per_update=0.3, beta=0.5, buffer=3),
+        **{"global": MomentumConfig(lr_per_update=0.4, beta=0.3, buffer=2)},
+    )  # fmt: skip
+    got, world = simulate(outer)
+    want = Reference(rule, ledger, overlap, every=2, alpha=0.5).run()
+    assert len(want) >= 20
+    # the reference does not flush at the end: what the world says beyond its trace is the flush
+    assert len(want) <= len(got) <= len(want) + 6
+    for (time_s, version, x), (want_time_s, want_version, want_x) in zip(got, want, strict=False):
+        assert (time_s, version) == (pytest.approx(want_time_s, abs=1e-6), want_version)
+        np.testing.assert_allclose(x, want_x, rtol=1e-4, atol=1e-5)
+    assert world.top.server.finished
+    if ledger:
+        assert world.top.server.book.committed_samples == SAMPLES
+        assert world.report()["lost_updates"] == 0
+    else:
+        assert world.report()["lost_updates"] > 0
+
+
+def test_synchronous_rounds_end_with_the_slowest():
+    """Round k ends when the slowest worker's delta has gone up both links; everyone starts again on its way back."""
+    outer = OuterConfig(rule="sync", local_steps=STEPS_A_JOB, sync_lr=0.7, sync_momentum=0.9,
+                        up=FP32, down=FP32, local=FP32)  # fmt: skip
+    updates, _ = simulate(outer)
+    got = [after for before, after in zip([(0.0, 0, None), *updates], updates, strict=False) if after[1] > before[1]]
+    assert len(got) == SAMPLES // (3 * STEPS_A_JOB)
+    start = {w: LINK_S[r] + LOCAL_S for r, names in WORKERS.items() for w in names}
+    x, m = np.zeros(SIZE), np.zeros(SIZE)
+    for round_, (time_s, version, weights) in enumerate(got, 1):
+        at_region = {
+            r: max(start[w] + STEPS_A_JOB * step_s for w, step_s in names.items()) + LOCAL_S
+            for r, names in WORKERS.items()
+        }
+        applied = max(at_region[r] + LINK_S[r] for r in WORKERS)
+        moved = [(1 - 0.95**STEPS_A_JOB) * (x - target(w)) for names in WORKERS.values() for w in names]
+        mean = sum(moved) / 3
+        m = 0.9 * m + mean
+        x = x - 0.7 * (mean + 0.9 * m)
+        assert (time_s, version) == (pytest.approx(applied, abs=1e-6), round_)
+        start = {w: applied + LINK_S[r] + LOCAL_S for r, names in WORKERS.items() for w in names}
+        np.testing.assert_allclose(weights, x, rtol=1e-4, atol=1e-4)
