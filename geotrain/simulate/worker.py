@@ -64,6 +64,9 @@ class OneRank:
     def agree(self, flag: bool) -> bool:
         return flag
 
+    def settle(self) -> None:
+        pass
+
     def refresh(self) -> None:
         pass
 
