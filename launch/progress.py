@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.net.certs import OPERATOR, Role, Trust, trust_between
 from geotrain.net.status import ask_status
 from geotrain.outer.messages import GLOBAL
 
@@ -50,10 +51,22 @@ class View:
     eta_s: float | None
 
 
-def addresses(run: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
-    """Every server of the run: site → host:port."""
-    regions = {r.name: str(r.server) for r in cluster.regions} if run.outer.levels == 2 else {}
-    return {GLOBAL: str(cluster.global_server), **regions}
+@dataclass(frozen=True)
+class Server:
+    """Whom to ask. trust: None means plaintext."""
+
+    address: str
+    trust: Trust | None = None
+
+
+def servers_of(run: RunConfig, cluster: ClusterConfig) -> dict[str, Server]:
+    """Every server of the run, by site. Raises CertificateError when the cluster has certificates, but not ours."""
+
+    def server(address: Address, role: Role, name: str) -> Server:
+        return Server(str(address), trust_between(cluster, "operator", OPERATOR, role, name))
+
+    regions = {r.name: server(r.server, "region", r.name) for r in cluster.regions} if run.outer.levels == 2 else {}
+    return {GLOBAL: server(cluster.global_server, "global", GLOBAL), **regions}
 
 
 def status_of_run(folder: Path) -> tuple[ClusterConfig, dict[str, Status]]:
@@ -62,10 +75,10 @@ def status_of_run(folder: Path) -> tuple[ClusterConfig, dict[str, Status]]:
     Raises ConfigError: there is no run, or none of its servers has said anything.
     """
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
-    servers = addresses(run, cluster)
+    servers = servers_of(run, cluster)
     found = {**last_words(folder, servers), **ask(servers)}
     if not found:
-        where = ", ".join(f"{site} at {address}" for site, address in servers.items())
+        where = ", ".join(f"{site} at {server.address}" for site, server in servers.items())
         raise ConfigError(f"{folder}: no server answers ({where}), and none has left its last status")
     return cluster, found
 
@@ -76,10 +89,10 @@ def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
     return {site: json.loads(file.read_text()) for site, file in files.items() if file.exists()}
 
 
-def ask(servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
+def ask(servers: Mapping[str, Server], within_s: float = ASK_S) -> dict[str, Status]:
     """The status of every server that answers in time."""
     with ThreadPoolExecutor(max(1, len(servers))) as executor:
-        answers = executor.map(lambda address: ask_status(address, within_s), servers.values())
+        answers = executor.map(lambda server: ask_status(server.address, within_s, server.trust), servers.values())
         return {site: status for site, status in zip(servers, answers, strict=True) if status is not None}
 
 
@@ -199,7 +212,7 @@ class Display:
 
     def __init__(self, run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
         self._cluster, self._console = cluster, console
-        self._servers = addresses(run, cluster)
+        self._servers = servers_of(run, cluster)
         self._every_s = run.monitor.every_s
         self._latest: dict[str, Status] = {}
         self._eta = Eta()

@@ -8,14 +8,25 @@ from typing import Any
 import grpc
 
 from geotrain.net import calls
+from geotrain.net.certs import Trust
 
 
-def ask_status(address: str, within_s: float) -> dict[str, Any] | None:
-    """What the server at host:port says of itself (`Service.status`); None when it does not answer in time."""
-    with grpc.insecure_channel(address, options=calls.OPTIONS) as channel:
+def ask_status(address: str, within_s: float, trust: Trust | None = None) -> dict[str, Any] | None:
+    """What the server at host:port says of itself (`Service.status`); None when it does not answer in time.
+
+    trust: None means plaintext.
+    """
+    with _channel(address, trust) as channel:
         try:
             answer: bytes = channel.unary_unary(f"/{calls.SERVICE}/status")(b"", timeout=within_s)
         except grpc.RpcError:
             return None
     said: dict[str, Any] = json.loads(answer)
     return said
+
+
+def _channel(address: str, trust: Trust | None) -> grpc.Channel:
+    if trust is None:
+        return grpc.insecure_channel(address, options=calls.OPTIONS)
+    options = (*calls.OPTIONS, ("grpc.ssl_target_name_override", trust.server))
+    return grpc.secure_channel(address, trust.credentials.channel(), options=options)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from geotrain.config import load_cluster
 from geotrain.launch import wan
 from geotrain.launch.preparing import prepare_files
-from geotrain.launch.progress import ask
+from geotrain.launch.progress import Server, ask
+from geotrain.net.certs import make_certificates, trust_between
 from tests.launch.trees import marked, new_mark, until
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -52,7 +54,7 @@ def start(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.Pope
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> None:
-    """One region on "another machine", its worker started host by host: the launcher is killed, then resumes."""
+    """One region on "another machine", its worker started host by host, links encrypted: killed, then resumed."""
     raw = small_run(tmp_path, steps=64, local_steps=4)
     (tmp_path / "text.txt").write_text("".join(f"the number {i} and the next\n" for i in range(20_000)))
     prepare_files([str(tmp_path / "text.txt")], tmp_path / "data", None, None, True, 0.0, processes=1)
@@ -67,7 +69,10 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     }
     server = {"host": "127.0.0.2", "port": free_port}
     region = {"name": "eu", "ssh": "eu.example.org", "server": server, "workers": [worker]}
-    (tmp_path / "cluster.json").write_text(json.dumps({"name": "far", "regions": [region]}))
+    certificates = {"folder": str(tmp_path / "certs")}
+    (tmp_path / "cluster.json").write_text(json.dumps({"name": "far", "regions": [region], "security": certificates}))
+    secured = load_cluster(tmp_path / "cluster.json")
+    make_certificates(secured, tmp_path / "certs")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/ssh").write_text(FAKE_SSH)
     (tmp_path / "bin/ssh").chmod(0o755)
@@ -76,7 +81,8 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     env = {**mark, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FAKE_SSH_HOSTS": str(hosts)}
 
     def updates() -> int:
-        said = ask({"eu": f"127.0.0.2:{free_port}"}, within_s=1.0).get("eu", {})
+        trust = trust_between(secured, "operator", "operator", "region", "eu")
+        said = ask({"eu": Server(f"127.0.0.2:{free_port}", trust)}, within_s=1.0).get("eu", {})
         return int(said.get("members", {}).get("eu-0", {}).get("updates", 0))
 
     launcher = start(tmp_path, "launch", "run.json", "cluster.json", env=env)
