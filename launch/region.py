@@ -33,7 +33,8 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
     console = new_console()
     run, cluster = load_run(run_path), load_cluster(cluster_path)
     check_together(run, cluster)
-    check_data(run)
+    if any(region.ssh is None for region in cluster.regions):
+        check_data(run)  # far regions check theirs
     folder = run.run_folder.absolute()
     with locked(folder), contextlib.ExitStack() as stack:
         _check_folder(run, folder, resume)
