@@ -219,8 +219,10 @@ class AccoOptimizer(ZeROOptimizer):
         step = self._steps + 1
         for i, (begin, end) in enumerate(self._owned):
             this, following = (self._adam(i, rates[i], step + ahead, factor / total) for ahead in (0, 1))
-            state, gradient = (t[begin:end] for t in self._state), own[begin:end]
-            kernels.adam_step(*state, gradient, this, out=gradient, look_ahead=following if looks_ahead else None)
+            (weights, m, v), gradient = (t[begin:end] for t in self._state), own[begin:end]
+            kernels.adam_step(
+                weights, m, v, gradient, this, out=gradient, look_ahead=following if looks_ahead else None
+            )
         self._steps = step
         self.lane.all_gather(flat)
         return Outcome(step, loss_sum / total, norm, int(total))
@@ -231,9 +233,9 @@ class AccoOptimizer(ZeROOptimizer):
         for i, section in enumerate(self._owned):
             low, high = max(begin, section[0]), min(end, section[1])
             if low < high:
-                state, part = (t[low:high] for t in self._state), slice(low - begin, high - begin)
+                (weights, m, v), part = (t[low:high] for t in self._state), slice(low - begin, high - begin)
                 adam = self._adam(i, float(self._basic.param_groups[i]["lr"]), step, scale)
-                kernels.adam_estimate(*state, gradients[part], adam, out[part])
+                kernels.adam_estimate(weights, m, v, gradients[part], adam, out[part])
 
     def _adam(self, group: int, rate: float, step: int, scale: float) -> AdamStep:
         settings = self._basic.param_groups[group]

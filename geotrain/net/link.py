@@ -13,6 +13,7 @@ from grpc import aio
 
 from geotrain.net import calls, wire
 from geotrain.net.certs import Trust
+from geotrain.net.deadline import within
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -86,7 +87,7 @@ class Link:
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 writing.result()
-            frame = await asyncio.wait_for(reading, ANSWER_S)
+            frame = await within(ANSWER_S, reading)
             if frame is aio.EOF:
                 raise Lost("the connection ended before the acknowledgement")
             reply: calls.Ack | calls.Refusal = wire.unpack(frame, calls.Ack, calls.Refusal)
@@ -113,7 +114,7 @@ class Link:
         try:
             within_s = wait_s + REPLY_S
             while not reader.complete:
-                frame = await asyncio.wait_for(call.read(), within_s)
+                frame = await within(within_s, call.read())
                 if frame is aio.EOF:
                     raise Lost("the answer ended early")
                 reader.feed(frame)
@@ -231,5 +232,5 @@ async def _write(call: Any, message: Any, replied: asyncio.Event) -> None:
     for frame in wire.frames(message):
         if replied.is_set():
             break
-        await asyncio.wait_for(call.write(frame), calls.STALL_S)
+        await within(calls.STALL_S, call.write(frame))
     await call.done_writing()

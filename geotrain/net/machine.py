@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from geotrain.net.deadline import within
 from geotrain.net.journal import Journal, JournalFull
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
@@ -123,7 +124,7 @@ class Machine:
             if value is not None or left_s <= 0:
                 return value
             try:
-                await asyncio.wait_for(changed.wait(), left_s)
+                await within(left_s, changed.wait())
             except TimeoutError:
                 return None
 

@@ -16,6 +16,7 @@ from grpc import aio
 from geotrain.config import Address
 from geotrain.net import calls, wire
 from geotrain.net.certs import OPERATOR, Credentials, Role, identity
+from geotrain.net.deadline import within
 from geotrain.net.machine import Machine
 from geotrain.net.pulse import WORKER_SILENT_S, Pulse
 from geotrain.outer.global_server import GlobalServer
@@ -24,6 +25,8 @@ from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Ref
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 8192  # at the same time
+MAX_LATE_FRAMES = 1024  # of an update, read after the reply to it
+DAMAGED_RETRY_S = 0.5
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -122,9 +125,14 @@ class Service:
             reply = await self._take_update(context)
         except Refused as refused:
             reply = calls.Refusal.of(refused)
-        await asyncio.wait_for(context.write(wire.pack(reply)), calls.STALL_S)
-        while await asyncio.wait_for(context.read(), calls.STALL_S) is not aio.EOF:
-            pass
+        except wire.DamagedError as error:
+            reply = calls.Refusal(str(error), DAMAGED_RETRY_S, False)
+        except wire.WireError as error:
+            reply = calls.Refusal(str(error), None, False)
+        await within(calls.STALL_S, context.write(wire.pack(reply)))
+        for _ in range(MAX_LATE_FRAMES):
+            if await within(calls.STALL_S, context.read()) is aio.EOF:
+                break
 
     async def _take_update(self, context: Any) -> calls.Ack:
         """Everything that can be known from the header is checked before the payload is taken."""
@@ -152,7 +160,7 @@ class Service:
             min(pull.wait_s, calls.MAX_WAIT_S),
         )
         for frame in wire.frames(calls.NotYet() if answer is None else answer):
-            await asyncio.wait_for(context.write(frame), calls.STALL_S)
+            await within(calls.STALL_S, context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
         ask = wire.unpack(request, calls.AskLease)
@@ -271,7 +279,7 @@ class Service:
 
 
 async def _next_frame(context: Any, wait_s: float) -> bytes:
-    frame = await asyncio.wait_for(context.read(), wait_s)
+    frame = await within(wait_s, context.read())
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
     return bytes(frame)

@@ -42,7 +42,6 @@ TINY = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
 }
-SILENT_S = 2.0
 FP32 = CodecConfig(name="fp32")
 Slicing = Sequence[Sequence[tuple[Slice, ...]]]  # part → fragment → its slices
 
@@ -122,8 +121,9 @@ class Running:
     """One server on its sockets, its state in a folder. `kill` drops it without a word; `again` recovers it."""
 
     def __init__(self, loop: Loop, build: Callable[[], AnyServer], begin: Callable[[AnyServer], None], folder: Path,
-                 port: int = 0, above: str = "", certs: Path | None = None) -> None:  # fmt: skip
-        self.certs = certs
+                 port: int = 0, above: str = "", certs: Path | None = None,
+                 silent_s: float = 60.0) -> None:  # fmt: skip
+        self.certs, self.silent_s = certs, silent_s
         self.loop, self.build, self.begin, self.folder, self.above = loop, build, begin, folder, above
         self.uplink: Uplink | None = None
         self.uplink_task: asyncio.Task[None] | None = None
@@ -136,7 +136,9 @@ class Running:
         return f"127.0.0.1:{self.port}"
 
     def again(self) -> Running:
-        return Running(self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs)
+        return Running(
+            self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs, self.silent_s
+        )
 
     def snapshot(self) -> None:
         r = self.recovered
@@ -149,7 +151,7 @@ class Running:
         own = load_credentials(self.certs, role, name) if self.certs else None
         member_role = "worker" if self.above else "region"
         self.service = Service(
-            self.machine, self._control, member_role=member_role, silent_s=SILENT_S, credentials=own
+            self.machine, self._control, member_role=member_role, silent_s=self.silent_s, credentials=own
         )
         if self.above:
             trust = Trust(own, identity("global", GLOBAL)) if own else None
@@ -180,15 +182,18 @@ class Cluster:
 
     def __init__(self, loop: Loop, folder: Path, config: OuterConfig,
                  regions: dict[str, dict[str, Callable[[Layout], Slicing]]],
-                 train_samples: int = 64, samples_per_step: int = 2, certs: Path | None = None) -> None:  # fmt: skip
-        self.certs = certs
+                 train_samples: int = 64, samples_per_step: int = 2, certs: Path | None = None,
+                 silent_s: float = 60.0) -> None:  # fmt: skip
+        self.certs, self.silent_s = certs, silent_s
         self.config, self.layout = config, tiny_layout(config)
         self.loop, self.folder, self.plan = loop, folder, (train_samples, samples_per_step)
         self.identity = Identity("test", "0123", self.layout.digest, "a tiny llama")
         self.names = {region: tuple(workers) for region, workers in regions.items()}
         self.slicings = {w: cut for workers in regions.values() for w, cut in workers.items()}
         self.home = {w: r for r, workers in regions.items() for w in workers}
-        self.top = Running(loop, self.new_global, self.first_weights, folder / "global", certs=certs)
+        self.top = Running(
+            loop, self.new_global, self.first_weights, folder / "global", certs=certs, silent_s=silent_s
+        )
         self.regions = {name: self.new_region(name, folder / name) for name in regions}
 
     def new_global(self) -> GlobalServer:
@@ -203,7 +208,9 @@ class Cluster:
             region.incarnation = uuid.uuid4().hex
             return region
 
-        return Running(self.loop, build, lambda server: None, folder, port, self.top.address, self.certs)
+        return Running(
+            self.loop, build, lambda server: None, folder, port, self.top.address, self.certs, self.silent_s
+        )
 
     def region_of(self, worker: str) -> Running:
         return self.regions[self.home[worker]]

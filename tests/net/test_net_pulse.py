@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from geotrain.net import calls
-from tests.net.net_worlds import SILENT_S, Cluster, clusters, halves, outer, wait_for, whole
+from tests.net.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+
+SILENT_S = 2.0
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def make(tmp_path, monkeypatch) -> Iterator[Callable[..., Cluster]]:
 @pytest.mark.parametrize("dead_ranks", [1, 2])
 def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(make, dead_ranks):
     """Also when only one of its ranks died. The idle but living keep theirs."""
-    cluster = make(outer(), {"eu": {"a": halves, "b": whole}}, train_samples=12)
+    cluster = make(outer(), {"eu": {"a": halves, "b": whole}}, train_samples=12, silent_s=SILENT_S)
     dead, living = cluster.worker("a"), cluster.worker("b")
     dead.join()
     living.join()
@@ -41,7 +43,7 @@ def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(make, dead_rank
 
 def test_who_was_only_slow_goes_on(make):
     """Its data went to others: what it trained of it is not counted, and nothing is skipped."""
-    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole, "b": whole}}, train_samples=12)
+    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole, "b": whole}}, train_samples=12, silent_s=SILENT_S)
     slow, other = cluster.worker("a"), cluster.worker("b")
     slow.join()
     other.join()
@@ -67,7 +69,7 @@ def test_who_was_only_slow_goes_on(make):
 
 
 def test_a_server_that_was_stopped_itself_blames_nobody(make):
-    cluster = make(outer(), {"eu": {"a": whole}})
+    cluster = make(outer(), {"eu": {"a": whole}}, silent_s=SILENT_S)
     worker = cluster.worker("a")
     worker.join()
     region = cluster.regions["eu"]
