@@ -19,6 +19,7 @@ CPU_KERNELS = Extension(
         "-O3",
         "-g0",
         "-ffp-contract=off",
+        "-fwrapv",
         "-fno-math-errno",
         "-fno-trapping-math",
         "-fopenmp",

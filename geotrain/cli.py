@@ -178,6 +178,22 @@ def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     show(needs(*files), new_console())
 
 
+@app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")
+def certs(
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="The cluster file.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.")],
+) -> None:
+    """Make the run's certificate authority, and a certificate for every server and worker that has none.
+
+    Name the folder in the cluster file's `security` block, and copy to each machine ca.pem and its own pair only.
+    """
+    from geotrain.config import load_cluster
+    from geotrain.net.certs import make_certificates
+
+    for path in make_certificates(load_cluster(cluster), folder):
+        print(path)
+
+
 @app.command(epilog="Example: geotrain schema --out configs/schema")
 def schema(out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema")) -> None:
     """Write the JSON Schema of run and cluster files, for editors."""

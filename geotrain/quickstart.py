@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.table import Table
 
@@ -25,6 +26,7 @@ from geotrain.launch.dry_run import describe
 from geotrain.launch.preparing import prepare_files
 from geotrain.launch.progress import new_console, size, status_of_run
 from geotrain.launch.region import launch, locked
+from geotrain.net.store import SNAPSHOTS, Store
 from geotrain.outer.messages import GLOBAL
 from geotrain.sample import sample
 
@@ -41,7 +43,6 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
     Raises ConfigError and whatever the steps raise.
     """
     console = new_console()
-    begin = time.monotonic()
     run, cluster = load_run(run_path), load_cluster(cluster_path)
     check_together(run, cluster)
     folder = run.run_folder
@@ -53,15 +54,15 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
         console.rule("text")
         _prepare(run, folder)
     console.rule(f"training in {len(cluster.regions)} regions; logs in {folder}/logs")
-    started = time.monotonic()
+    before, started = _committed_samples(folder), time.monotonic()
     code = launch(run_path, cluster_path, resume)
     if code:
         return code
     train_s = time.monotonic() - started
     console.rule("export")
     export_run(folder, folder / "export", "float32")
-    summary = summarize(run, cluster, folder, train_s)
-    summary["wall_s"] = round(time.monotonic() - begin, 1)
+    summary = summarize(run, cluster, folder, train_s, before)
+    summary |= {"wall_s": round(time.time() - psutil.Process().create_time(), 1), "resumed": resume}
     with whole_file(folder / "summary.json") as file:
         file.write(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     for prompt in PROMPTS:
@@ -72,13 +73,16 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
     return 0
 
 
-def summarize(run: RunConfig, cluster: ClusterConfig, folder: Path, train_s: float) -> dict[str, Any]:
-    """What the finished run did. Bytes are those that the kernel counted on the region servers' links."""
+def summarize(
+    run: RunConfig, cluster: ClusterConfig, folder: Path, train_s: float, samples_before: int
+) -> dict[str, Any]:
+    """What the finished run did. Bytes are those that the kernel counted on the region servers' links. They, speeds
+    and what they are compared with count from the last start, when `samples_before` samples were trained."""
     _, statuses = status_of_run(folder)
     top = statuses[GLOBAL]
     regions = [statuses[region.name] for region in cluster.regions]
     samples = int(top["committed_samples"])
-    steps = samples // run.samples_per_step
+    steps = (samples - samples_before) // run.samples_per_step
     workers = [w for region in cluster.regions for w in region.workers]
     parameters = architecture_of(run).parameter_count
     up = sum(int(status["links"]["up_bytes"]) for status in regions)
@@ -89,9 +93,8 @@ def summarize(run: RunConfig, cluster: ClusterConfig, folder: Path, train_s: flo
         "validation_loss_final": round(_loss(run, folder / "export"), 4),
         "parameters": parameters,
         "tokens": samples * run.data.sequence_length,
-        "tokens_per_s": round(samples * run.data.sequence_length / train_s, 1),
+        "tokens_per_s": round((samples - samples_before) * run.data.sequence_length / train_s, 1),
         "train_s": round(train_s, 1),
-        "wall_s": 0.0,
         "inner_steps": steps,
         "wan_bytes_up": up,
         "wan_bytes_down": down,
@@ -114,6 +117,12 @@ def data_parallel_bytes(parameters: int, regions: int, steps: int) -> int:
     In a ring each of R regions sends 2·(R−1)/R of the 2·N bytes of its gradients: 4·(R−1)·N bytes a step in all.
     """
     return 4 * (regions - 1) * parameters * steps
+
+
+def _committed_samples(folder: Path) -> int:
+    """Of a run that is to be resumed."""
+    newest, _ = Store(folder / "servers" / GLOBAL / SNAPSHOTS).load_newest(names=())
+    return int(newest.meta["leases"]["committed_samples"]) if newest else 0
 
 
 def _prepare(run: RunConfig, folder: Path) -> None:
@@ -163,7 +172,8 @@ def _move_aside(folder: Path) -> None:
         return
     with locked(folder):
         pass  # it is not running
-    if not (folder / "run.json").exists() and not (folder / "data").exists() and any(folder.iterdir()):
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".lock")}
+    if names and not names & {"run.json", "data"}:
         raise ConfigError(f"{folder} exists, but holds no run; move it away")
     previous = folder.with_name(folder.name + ".previous")
     if previous.exists():

@@ -6,8 +6,9 @@ The command inherits the guard's other file descriptors (a network namespace's, 
 
 The guard stops the command, with all its descendants, when its own standard input ends: whoever started it holds
 the other end of that pipe, and the kernel closes it however that process dies; ssh carries the end on to another
-machine. It also stops on SIGTERM, and clears up what a command leaves behind. Descendants that lost their parent
-fall to the guard (it is their "subreaper"), so that it finds them whatever sessions they opened.
+machine. It also stops on SIGTERM, and clears up what a command leaves behind: a command that ends well before what it
+started has failed (DeepSpeed's runner does, when its launcher was killed). Descendants that lost their parent fall to
+the guard (it is their "subreaper"), so that it finds them whatever sessions they opened.
 
 Only the standard library, so that it starts in milliseconds: `python -I -S guard.py`.
 """
@@ -28,6 +29,8 @@ PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNET = 0x40000000
 GRACE_S = 10.0
 KILL_DEADLINE_S = 5.0
+SETTLE_S = 2.0  # what a command started may end a little after it
+EXIT_LEFT_BEHIND = 125
 EXIT_NOT_FOUND = 127
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -49,6 +52,9 @@ def main(arguments: list[str]) -> int:
             return EXIT_NOT_FOUND
         code = _watch(child.pid, wakeups)
         child.returncode = code  # it was reaped here, not by subprocess
+        if code == 0 and _left_behind(wakeups):
+            print(f"guard: {command[0]} ended, but left processes running; a part of it was killed?", file=sys.stderr)
+            code = EXIT_LEFT_BEHIND
         _end_descendants(grace_s, wakeups)
     return code
 
@@ -110,12 +116,21 @@ def _reap() -> dict[int, int]:
     return ended
 
 
+def _left_behind(wakeups: int) -> bool:
+    """Whether processes of the ended command run on."""
+    deadline = time.monotonic() + SETTLE_S
+    while alive := _descendants(os.getpid()):
+        if time.monotonic() > deadline:
+            break
+        _pause(wakeups)
+    return bool(alive)
+
+
 def _end_descendants(grace_s: float, wakeups: int) -> None:
     """SIGTERM to all, SIGKILL to those alive after `grace_s`. Returns when none is left, or at a deadline."""
     begin = time.monotonic()
     told: set[int] = set()
     while True:
-        _reap()
         alive = _descendants(os.getpid())
         waited_s = time.monotonic() - begin
         if not alive or waited_s > grace_s + KILL_DEADLINE_S:
@@ -126,8 +141,15 @@ def _end_descendants(grace_s: float, wakeups: int) -> None:
             elif pid not in told:
                 told.add(pid)
                 _signal(pid, signal.SIGTERM)
-        if select.select([wakeups], [], [], 0.05)[0] and set(os.read(wakeups, 4096)) & set(STOP_SIGNALS):
+        if set(_pause(wakeups)) & set(STOP_SIGNALS):
             grace_s = 0.0  # asked again: at once
+
+
+def _pause(wakeups: int) -> bytes:
+    """Wait a moment, or for signals: their numbers. Collects ended children."""
+    numbers = os.read(wakeups, 4096) if select.select([wakeups], [], [], 0.05)[0] else b""
+    _reap()
+    return numbers
 
 
 def _signal(pid: int, number: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.launch.world import rank_environment
 from geotrain.outer.layout import layout_of
-from geotrain.outer.messages import Refused
+from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.server import identity_of
 
 
@@ -49,6 +49,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
     from geotrain.monitor.events import EventLog, JobTrained
+    from geotrain.net.certs import trust_between
     from geotrain.net.client import MemberClient
     from geotrain.trainer import Trainer
 
@@ -61,9 +62,14 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     micro_batch = deepspeed["train_micro_batch_size_per_gpu"]
     loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
     layout = layout_of(run)
-    server = cluster.global_server if run.outer.levels == 1 else cluster.region(region).server
+    flat = run.outer.levels == 1
+    server = cluster.global_server if flat else cluster.region(region).server
+    trust = trust_between(cluster, "worker", worker.name, *(("global", GLOBAL) if flat else ("region", region)))
     checkpoints = folder / run.checkpoint.folder / worker.name
-    with closing(MemberClient(str(server))) as client, EventLog(folder / "events" / f"{worker.name}.jsonl") as events:
+    with (
+        closing(MemberClient(str(server), trust=trust)) as client,
+        EventLog(folder / "events" / f"{worker.name}.jsonl") as events,
+    ):
         trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
         trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,8 @@ from rich.live import Live
 from rich.table import Table
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.net.certs import OPERATOR, trust_between
+from geotrain.net.status import ask_status
 from geotrain.outer.messages import GLOBAL
 
 Status = Mapping[str, Any]
@@ -63,7 +64,7 @@ def status_of_run(folder: Path) -> tuple[ClusterConfig, dict[str, Status]]:
     """
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
     servers = addresses(run, cluster)
-    found = {**last_words(folder, servers), **ask(servers)}
+    found = {**last_words(folder, servers), **ask(cluster, servers)}
     if not found:
         where = ", ".join(f"{site} at {address}" for site, address in servers.items())
         raise ConfigError(f"{folder}: no server answers ({where}), and none has left its last status")
@@ -76,22 +77,16 @@ def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
     return {site: json.loads(file.read_text()) for site, file in files.items() if file.exists()}
 
 
-def ask(servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
-    """The status of every server that answers in time."""
+def ask(cluster: ClusterConfig, servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
+    """The status of every server that answers in time. Raises CertificateError."""
+
+    def ask_one(site: str) -> Status | None:
+        trust = trust_between(cluster, "operator", OPERATOR, "global" if site == GLOBAL else "region", site)
+        return ask_status(servers[site], within_s, trust)
+
     with ThreadPoolExecutor(max(1, len(servers))) as executor:
-        answers = executor.map(lambda address: _ask_one(address, within_s), servers.values())
+        answers = executor.map(ask_one, servers)
         return {site: status for site, status in zip(servers, answers, strict=True) if status is not None}
-
-
-def _ask_one(address: str, within_s: float) -> Status | None:
-    from geotrain.net.client import MemberClient
-    from geotrain.net.link import Unreachable
-
-    try:
-        with closing(MemberClient(address, connect_s=within_s)) as client:
-            return client.status()
-    except (Unreachable, OSError, TimeoutError, ValueError):
-        return None
 
 
 def view(cluster: ClusterConfig, statuses: Mapping[str, Status], eta_s: float | None = None) -> View:
@@ -247,7 +242,7 @@ class Display:
 
     def _ask_on(self) -> None:
         while not self._stop.wait(self._every_s):
-            self._latest = {**self._latest, **ask(self._servers)}
+            self._latest = {**self._latest, **ask(self._cluster, self._servers)}
 
 
 def lines(seen: View) -> Iterable[str]:

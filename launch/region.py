@@ -28,18 +28,20 @@ DRAIN_S = 900.0  # servers flush and write their last snapshot
 def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
     """Run it until it is finished, fails, or is stopped by a signal. Gives the exit code.
 
-    Raises ConfigError, DataError, UnsupportedModelError, LaunchError before anything is started.
+    Raises ConfigError, DataError, UnsupportedModelError, CertificateError, LaunchError before anything is started.
     """
     console = new_console()
     run, cluster = load_run(run_path), load_cluster(cluster_path)
     check_together(run, cluster)
-    check_data(run)
+    if any(region.ssh is None for region in cluster.regions):
+        check_data(run)  # far regions check theirs
     folder = run.run_folder.absolute()
     with locked(folder), contextlib.ExitStack() as stack:
         _check_folder(run, folder, resume)
         emulated = _emulate(cluster, console)
         links = stack.enter_context(wan.emulated(emulated)) if emulated else None
         cluster = resolve(cluster, links)
+        display = Display(run, cluster, console)
         order = Order(run, cluster, tuple(s for s, host in sites_of(run, cluster).items() if host is None), resume)
         write_files(order, folder)
         inside = links.namespaces if links else {}
@@ -49,7 +51,8 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
         supervisor = stack.enter_context(Supervisor(folder / "logs", DRAIN_S))
         for process in starting:
             supervisor.start(process)
-        display = stack.enter_context(Display(run, cluster, console))
+        console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
+        stack.enter_context(display)
         outcome = supervisor.wait(display.show, run.monitor.every_s)
         display.finish(folder)
     if links:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from geotrain.config import load_run
+from geotrain.config import ClusterConfig, load_run
 from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.inner.dataset import TokenWriter
+from geotrain.net.certs import make_certificates
 from geotrain.net.store import read_weights
 from geotrain.outer.layout import layout_of
 
@@ -34,9 +35,16 @@ def prepare_text(folder: Path) -> None:
 
 
 def write_files(
-    folder: Path, name: str, samples: int, workers: dict[str, list[int]], outer: dict[str, Any], **run_keys: Any
+    folder: Path,
+    name: str,
+    samples: int,
+    workers: dict[str, list[int]],
+    outer: dict[str, Any],
+    certificates: Path | None = None,
+    **run_keys: Any,
 ) -> tuple[Path, Path]:
-    """Run and cluster file. workers: region → ranks of each of its workers. run_keys: laid over the run file."""
+    """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
+    run_keys: laid over the run file."""
     run = {
         "name": "small", "folder": str(folder / name), "model": {"config": MODEL},
         "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": samples},
@@ -59,7 +67,11 @@ def write_files(
         for region, ranks in workers.items()
     ]
     paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
-    for path, content in zip(paths, (run, {"name": "local", "regions": regions}), strict=True):
+    cluster: dict[str, Any] = {"name": "local", "regions": regions}
+    if certificates:
+        make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), certificates)
+        cluster["security"] = {"folder": str(certificates)}
+    for path, content in zip(paths, (run, cluster), strict=True):
         path.write_text(json.dumps(content))
     return paths
 

@@ -129,6 +129,7 @@ def test_a_run_that_left_nothing(tmp_path: Path, refused: Callable[..., str]) ->
         raw = json.loads((ROOT / f"configs/{source}.json").read_text())
         if name == "run":
             raw["model"]["config"] = json.loads((ROOT / "configs/models/llama-tiny.json").read_text())
+            raw["data"]["tokenizer"] = None
         (tmp_path / f"{name}.json").write_text(json.dumps(raw))
     assert "no server answers (global at 127.0.0.1:0" in refused("status", tmp_path)
     assert "holds no snapshot that is whole" in refused("export", tmp_path, tmp_path / "out")

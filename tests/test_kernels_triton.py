@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
 
 
+@pytest.mark.slow
 def test_under_the_interpreter():
     # the variable is read when a kernel is defined, so this needs a process of its own
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -56,6 +57,7 @@ def every_launch() -> list[triton_aot.Launch]:
     return [launch for call in calls for launch in triton_aot.launches(call)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", triton_aot.TARGETS)
 def test_compiles_ahead_of_time_without_spilling(target):
     found = every_launch()

@@ -137,7 +137,16 @@ def test_every_instruction_set_gives_the_same_bits(architecture, tmp_path, monke
     if architecture == "x86-64-v4" and "avx512vl" not in Path("/proc/cpuinfo").read_text():
         architecture = "x86-64-v2"  # what this machine cannot run, it cannot compare
     sources = sorted((ROOT / "kernels/csrc").glob("*.c"))
-    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
+    flags = [
+        "-O3",
+        "-ffp-contract=off",
+        "-fwrapv",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+    ]
     built = tmp_path / f"_fast{sysconfig.get_config_var('EXT_SUFFIX')}"
     macros = ["-DGEOTRAIN_NO_CLONES", '-DGEOTRAIN_SOURCE="none"']
     command = ["gcc", *flags, *macros, f"-march={architecture}", *map(str, sources), "-o", str(built), "-lm"]

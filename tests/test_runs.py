@@ -21,17 +21,18 @@ SYNC = {"rule": "sync"}  # every worker takes part in every round, however late 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With prepared text, and a run of three workers that ended, and its export."""
+    """With prepared text, and a run of three workers, over mutual TLS, that ended, and its export."""
     folder = tmp_path_factory.mktemp("runs")
     prepare_text(folder)
-    launched(write_files(folder, "several", SAMPLES, {"eu": [1, 1], "us": [1]}, SYNC))
+    workers = {"eu": [1, 1], "us": [1]}
+    launched(write_files(folder, "several", SAMPLES, workers, SYNC, certificates=folder / "certificates"))
     export_run(folder / "several", folder / "export", "float32")
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_several_workers_a_region(folder: Path) -> None:
+def test_several_workers_a_region_over_tls(folder: Path) -> None:
     run_file = folder / "several.json"
     top = status(run_file, "global")
     assert top["committed_samples"] == top["train_samples"] == SAMPLES and top["open_leases"] == 0

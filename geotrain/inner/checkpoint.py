@@ -41,6 +41,7 @@ def save(
     extra: anything JSON can hold; `load` returns it. with_masters: also the fp32 weights, which otherwise come
     from the outer loop. Raises CheckpointError on every rank if any failed; earlier checkpoints stay.
     """
+    engine.settle()
     folder = Path(folder)
     temporary = folder / f"{tag}.tmp"
     first = engine.rank == 0
@@ -72,8 +73,7 @@ def load(engine: GeoEngine, folder: str | Path, tag: str | None = None) -> dict[
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
         setattr(engine, counter, value)
-    if manifest["with_masters"]:
-        engine.refresh()
+    engine.refresh(predicted=_goes_on(engine, manifest))
     return manifest["extra"]
 
 
@@ -136,7 +136,7 @@ def _write_rank(engine: GeoEngine, folder: Path, with_masters: bool) -> None:
     for shard in engine.shards():
         if not shard.pushes:
             continue
-        for name, view in _state(engine, shard, with_masters).items():
+        for name, view in _state(engine, shard, with_masters, engine.is_ahead).items():
             tensors[f"{len(runs)}.{name}"] = view.detach().cpu()
         runs.append([[r.parameter, r.start, r.length, r.stride, r.count] for r in shard.runs])
     path = folder / _rank_file(engine.rank)
@@ -144,13 +144,22 @@ def _write_rank(engine: GeoEngine, folder: Path, with_masters: bool) -> None:
     _sync(path)
 
 
-def _state(engine: GeoEngine, shard: OwnedShard, with_masters: bool) -> dict[str, torch.Tensor]:
-    """1-D views of a shard's moments, and of its master."""
+def _state(engine: GeoEngine, shard: OwnedShard, with_masters: bool, predicted: bool) -> dict[str, torch.Tensor]:
+    """1-D views of a shard's moments, of its master, and of weights that ACCO predicted from it."""
     state = {
         name: moment.view(-1)[shard.offset : shard.offset + shard.numel]
         for name, moment in moments(engine.basic_optimizer, shard.owner).items()
     }
-    return {**state, "master": shard.master} if with_masters else state
+    if with_masters:
+        state["master"] = shard.master
+    if with_masters and predicted:
+        state.update(engine.predicted(shard))
+    return state
+
+
+def _goes_on(engine: GeoEngine, manifest: dict[str, Any]) -> bool:
+    """Whether the weights that ACCO predicted were saved and can be used."""
+    return manifest["with_masters"] and manifest["predicted"] is not None and manifest["predicted"] == engine.predicts
 
 
 def _finish(
@@ -165,6 +174,7 @@ def _finish(
         "layout": _layout(engine),
         "files": {name: (temporary / name).stat().st_size for name in map(_rank_file, range(ranks))},
         "with_masters": with_masters,
+        "predicted": engine.predicts if engine.is_ahead else None,
         "optimizer_steps": step_count(engine.basic_optimizer),
         "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
         "extra": extra,
@@ -231,7 +241,8 @@ def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> Non
     with Reader([folder / name for name in manifest["files"]]) as reader:
         for shard in engine.shards():
             pieces: list[Piece] = reader.locate(shard.runs)
-            for name, view in _state(engine, shard, manifest["with_masters"]).items():
+            state = _state(engine, shard, manifest["with_masters"], _goes_on(engine, manifest))
+            for name, view in state.items():
                 view.copy_(reader.read(pieces, name, shard.numel))
     if manifest["layout"] == _layout(engine):
         with safe_open(folder / _rank_file(engine.rank), "pt") as file:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +14,13 @@ from geotrain.canonical import Architecture, architecture_from_hf
 from geotrain.config import ParallelConfig, RunConfig
 from geotrain.inner import parallel as layout
 from geotrain.inner import platform
+from geotrain.inner.acco_forms import check_acco
 from geotrain.inner.mapping import LocalParameter
 from geotrain.inner.model import build_model, placements
 from geotrain.inner.optimizer import adamw_settings, build_adamw, parameter_groups
 from geotrain.inner.parallel import Mesh
 from geotrain.inner.shards import OwnedShard, owned_shards
+from geotrain.inner.step import StepResult
 
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -27,20 +28,6 @@ with platform.quiet_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 Placed = list[tuple[nn.Parameter, LocalParameter]]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step, the same on every rank.
-
-    loss: mean over the worker's batch, before the step. grad_norm: of all gradients, before clipping.
-    lr: the rate used. tokens: trained by the whole worker.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
 
 
 class GeoEngine(DeepSpeedEngine):
@@ -96,13 +83,17 @@ class GeoEngine(DeepSpeedEngine):
 
     # ------------------------------------------------------------------------------------ train, evaluate
 
-    def train_step(self, micro_batches: Sequence[Tensor], schedule_step: int) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[Tensor], schedule_step: int, more: Callable[[], Tensor | None] | None = None
+    ) -> StepResult:
         """One optimizer step on this data-parallel replica's micro-batches.
 
         micro_batches: gradient_accumulation_steps tensors, int64 [micro_batch, sequence_length + 1]; the same on
             all tensor and pipeline ranks of a replica.
         schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
-        Raises ValueError if number or shape of the micro-batches is wrong.
+        more: with ACCO, gives a replica that would wait for slower ones another micro-batch for this step, or None if
+            there is none; it must give the same on all tensor and pipeline ranks of the replica.
+        Raises ValueError if number or shape of the micro-batches is wrong; AccoError if ACCO lost another rank.
         """
         self._check_batches(micro_batches, self.gradient_accumulation_steps())
         if self.lr_scheduler is not None:
@@ -110,6 +101,11 @@ class GeoEngine(DeepSpeedEngine):
         lr = float(self.get_lr()[0])
         if not self.module.training:
             self.module.train()
+        return self._step(micro_batches, more, lr)
+
+    def _step(
+        self, micro_batches: Sequence[Tensor], more: Callable[[], Tensor | None] | None, lr: float
+    ) -> StepResult:
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
         else:
@@ -122,10 +118,18 @@ class GeoEngine(DeepSpeedEngine):
                 self.clip_fp32_gradients()  # for the norm
         self.step()
         loss, norm = torch.stack((self._worker_mean(loss), self._norm())).tolist()
-        tokens = self.train_batch_size() * self.sequence_length
+        result = StepResult(lr, self.settle)
+        self._finish(result, loss, norm, self.train_batch_size())
+        return result
+
+    def _finish(self, result: StepResult, loss: float, norm: float, samples: int) -> None:
+        result.arrive(loss, norm, samples * self.sequence_length)
         if self.monitor.enabled and self.rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
-        return StepResult(loss, norm, lr, tokens)
+
+    def settle(self) -> None:
+        """Wait until the masters hold every step: before reading or writing what `shards` gives. With ACCO the last
+        one is still under way when `train_step` returns; otherwise there is nothing to wait for."""
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
@@ -147,12 +151,16 @@ class GeoEngine(DeepSpeedEngine):
         tokens = tokens.to(self.device, non_blocking=True)
         return model(tokens[:, :-1], None, None, labels=tokens[:, 1:])
 
-    def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool) -> Tensor:
-        """Mean loss of this replica on its last stage, else 0; gradients stay in the parameters."""
+    def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool, summed: bool = False) -> Tensor:
+        """Mean loss of this replica on its last stage, else 0; gradients stay in the parameters.
+
+        summed: over the micro-batches, both loss and gradients.
+        """
+        factor = len(micro_batches) if summed else 1
 
         def loss_of(losses: Tensor) -> tuple[Tensor, Tensor]:
             mean = losses.mean()
-            return mean, mean.detach().clone()  # Megatron-core divides the first in place
+            return mean * factor, mean.detach() * factor  # Megatron-core divides the first, in place, by their number
 
         def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(model, next(batches)), loss_of
@@ -183,12 +191,16 @@ class GeoEngine(DeepSpeedEngine):
                 self._all_reduce(self.optimizer.averaged_gradients[i], self.mesh.tp_group)
         return torch.stack(losses).mean()
 
+    def _partial_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients of which each end of the pipeline, and of which each tensor rank, computes a part."""
+        tied = self.mesh.pp_size > 1 and self.architecture.tied_embeddings
+        ends = [_gradient(p) for p, place in self._placed if tied and place.name in _TIED]
+        return ends, [_gradient(p) for p, place in self._placed if place.sums_over_tp]
+
     def _sum_partial_gradients(self) -> None:
-        """Complete gradients of which each tensor rank, or each end of the pipeline, computed a part."""
-        if self.mesh.pp_size > 1 and self.architecture.tied_embeddings:
-            ends = [p for p, place in self._placed if place.name in _TIED]
-            self._all_reduce([_gradient(p) for p in ends], self.mesh.embedding_group)
-        partial = [_gradient(p) for p, place in self._placed if place.sums_over_tp]
+        """Complete them on all ranks of the replica."""
+        ends, partial = self._partial_gradients()
+        self._all_reduce(ends, self.mesh.embedding_group)
         self._all_reduce(partial, self.mesh.tp_group)
 
     @staticmethod
@@ -256,11 +268,27 @@ class GeoEngine(DeepSpeedEngine):
         return self._shards
 
     @torch.no_grad()
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Masters were overwritten in place: make the next forward use them. Every rank must call it."""
+    def refresh(self, predicted: bool = False) -> None:
+        """Masters were overwritten in place: make the next forward use them. Every rank must call it.
+
+        predicted: so was what `predicted` gives: use that.
+        """
         if self.zero_optimization():
             self.optimizer.update_lp_params()
+
+    @property
+    def predicts(self) -> str | None:
+        """How the low-precision weights are predicted on which the next steps begin; None without ACCO."""
+        return None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Of a settled engine: whether the next steps begin on such predicted weights, and not on the masters."""
+        return False
+
+    def predicted(self, shard: OwnedShard) -> dict[str, Tensor]:
+        """Views of them, flat, in the shard's order."""
+        return {}
 
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
@@ -283,12 +311,16 @@ def build_engine(
 
     deepspeed_block: the run's `deepspeed`, with the worker's keys laid over it. Raises ConfigError.
     """
+    from geotrain.inner.acco_engine import AccoEngine  # which is a GeoEngine
+
     if not isinstance(run.model.config, dict):
         raise TypeError("run.model.config must be inline: load the run with geotrain.config.load_run")
     architecture = architecture_from_hf(run.model.config)
     sequence_length, bf16 = run.data.sequence_length, layout.trains_in_bf16(deepspeed_block)
     ranks = layout.join(timeout_s)
-    layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
+    dp = layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
+    if run.acco is not None:
+        check_acco(run.acco, deepspeed_block, layout.accumulation_steps(deepspeed_block, dp))
     mesh, settings = layout.initialize(parallel, timeout_s), adamw_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
@@ -296,7 +328,8 @@ def build_engine(
         placed = placements(model, architecture, parallel, mesh)
         optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
         config = _completed(deepspeed_block, sum(place.numel for _, place in placed))
-        return GeoEngine(model, optimizer, config, mesh, placed, architecture, sequence_length)
+        parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
+        return GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco, timeout_s=timeout_s)
 
 
 def _completed(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, Any]:

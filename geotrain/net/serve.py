@@ -214,6 +214,7 @@ class _Host:
         if not self.store.numbers():
             await self._snapshot()  # so that there is one, whatever happens
         port = await self.service.start(address)
+        (self.folder / STATUS).unlink(missing_ok=True)
         listening = self.folder / LISTENING
         with whole_file(listening) as file:
             json.dump({"address": f"{address.host}:{port}", "pid": os.getpid()}, file)

@@ -53,6 +53,7 @@ class Rank(Protocol):
     @property
     def world_size(self) -> int: ...
     def agree(self, flag: bool) -> bool: ...
+    def settle(self) -> None: ...
     def refresh(self) -> None: ...
 
 
@@ -63,7 +64,7 @@ def wait_for(waiting: Waiting[T]) -> T:
         while True:
             pending = waiting.send(pending.result())
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+        return end.value
 
 
 @dataclass
@@ -176,6 +177,7 @@ class Exchange:
                 return
         elif busy:
             yield from self._adopt_all()
+        self.rank.settle()  # the masters must hold every step
         deltas = tuple(self.weights.make_delta(f, self.sequence) for f in due)
         part = UpdatePart(
             self.name,
@@ -231,6 +233,7 @@ class Exchange:
         return answer
 
     def _adopt(self, answer: Answer, start: bool = False) -> None:
+        self.rank.settle()
         for weights in answer.weights:
             self.weights.on_weights(weights, start)
         self.rank.refresh()

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from geotrain.plan.classes import classes_of, off_diagonal
+from geotrain.plan.classes import joined_classes, like_classes, off_diagonal
 from geotrain.plan.cost import Problem
 from geotrain.plan.exact import TooMuchWorkError, cheapest_below
 
-RUNGS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.3, 0.15)  # thresholds tried, between the quick bound and the known cost
+RUNGS = (1.0, 0.85, 0.65, 0.4, 0.2)  # thresholds tried, between the quick bound and the known cost
 ROUNDING = 1e-9  # thresholds lie this share below the known cost, so that the cost itself is not "below"
 
 
@@ -44,7 +44,7 @@ def _quick_links(problem: Problem) -> float:
     return data_parallel + 2 * float(dearest_first[problem.idle :: d][: s - 1].sum())
 
 
-def lower_bound(problem: Problem, known_s: float, max_work: int = 300_000_000) -> float:
+def lower_bound(problem: Problem, known_s: float, max_work: int = 30_000_000) -> float:
     """A proven lower bound (s) on the cost of every placement, at most `known_s`, the cost of one that was found.
 
     Equal to known_s · (1 − 1e-9) when that placement is proven optimal. max_work: see `cheapest_below`; the default
@@ -54,12 +54,12 @@ def lower_bound(problem: Problem, known_s: float, max_work: int = 300_000_000) -
     target = (known_s - compute) * (1 - ROUNDING)
     if proven >= target:
         return min(proven + compute, known_s)
-    classes = classes_of(problem)
+    classes = like_classes(problem) or joined_classes(problem)
     for rung in RUNGS:
         threshold = proven + rung * (target - proven)
         try:
             optimum = cheapest_below(classes, problem.stages, threshold, max_work)
         except TooMuchWorkError:
             continue
-        return compute + (optimum.total_s if optimum else threshold)
+        return compute + max(proven, optimum.total_s if optimum else threshold)
     return proven + compute

@@ -8,6 +8,7 @@ cheapest between their members: what is computed on them then bounds the true co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from geotrain.plan.cost import Floats, Ints, Problem
 
 MAX_CLASSES = 10  # Hall's condition looks at up to 2^classes sets
 MAX_VECTORS = 12_000
+MAX_JOINED_VECTORS = 2_000  # where classes are joined anyway, few serve nearly as well
+OBSERVERS = 128  # devices whose view decides which devices are the likest
 CHUNK = 4_000_000  # elements of a temporary
 
 
@@ -27,7 +30,7 @@ class Classes:
     """label: (N,) class of each device; sizes: (K,); gradient_s, activation_s: (K, K) links between classes, on the
     diagonal between two devices of one (inf in a class of one).
 
-    vectors: (V, K) every way to draw a stage of D devices. exact: the links are the devices' own, not lower.
+    vectors: (V, K) every way to draw a stage of D devices.
     """
 
     label: Ints
@@ -35,7 +38,6 @@ class Classes:
     gradient_s: Floats
     activation_s: Floats
     vectors: Ints
-    exact: bool
 
 
 def off_diagonal(matrix: Floats) -> Floats:
@@ -45,52 +47,61 @@ def off_diagonal(matrix: Floats) -> Floats:
     return out
 
 
-def classes_of(problem: Problem) -> Classes:
-    """As many classes as the limits allow: exact ones where devices are alike, else the likest joined."""
+def like_classes(problem: Problem) -> Classes | None:
+    """Classes of devices with exactly equal links to all others; None where the limits do not allow as many."""
+    label = np.full(problem.devices, -1)
+    for number in range(MAX_CLASSES):
+        first = int(label.argmin())
+        alike = label < 0
+        for times in (problem.gradient_s, problem.activation_s):
+            unlike = times != times[first]
+            unlike[:, first] = False
+            np.fill_diagonal(unlike, False)  # a device has no link to itself
+            alike &= ~unlike.any(axis=1)
+        label[alike] = number
+        if label.min() >= 0:
+            return _classes(problem, label, MAX_VECTORS)
+    return None
+
+
+def joined_classes(problem: Problem) -> Classes:
+    """As many classes as the limits allow, each of the likest devices: links are at most the devices' own."""
     for label in _groupings(problem):
-        sizes = np.bincount(label)
-        vectors = stage_vectors(sizes, problem.replicas, MAX_VECTORS) if len(sizes) <= MAX_CLASSES else None
-        if vectors is not None:
-            break
-    else:
-        raise AssertionError("one class of all devices has one stage vector")
-    gradient, dearer_gradient = _block_links(problem.gradient_s, label)
-    activation, dearer_activation = _block_links(problem.activation_s, label)
-    return Classes(label, sizes, gradient, activation, vectors, not (dearer_gradient or dearer_activation))
+        classes = _classes(problem, label, MAX_JOINED_VECTORS)
+        if classes is not None:
+            return classes
+    raise AssertionError("one class of all devices has one stage vector")
 
 
-def _block_links(times: Floats, label: Ints) -> tuple[Floats, bool]:
-    """The cheapest link between each two classes, and whether any is cheaper than another of its block."""
-    members = [np.flatnonzero(label == k) for k in range(label.max() + 1)]
-    least = np.full((len(members), len(members)), np.inf)
-    between, unequal = off_diagonal(times), False
-    for x, one in enumerate(members):
-        for y, two in enumerate(members):
-            block = between[np.ix_(one, two)]
-            block = block[np.isfinite(block)]
-            if block.size:
-                least[x, y] = block.min()
-                unequal = unequal or bool(block.max() > least[x, y])
-    return least, unequal
+def _classes(problem: Problem, label: Ints, limit: int) -> Classes | None:
+    sizes = np.bincount(label)
+    vectors = stage_vectors(sizes, problem.replicas, limit)
+    if vectors is None:
+        return None
+    links = [_block_links(times, label) for times in (problem.gradient_s, problem.activation_s)]
+    return Classes(label, sizes, links[0], links[1], vectors)
 
 
-def _groupings(problem: Problem) -> list[Ints]:
-    """(N,) labels, from most to fewest classes: complete linkage on how differently two devices see all others."""
+def _block_links(times: Floats, label: Ints) -> Floats:
+    """(K, K) the cheapest link between each two classes."""
+    between = off_diagonal(times)
+    by_row = np.array([between[label == k].min(axis=0) for k in range(label.max() + 1)])
+    return np.array([by_row[:, label == k].min(axis=1) for k in range(label.max() + 1)]).T
+
+
+def _groupings(problem: Problem) -> Iterator[Ints]:
+    """(N,) labels of ever fewer classes: complete linkage by how differently two devices see others."""
     n = problem.devices
-    if n == 1:
-        return [np.zeros(1, dtype=np.int64)]
+    observers = np.random.default_rng(0).permutation(n)[:OBSERVERS]
     apart = np.zeros((n, n))
     for times in (problem.activation_s, problem.gradient_s):
-        scale = max(float(times.max()), 1e-30)
-        for i in range(n):
-            unlike = np.abs(times - times[i])
-            unlike[:, i] = 0.0  # a device has no link to itself
-            np.fill_diagonal(unlike, 0.0)
-            apart[i] = np.maximum(apart[i], unlike.max(axis=1) / scale)
-    tree = linkage(squareform(np.maximum(apart, apart.T), checks=False), "complete")
-    alike = 1e-12
-    few = np.unique(tree[-MAX_CLASSES:, 2])
-    return [fcluster(tree, height, "distance").astype(np.int64) - 1 for height in (alike, *few[few > alike])]
+        for k in observers:
+            unlike = np.abs(times[:, k, None] - times[None, :, k]) / max(float(times.max()), 1e-30)
+            unlike[k] = unlike[:, k] = 0.0
+            np.maximum(apart, unlike, out=apart)
+    tree = linkage(squareform(apart, checks=False), "complete") if n > 1 else np.zeros((0, 4))
+    for count in range(min(n, MAX_CLASSES), 0, -1):
+        yield fcluster(tree, count, "maxclust").astype(np.int64) - 1 if n > 1 else np.zeros(1, dtype=np.int64)
 
 
 def stage_vectors(sizes: Ints, total: int, limit: int) -> Ints | None:
@@ -114,16 +125,20 @@ def vector_costs(classes: Classes) -> Floats:
     return np.asarray(np.where(classes.vectors > 0, sums, -np.inf).max(axis=1))
 
 
-def bottlenecks(vectors: Ints, activation_s: Floats, dearest_s: Floats) -> Floats:
+def bottlenecks(
+    vectors: Ints, activation_s: Floats, dearest_s: Floats, spend: Callable[[int], None] = lambda work: None
+) -> Floats:
     """(V, V) bottleneck transport times between stage vectors.
 
     dearest_s: (V,) descending; the entry (v, w) is inf where it is more than dearest_s of v or of w.
+    spend: told before each pass how many sums it will compare; may raise to stop.
     """
     count = len(vectors)
     found = np.full((count, count), np.inf)
     for level in np.unique(activation_s[activation_s <= dearest_s[0]]):
         few = int((dearest_s >= level).sum())
         sets, reached = hall_sets(activation_s <= level)
+        spend(few * few * len(sets))
         supply = (vectors[:few] @ sets.T).astype(np.int16)
         demand = (vectors[:few] @ reached.T).astype(np.int16)
         step = max(1, CHUNK // (few * len(sets)))

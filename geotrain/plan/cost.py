@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -252,9 +251,9 @@ def arrange(problem: Problem, groups: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Placement:
-    """A table of device ids and its cost. table[s][p]: the device of stage s in pipeline p."""
+    """A table of device ids and its cost. stages[s][p]: the device of stage s, in pipeline order, in pipeline p."""
 
-    table: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
     data_parallel_s: float
     pipeline_s: float
     compute_s: float
@@ -265,15 +264,8 @@ class Placement:
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(zip(*self.table, strict=True))
-
-    def to_json(self) -> dict[str, Any]:
-        """Stages in pipeline order, pipelines in stage order, and the cost in seconds."""
-        return {
-            "stages": [list(row) for row in self.table],
-            "pipelines": [list(column) for column in self.pipelines],
-            "cost": self.total_s,
-        }
+        """pipelines[p][s]: the same table, column by column."""
+        return tuple(zip(*self.stages, strict=True))
 
 
 def placement(problem: Problem, table: Ints) -> Placement:
@@ -281,11 +273,9 @@ def placement(problem: Problem, table: Ints) -> Placement:
     if table.shape != (problem.stages, problem.replicas):
         raise PlacementError(f"table has shape {table.shape}, wanted ({problem.stages}, {problem.replicas})")
     if len(np.unique(table)) != table.size or table.min() < 0 or table.max() >= problem.devices:
-        raise PlacementError(
-            f"a table places {table.size} different devices out of 0…{problem.devices - 1}, once each"
-        )
+        raise PlacementError(f"a table holds {table.size} different devices out of 0…{problem.devices - 1}")
     return Placement(
-        table=tuple(tuple(int(i) for i in row) for row in table),
+        stages=tuple(tuple(int(i) for i in row) for row in table),
         data_parallel_s=float(stage_costs(problem, table).max()),
         pipeline_s=float(link_times(problem, table).max(axis=-1).sum()),
         compute_s=float(problem.compute_s[table].max()),

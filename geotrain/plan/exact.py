@@ -24,6 +24,7 @@ from geotrain.plan.classes import CHUNK, Classes, bottlenecks, vector_costs
 from geotrain.plan.cost import Floats, Ints
 
 MAX_KEPT = 4_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
+SUMS_PER_PAIR = 64  # sums compared for Hall's condition in the time one pair takes
 
 
 class TooMuchWorkError(Exception):
@@ -83,7 +84,8 @@ class _Search:
         self._spend(len(order) ** 2)
         self.vectors, self.vectors_f, self.stage_s = self.vectors[order], self.vectors_f[order], cost[order]
         if self.possible:
-            self.edges = bottlenecks(self.vectors, times, self.least + (threshold - self.base - self.stage_s) / 2)
+            dearest = self.least + (threshold - self.base - self.stage_s) / 2
+            self.edges = bottlenecks(self.vectors, times, dearest, lambda sums: self._spend(sums // SUMS_PER_PAIR))
 
     def _spend(self, work: int) -> None:
         self.work_left -= work

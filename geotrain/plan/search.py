@@ -5,10 +5,13 @@ their links), and that order is poured into the table tile by tile, for every ti
 Tall tiles keep pipelines local and let gradients travel, wide ones the reverse; mixtures lie between. Where some
 devices stay idle, they are left out of the order at several places, or by their dearest links.
 
+Classes. Where devices fall into few classes of equal links, `geotrain.plan.exact` finds the optimum, or proves that
+what is known is one, within an allowance of work.
+
 Annealing. Many tables are improved side by side, each step being one batch of array operations. A move swaps two
-column segments of equal length (length 1: two devices; or with idle devices), crosses two pipelines from some stage
-on (this is what improves matchings), or moves a block of stages. The true cost is a maximum and flat nearly
-everywhere, so chains descend on cost + w · (its mean in place of its maximum), with w → 0.
+blocks of stages × pipelines (mostly 1 × 1; or some stages of a pipeline with idle devices), crosses two pipelines
+from some stage on (this is what improves matchings), or moves a block of stages. The true cost is a maximum and flat
+nearly everywhere, so chains descend on cost + w · (the cost with means in place of maxima), with w → 0.
 
 Polish. The best tables are re-arranged with exact matchings and, for few stages, the exact tour.
 
@@ -24,11 +27,12 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from geotrain.plan.bound import ROUNDING, compute_bound, quick_bound
-from geotrain.plan.classes import classes_of, off_diagonal
+from geotrain.plan.classes import like_classes, off_diagonal
 from geotrain.plan.cost import (
     Floats,
     Ints,
     Placement,
+    PlacementError,
     Problem,
     arrange,
     link_times,
@@ -52,10 +56,14 @@ class Effort:
     chains: int = CHAINS
     exact_work: int = 1_000_000
 
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.chains < 8 or self.exact_work < 0:
+            raise PlacementError(f"{self}: steps and exact_work must be at least 0, chains at least 8")
+
 
 def default_effort(problem: Problem) -> Effort:
-    """Moves grow with the devices; beyond some hundred devices the starts carry most of the weight."""
-    return Effort(steps=int(np.clip(60 * problem.placed, 1000, 5000)))
+    """Moves grow with the devices, up to what 1,024 of them allow in well under a minute."""
+    return Effort(steps=int(np.clip(60 * problem.placed, 1000, 15000)))
 
 
 def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
@@ -73,15 +81,19 @@ def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placeme
         return best
     chains = _initial_chains(ranked, best, effort.chains, rng)
     annealed = polish(problem, Annealer(problem, chains, rng).run(effort.steps, floor))
-    return min(best, annealed, key=lambda p: p.total_s)
+    if annealed.total_s < best.total_s:  # a lower threshold leaves the complete search less to do
+        best, _ = exact_over_classes(problem, annealed, effort.exact_work)
+    return best
 
 
 def exact_over_classes(problem: Problem, best: Placement, max_work: int) -> tuple[Placement, bool]:
     """The better of `best` and the optimum over classes of devices, and whether nothing can be cheaper.
 
-    That is proven where classes are exact and all devices compute alike, and the work suffices.
+    Does nothing where there are too many classes, or their search takes too much work.
     """
-    classes = classes_of(problem)
+    classes = like_classes(problem)
+    if classes is None:
+        return best, False
     threshold = (best.total_s - compute_bound(problem)) * (1 - ROUNDING)
     try:
         optimum = cheapest_below(classes, problem.stages, threshold, max_work)
@@ -92,7 +104,7 @@ def exact_over_classes(problem: Problem, best: Placement, max_work: int) -> tupl
         waiting = [list(ready[classes.label[ready] == k]) for k in range(len(classes.sizes))]
         rows = [[waiting[k].pop(0) for k, count in enumerate(v) for _ in range(count)] for v in optimum.vectors]
         best = min(best, placement(problem, arrange(problem, np.array(rows))), key=lambda p: p.total_s)
-    return best, classes.exact and bool((problem.compute_s == problem.compute_s[0]).all())
+    return best, bool((problem.compute_s == problem.compute_s[0]).all())
 
 
 def polish(problem: Problem, orders: Ints) -> Placement:
@@ -169,7 +181,7 @@ def start_costs(problem: Problem, orders: Ints) -> Floats:
 
 def _initial_chains(ranked: Ints, best: Placement, chains: int, rng: np.random.Generator) -> Ints:
     """Half of the chains begin at the best placement and starts, a quarter at other starts, a quarter at random."""
-    placed = np.array(best.table).ravel()
+    placed = np.array(best.stages).ravel()
     first = np.concatenate([placed, np.setdiff1d(np.arange(ranked.shape[1]), placed)])
     near = ranked[np.arange(chains // 2 - 1) % len(ranked)]
     other = ranked[rng.integers(len(ranked), size=chains // 4)]
@@ -181,21 +193,22 @@ def _initial_chains(ranked: Ints, best: Placement, chains: int, rng: np.random.G
 
 
 class Annealer:
-    """Chains of orders (chains, N), all moved at once. Invariant: `_rows` and `_score` belong to `orders`."""
+    """Chains of orders (chains, N), all moved at once. `_rows` are the row sums of `orders`."""
 
     def __init__(self, problem: Problem, orders: Ints, rng: np.random.Generator) -> None:
         self.problem, self.rng = problem, rng
         self.orders = orders.copy()
         self._chain = np.arange(len(orders))
         self._rows = self._row_sums(self.orders)
-        # Chains differ in how much they look at means: from the pure cost to as much as the cost itself.
-        self._mean_weight = np.linspace(0.0, 1.0, len(orders))[rng.permutation(len(orders))]
+        # Chains differ in how much they look at means, and in how hot they begin: a good start should not be melted.
+        self._mean_weight = rng.permutation(np.geomspace(0.01, 1.0, len(orders)))
+        self._heat = rng.permutation(np.geomspace(0.0003, 0.03, len(orders)))
 
     def run(self, steps: int, floor: float) -> Ints:
         """Anneal; return the best order of each chain, cheapest first. Ends early once a cost reaches `floor`."""
         cost, mean = self._cost(self.orders, self._rows)
         best, best_cost = self.orders.copy(), cost.copy()
-        hot = 0.05 * float(np.median(cost))
+        hot = self._heat * float(cost.min())
         for step in range(steps):
             left = 1 - step / steps
             weight = self._mean_weight * left
@@ -231,36 +244,45 @@ class Annealer:
             return self._cross_pipelines()
         if self.problem.idle and draw < 0.5:
             return self._swap_idle()
-        longest = stages if draw > 0.7 else 1
-        return self._swap_segments(int(self.rng.integers(1, longest + 1)))
+        if draw < 0.7:
+            return self._swap_blocks(1, 1)
+        height = self._length(max(stages // 2, 1))
+        return self._swap_blocks(height, self._length(max(self.problem.replicas // height, 1)))
 
-    def _swap_segments(self, length: int) -> tuple[Ints, Floats]:
-        """Swap `length` stages of one pipeline with as many of another (or of the same, apart)."""
+    def _length(self, longest: int) -> int:
+        """1 … longest, evenly in the logarithm."""
+        return min(longest, int((longest + 1) ** self.rng.random()))
+
+    def _swap_blocks(self, height: int, width: int) -> tuple[Ints, Floats]:
+        """Swap a block of `height` stages × `width` pipelines with another of that shape in other stages."""
         s, d, r = self.problem.stages, self.problem.replicas, len(self.orders)
-        top = self.rng.integers(0, s - length + 1, size=(2, r, 1))
-        column = self.rng.integers(0, d, size=(2, r, 1))
-        overlap = (column[0] == column[1]) & (abs(top[0] - top[1]) < length)
-        if d > 1:
-            column[1] = np.where(overlap, (column[0] + self.rng.integers(1, d, size=(r, 1))) % d, column[1])
-        else:
-            top[1] = np.where(overlap, top[0], top[1])
-        top = top + np.arange(length)
-        one, two = top * d + column
-        orders = self.orders.copy()
-        chain = self._chain[:, None]
-        orders[chain, one], orders[chain, two] = self.orders[chain, two], self.orders[chain, one]
-        return orders, self._with_new_rows(orders, np.concatenate([top[0], top[1]], axis=1))
+        top = self.rng.integers(0, s - height + 1, size=(2, r, 1))
+        left = self.rng.integers(0, d - width + 1, size=(2, r, 1))
+        overlap = abs(top[0] - top[1]) < height
+        top[1], left[1] = np.where(overlap, top[0], top[1]), np.where(overlap, left[0], left[1])  # nothing moves
+        inside = (np.arange(height)[:, None] * d + np.arange(width)).ravel()
+        one, two = top * d + left + inside
+        orders = self._swapped(one, two)
+        sums = self._rows.copy()
+        for cells in (one, two):
+            self._update(sums, orders, cells.reshape(r, height, width))
+        return orders, sums
 
     def _swap_idle(self) -> tuple[Ints, Floats]:
         """Swap some stages of one pipeline with as many idle devices."""
         s, d, placed, r = self.problem.stages, self.problem.replicas, self.problem.placed, len(self.orders)
-        length = int(self.rng.integers(1, min(s, self.problem.idle) + 1)) if self.rng.random() < 0.5 else 1
+        length = self._length(min(s, self.problem.idle))
         rows = self.rng.integers(0, s - length + 1, size=(r, 1)) + np.arange(length)
         one = rows * d + self.rng.integers(0, d, size=(r, 1))
         two = placed + self.rng.integers(0, self.problem.idle - length + 1, size=(r, 1)) + np.arange(length)
+        orders, sums = self._swapped(one, two), self._rows.copy()
+        self._update(sums, orders, one[:, :, None])
+        return orders, sums
+
+    def _swapped(self, one: Ints, two: Ints) -> Ints:
         orders, chain = self.orders.copy(), self._chain[:, None]
         orders[chain, one], orders[chain, two] = self.orders[chain, two], self.orders[chain, one]
-        return orders, self._with_new_rows(orders, rows)
+        return orders
 
     def _cross_pipelines(self) -> tuple[Ints, Floats]:
         """From a random stage on, two pipelines take each other's place: stages keep their devices."""
@@ -307,11 +329,15 @@ class Annealer:
     def _sums(self, groups: Ints) -> Floats:
         return np.asarray(self.problem.gradient_s[groups[..., :, None], groups[..., None, :]].sum(axis=-1))
 
-    def _with_new_rows(self, orders: Ints, stages: Ints) -> Floats:
-        """Row sums after the given stages, (chains, few), have changed."""
-        sums = self._rows.copy().reshape(len(orders), self.problem.stages, self.problem.replicas)
-        sums[self._chain[:, None], stages] = self._sums(self._tables(orders)[self._chain[:, None], stages])
-        return sums.reshape(len(orders), -1)
+    def _update(self, sums: Floats, orders: Ints, cells: Ints) -> None:
+        """Row sums, in place, after new devices came into `cells`, (chains, stages, few), of different stages."""
+        links, d = self.problem.gradient_s, self.problem.replicas
+        chain = self._chain[:, None, None]
+        stage = cells[..., :1] // d * d + np.arange(d)
+        group, new, old = orders[chain, stage], orders[chain, cells], self.orders[chain, cells]
+        change = links[group[..., None], new[..., None, :]] - links[group[..., None], old[..., None, :]]
+        sums[chain, stage] += change.sum(axis=-1)
+        sums[chain, cells] = links[new[..., None], group[..., None, :]].sum(axis=-1)
 
     def _cost(self, orders: Ints, sums: Floats) -> tuple[Floats, Floats]:
         """The cost of each chain, and the same with means in place of maxima."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator
 from itertools import count
 from typing import Any, Generic, TypeVar
 
+from geotrain.outer.exchange import Pending
+
 T = TypeVar("T")
 
 
@@ -54,7 +56,7 @@ class Promise(Generic[T]):
         """Raises RuntimeError when it is not known yet: the virtual world cannot block."""
         if not self._done:
             raise RuntimeError("asked for a result that has not happened yet")
-        return self._result  # type: ignore[no-any-return]
+        return self._result
 
     def keep(self, result: T) -> None:
         """It has happened. Whoever waits for it goes on at once."""
@@ -71,7 +73,7 @@ class Promise(Generic[T]):
             self._then = call
 
 
-Script = Generator["Promise[Any] | float", Any, None]
+Script = Generator[Pending[Any] | float, Any, None]  # waits for what happens, or for seconds
 
 
 class Process:
@@ -101,5 +103,6 @@ class Process:
                     return
                 value = wish.result()
             else:
+                assert isinstance(wish, float), "a script yields the clock's promises, or seconds"
                 self.clock.after(wish, self._resume, None)
                 return

@@ -6,7 +6,7 @@ each sender for itself when it is not (as the published environments have it). L
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from random import Random
 from typing import Protocol
@@ -165,28 +165,31 @@ class StepShape:
 @dataclass
 class Ring:
     """A ring all-reduce as a collective of all members, who hand in together: a model of what synchronous baselines
-    use in place of a server. Takes factor · bytes at the slowest hop's speed.
+    use in place of a server. Takes factor · bytes at the slowest hop's speed, and `hops` latencies.
 
-    factor: 2(n−1)/n for n members. shape: None starts with the last byte and ends with the last byte.
+    factor, hops: 2(n−1)/n and 2(n−1) for n members. shape: None starts with the last byte and ends with the last.
     """
 
     spec: LinkSpec
     factor: float
+    hops: int = 1
     shape: StepShape | None = None
-    usages: Usage = field(default_factory=Usage)
     _free: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pipe = Pipe(replace(self.spec, shared=False, latency_s=self.hops * self.spec.latency_s), "ring")
 
     def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
         return now
 
     def down(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        work_s = self.factor * size_bytes / self.spec.bytes_per_s
-        self.usages.sent_bytes += round(self.factor * size_bytes)
-        self.usages.messages += 1
-        self.usages.busy_s += work_s
+        carried_bytes = round(self.factor * size_bytes)
         if self.shape is None:
-            self._free[member] = max(now, self._free.get(member, 0.0)) + work_s
-            return self._free[member] + self.spec.latency_s
+            return self.pipe.arrival(now, carried_bytes, member)
+        work_s = carried_bytes / self.pipe.bytes_per_s
+        self.pipe.usage.sent_bytes += carried_bytes
+        self.pipe.usage.messages += 1
+        self.pipe.usage.busy_s += work_s
         return max(now, self._by_layer(now, member, work_s, fragments))
 
     def _by_layer(self, now: float, member: str, work_s: float, fragments: tuple[int, ...]) -> float:
@@ -197,7 +200,7 @@ class Ring:
         for layer in layers:  # the backward pass ends with the lowest
             ready_s, needed_s = self.shape.spare_s(layer)
             free = max(free, now - ready_s) + work_s / len(layers)
-            resume = max(resume, free + self.spec.latency_s - needed_s)
+            resume = max(resume, free + self.pipe.spec.latency_s - needed_s)
         self._free[member] = free
         return resume
 
@@ -208,4 +211,4 @@ class Ring:
         return now
 
     def usage(self) -> dict[str, Usage]:
-        return {"ring": self.usages}
+        return {"ring": self.pipe.usage}

@@ -82,7 +82,7 @@ class SmallLM:
         """Fill `gradient`; returns the loss."""
         self.gradient.zero_()
         loss = self.loss(tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.item()
 
     @torch.no_grad()

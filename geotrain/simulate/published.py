@@ -34,11 +34,13 @@ def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSp
     workers = environment.world.workers
     size_bytes = make_codec(outer.up).encoded_bytes(environment.numel)
     ring = _ring(environment)
-    reduce_s = ring.factor * size_bytes / ring.link.bytes_per_s
+    reduce_s = ring.factor * size_bytes / ring.link.bytes_per_s + ring.hops * ring.link.latency_s
     step_s = max(w.step_s for w in workers) + reduce_s
     region = RegionSpec("everywhere", (WorkerSpec("everything", step_s),), AT_ONCE, AT_ONCE)
     return WorldSpec((region,), environment.world.seed)
 
 
 def _ring(environment: Environment) -> RingSpec:
-    return RingSpec(LinkSpec(environment.ring_gbps), ring_factor(len(environment.world.workers)))
+    members = len(environment.world.workers)
+    latency_s = max(r.link.latency_s for r in environment.world.regions)
+    return RingSpec(LinkSpec(environment.ring_gbps, latency_s), ring_factor(members), 2 * (members - 1))

@@ -39,6 +39,7 @@ class RingSpec:
 
     link: LinkSpec
     factor: float
+    hops: int = 1
     shape: StepShape | None = None
 
 

@@ -54,7 +54,7 @@ def utilization(outer: OuterConfig, model: ModelShape, gbps: float, jobs: int = 
     ring = None
     if outer.levels == 1 and outer.rule == "sync":
         layers = tuple(tuple(p.layer for p in f.parameters if p.layer is not None) for f in layout.fragments)
-        ring = RingSpec(LinkSpec(gbps), RING_FACTOR, StepShape(model.step_s, layers))
+        ring = RingSpec(LinkSpec(gbps), RING_FACTOR, shape=StepShape(model.step_s, layers))
     regions = tuple(
         RegionSpec(f"region-{i}", (WorkerSpec(f"worker-{i}", model.step_s),), LinkSpec(gbps)) for i in range(2)
     )

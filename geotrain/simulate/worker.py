@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import Protocol
 
 from geotrain.config import OverlapConfig
-from geotrain.outer.exchange import Exchange, Waiting, Weights
+from geotrain.outer.exchange import Exchange, Weights
 from geotrain.outer.layout import Layout, fragments_due
 from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease, LeaseRequest
 from geotrain.outer.server import Identity
-from geotrain.simulate.clock import Clock, Process
+from geotrain.simulate.clock import Clock, Process, Script
 from geotrain.simulate.nodes import Uplink
 from geotrain.simulate.spec import WorkerSpec
 
@@ -64,6 +64,9 @@ class OneRank:
     def agree(self, flag: bool) -> bool:
         return flag
 
+    def settle(self) -> None:
+        pass
+
     def refresh(self) -> None:
         pass
 
@@ -112,7 +115,7 @@ class SimWorker:
         )
         return Process(self.clock, self._life(exchange, uplink))
 
-    def _life(self, exchange: Exchange, uplink: Uplink) -> Waiting[None]:
+    def _life(self, exchange: Exchange, uplink: Uplink) -> Script:
         name = self.spec.name
         job = yield from exchange.start(self.identity, f"{name}-{self.lives}")
         lease = yield uplink.lease(LeaseRequest(name, job, self.probed_s))
@@ -125,7 +128,7 @@ class SimWorker:
         self.left = True
         uplink.leave()
 
-    def _train_job(self, exchange: Exchange, lease: Lease) -> Waiting[None]:
+    def _train_job(self, exchange: Exchange, lease: Lease) -> Script:
         exchange.begin(lease)
         self.job_starts_s.append(self.clock.now)
         self._job_s = self.trained_s

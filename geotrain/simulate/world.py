@@ -145,7 +145,7 @@ class World:
         if spec.ring is not None:
             if task.outer.levels != 1 or task.outer.rule != "sync":
                 raise ValueError("a ring is for flat synchronous runs: outer.levels = 1 and outer.rule = 'sync'")
-            return Ring(spec.ring.link, spec.ring.factor, spec.ring.shape)
+            return Ring(spec.ring.link, spec.ring.factor, spec.ring.hops, spec.ring.shape)
         links = {r.name: r.link for r in spec.regions}
         link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
         return Star(links, link_of, spec.seed, spec.trunk)

@@ -1,4 +1,5 @@
-/* Ranges of blocks, one file a family of formats; the threads are in entry.c. Encoders return whether all was finite. */
+/* Ranges of blocks, one file a family of formats; the threads are in entry.c. Encoders return whether all was finite.
+ */
 #ifndef GEOTRAIN_BLOCKS_H
 #define GEOTRAIN_BLOCKS_H
 #include "common.h"

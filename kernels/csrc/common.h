@@ -23,12 +23,20 @@
 #define API __attribute__((visibility("default")))
 
 enum { MAX_BLOCK = 4096, CHUNK = 1 << 15 }; /* elements; a chunk is what a thread takes at a time */
-enum { LANES = 16 };                         /* partial sums of squares */
+enum { LANES = 16 };                        /* partial sums of squares */
 enum format { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, E3M0 = 4, E2M1 = 5, TOPK2 = 6 };
 enum { TINY_BITS = 27 << 23, NAN_BITS = 0x7FC00000, INFINITY_BITS = 0x7F800000 };
 
-INLINE int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
-INLINE float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
+INLINE int32_t bits_of(float x) {
+    int32_t b;
+    memcpy(&b, &x, 4);
+    return b;
+}
+INLINE float float_of(int32_t b) {
+    float x;
+    memcpy(&x, &b, 4);
+    return x;
+}
 INLINE int32_t magnitude_bits(float x) { return bits_of(x) & 0x7FFFFFFF; }
 INLINE float from_bf16(uint16_t b) { return float_of((int32_t)((uint32_t)b << 16)); }
 
@@ -41,16 +49,18 @@ INLINE uint16_t to_bf16(float x) {
 
 /* What is coded: v = (anchor −) values + decay · residual, of `numel` elements. */
 typedef struct {
-    const float *anchor;  /* or NULL */
-    const void *values;   /* fp32, or bf16 if values_are_bf16 */
-    float *residual;      /* or NULL; becomes v − decoded */
+    const float *anchor; /* or NULL */
+    const void *values;  /* fp32, or bf16 if values_are_bf16 */
+    float *residual;     /* or NULL; becomes v − decoded */
     uint8_t *payload;
     int64_t numel, codes_offset;
     uint64_t seed;
     float decay, inverse_level; /* 1 / the grid's largest magnitude */
     int32_t values_are_bf16, format, block, scale_shift, scale_bytes, max_scale_bits, stochastic, threads;
     /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
-    struct record { int32_t length, kept, low_bits, lows_at, highs_at, values_at, bytes; } record[2];
+    struct record {
+        int32_t length, kept, low_bits, lows_at, highs_at, values_at, bytes;
+    } record[2];
 } quantize_job;
 
 typedef struct {
@@ -96,10 +106,17 @@ INLINE void random_block(uint32_t *words, int64_t first, int quarter, uint64_t s
         for (int round = 0; round < 10; round++) {
             uint32_t low0 = c0 * 0xD2511F53u, high0 = (uint32_t)(((uint64_t)c0 * 0xD2511F53u) >> 32);
             uint32_t low1 = c2 * 0xCD9E8D57u, high1 = (uint32_t)(((uint64_t)c2 * 0xCD9E8D57u) >> 32);
-            c0 = high1 ^ c1 ^ k0; c1 = low1; c2 = high0 ^ c3 ^ k1; c3 = low0;
-            k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
+            c0 = high1 ^ c1 ^ k0;
+            c1 = low1;
+            c2 = high0 ^ c3 ^ k1;
+            c3 = low0;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
         }
-        words[j] = c0; words[quarter + j] = c1; words[2 * quarter + j] = c2; words[3 * quarter + j] = c3;
+        words[j] = c0;
+        words[quarter + j] = c1;
+        words[2 * quarter + j] = c2;
+        words[3 * quarter + j] = c3;
     }
 }
 

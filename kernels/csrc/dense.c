@@ -18,7 +18,8 @@ INLINE int32_t to_code(float x, uint32_t random, const int format, const int sto
     code = small;
     if (format == E3M0 || format == E2M1) {
         int32_t b = bits_of(x);
-        int32_t increment = stochastic ? (int32_t)(random >> (9 + mantissa)) : (1 << (shift - 1)) - 1 + ((b >> shift) & 1);
+        int32_t increment =
+            stochastic ? (int32_t)(random >> (9 + mantissa)) : (1 << (shift - 1)) - 1 + ((b >> shift) & 1);
         int32_t large = ((b + increment) >> shift) - offset;
         int32_t is_small = -(x < (float)(1 << mantissa)); /* a mask: a conditional would keep gcc from vectorizing */
         code = (small & is_small) | (large & ~is_small);
@@ -34,7 +35,8 @@ INLINE float to_level(int32_t code, const int format) {
 }
 
 /* Code of v, and v − decoded to *rest. */
-INLINE int32_t code_of(float v, float inverse, float scale, uint32_t random, const int format, const int stochastic, float *rest) {
+INLINE int32_t code_of(float v, float inverse, float scale, uint32_t random, const int format, const int stochastic,
+                       float *rest) {
     int32_t sign = bits_of(v) & INT32_MIN;
     int32_t code = to_code(float_of(magnitude_bits(v)) * inverse, random, format, stochastic);
     *rest = v - float_of(bits_of(to_level(code, format) * scale) | sign);
@@ -53,13 +55,15 @@ INLINE void code_block(float *restrict v, uint8_t *restrict codes, const uint32_
     float *restrict high = v + half;
     for (int j = 0; j < half; j++) {
         int32_t first = code_of(v[j], inverse, scale, stochastic ? random[j] : 0, format, stochastic, &v[j]);
-        int32_t second = code_of(high[j], inverse, scale, stochastic ? random[half + j] : 0, format, stochastic, &high[j]);
+        int32_t second =
+            code_of(high[j], inverse, scale, stochastic ? random[half + j] : 0, format, stochastic, &high[j]);
         codes[j] = (uint8_t)(first | second << 4);
     }
 }
 
 /* Blocks [first, last). Returns whether all were finite. */
-INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format, const int stochastic) {
+INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format,
+                         const int stochastic) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
     uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
@@ -80,7 +84,10 @@ INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, d
         const int finite = largest < INFINITY_BITS;
         int32_t bits = (bits_of(float_of(largest) * job->inverse_level) + mask) & ~mask;
         bits = bits < job->max_scale_bits ? bits : job->max_scale_bits;
-        if (!finite) { memset(v, 0, sizeof(float) * (size_t)block); all_finite = 0; }
+        if (!finite) {
+            memset(v, 0, sizeof(float) * (size_t)block);
+            all_finite = 0;
+        }
         if (!finite || largest < TINY_BITS) bits = 0;
         const float scale = float_of(bits), inverse = bits ? 1.0f / scale : 0.0f;
         if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
@@ -88,7 +95,8 @@ INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, d
         uint8_t *into = length < block ? codes : target;
         code_block(v, into, random, block, inverse, scale, format, stochastic);
         if (length < block) memcpy(target, codes, (size_t)low);
-        store_scale(job->payload + b * job->scale_bytes, finite ? bits : NAN_BITS, job->scale_shift, job->scale_bytes);
+        store_scale(job->payload + b * job->scale_bytes, finite ? bits : NAN_BITS, job->scale_shift,
+                    job->scale_bytes);
         if (job->residual && finite) {
             const int high = length < block && per_byte == 2 ? block / 2 : low;
             memcpy(job->residual + at, v, sizeof(float) * (size_t)low);
@@ -98,7 +106,8 @@ INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, d
     return all_finite;
 }
 
-INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last, const int format, const int accumulate) {
+INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last, const int format,
+                          const int accumulate) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     const float weight = job->weight;
     const int streams = !accumulate && job->numel >= STREAM_BYTES / 4 && (uintptr_t)job->out % 64 == 0;
@@ -107,15 +116,18 @@ INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
         const int low = per_byte == 2 ? (length + 1) / 2 : length, buffered = streams && length == block;
-        const float scale = float_of(load_scale(job->payload + b * job->scale_bytes, job->scale_shift, job->scale_bytes));
+        const float scale =
+            float_of(load_scale(job->payload + b * job->scale_bytes, job->scale_shift, job->scale_bytes));
         const uint8_t *restrict codes = job->payload + job->codes_offset + at / per_byte;
         float *restrict out = buffered ? buffer : job->out + at, *restrict high = out + low;
-#define PUT(target, code)                                                                       \
-        do {                                                                                    \
-            float value = format == INT8 ? (float)(code) * scale                                \
+#define PUT(target, code)                                                                                            \
+    do {                                                                                                             \
+        float value =                                                                                                \
+            format == INT8                                                                                           \
+                ? (float)(code) * scale                                                                              \
                 : float_of(bits_of(to_level((code) & 7, format) * scale) ^ (int32_t)(((uint32_t)(code) & 8) << 28)); \
-            target = accumulate ? target + weight * value : value;                              \
-        } while (0)
+        target = accumulate ? target + weight * value : value;                                                       \
+    } while (0)
         if (format == INT8) {
             const int8_t *restrict signed_codes = (const int8_t *)codes;
             for (int i = 0; i < length; i++) PUT(out[i], (int32_t)signed_codes[i]);
@@ -134,7 +146,8 @@ INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last
 }
 
 /* fp32 and bf16, elements of blocks [first, last). */
-INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format, const int stochastic) {
+INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format,
+                        const int stochastic) {
     const int block = job->block;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
     uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
@@ -167,7 +180,8 @@ INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, do
     return all_finite;
 }
 
-INLINE void decode_plain(const dequantize_job *job, int64_t first, int64_t last, const int format, const int accumulate) {
+INLINE void decode_plain(const dequantize_job *job, int64_t first, int64_t last, const int format,
+                         const int accumulate) {
     const float weight = job->weight;
     const int64_t begin = first * job->block, end = last * job->block < job->numel ? last * job->block : job->numel;
     const float *restrict wide = (const float *)(const void *)job->payload;
@@ -179,8 +193,10 @@ INLINE void decode_plain(const dequantize_job *job, int64_t first, int64_t last,
     }
 }
 
-#define ENCODE(f, function) \
-    case f: return job->stochastic ? function(job, first, last, squares, f, 1) : function(job, first, last, squares, f, 0);
+#define ENCODE(f, function)                                                \
+    case f:                                                                \
+        return job->stochastic ? function(job, first, last, squares, f, 1) \
+                               : function(job, first, last, squares, f, 0);
 CLONES int encode_dense(const quantize_job *job, int64_t first, int64_t last, double *squares) {
     switch (job->format) {
         ENCODE(FP32, encode_plain)
@@ -193,10 +209,12 @@ CLONES int encode_dense(const quantize_job *job, int64_t first, int64_t last, do
     return 0;
 }
 
-#define DECODE(f, function)                                        \
-    case f:                                                        \
-        if (job->accumulate) function(job, first, last, f, 1);     \
-        else function(job, first, last, f, 0);                     \
+#define DECODE(f, function)                   \
+    case f:                                   \
+        if (job->accumulate)                  \
+            function(job, first, last, f, 1); \
+        else                                  \
+            function(job, first, last, f, 0); \
         break;
 CLONES void decode_dense(const dequantize_job *job, int64_t first, int64_t last) {
     switch (job->format) {
@@ -222,9 +240,12 @@ CLONES int dense_ok(const dequantize_job *job, int64_t first, int64_t last) {
         const uint32_t most = (uint32_t)job->max_scale_bits >> job->scale_shift; /* a set sign bit is more */
         const uint8_t *restrict at = job->payload + first * job->scale_bytes;
         const int64_t n = last - first;
-        if (job->scale_bytes == 1) for (int64_t i = 0; i < n; i++) bad |= at[i] > most;
-        if (job->scale_bytes == 2) for (int64_t i = 0; i < n; i++) bad |= ((const uint16_t *)(const void *)at)[i] > most;
-        if (job->scale_bytes == 4) for (int64_t i = 0; i < n; i++) bad |= ((const uint32_t *)(const void *)at)[i] > most;
+        if (job->scale_bytes == 1)
+            for (int64_t i = 0; i < n; i++) bad |= at[i] > most;
+        if (job->scale_bytes == 2)
+            for (int64_t i = 0; i < n; i++) bad |= ((const uint16_t *)(const void *)at)[i] > most;
+        if (job->scale_bytes == 4)
+            for (int64_t i = 0; i < n; i++) bad |= ((const uint32_t *)(const void *)at)[i] > most;
     }
     return !bad;
 }

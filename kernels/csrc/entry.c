@@ -7,7 +7,9 @@
 /* Digest of these sources, so that a stale build is noticed. */
 API const char *geotrain_source(void) { return GEOTRAIN_SOURCE; }
 
-typedef struct { int64_t blocks, per_chunk, chunks; } cut;
+typedef struct {
+    int64_t blocks, per_chunk, chunks;
+} cut;
 
 static cut cut_blocks(int64_t numel, int32_t block) {
     cut c;
@@ -31,11 +33,12 @@ API int32_t geotrain_quantize(const quantize_job *job, double *sum_of_squares) {
         const int64_t scales = c.blocks * job->scale_bytes;
         memset(job->payload + scales, 0, (size_t)(job->codes_offset - scales));
     }
-    #pragma omp parallel for schedule(static) reduction(&& : finite) num_threads(job->threads) if (c.chunks > 1)
+#pragma omp parallel for schedule(static) reduction(&& : finite) num_threads(job->threads) if (c.chunks > 1)
     for (int64_t chunk = 0; chunk < c.chunks; chunk++) {
         const int64_t first = chunk * c.per_chunk, last = end_of(c, chunk);
         double squares[LANES] = {0};
-        const int ok = job->format == TOPK2 ? encode_topk(job, first, last, squares) : encode_dense(job, first, last, squares);
+        const int ok =
+            job->format == TOPK2 ? encode_topk(job, first, last, squares) : encode_dense(job, first, last, squares);
         for (int lane = 0; lane < LANES; lane++) sums[chunk] += squares[lane];
         finite = finite && ok;
     }
@@ -47,10 +50,12 @@ API int32_t geotrain_quantize(const quantize_job *job, double *sum_of_squares) {
 
 API void geotrain_dequantize(const dequantize_job *job) {
     const cut c = cut_blocks(job->numel, job->block);
-    #pragma omp parallel for schedule(static) num_threads(job->threads) if (c.chunks > 1)
+#pragma omp parallel for schedule(static) num_threads(job->threads) if (c.chunks > 1)
     for (int64_t chunk = 0; chunk < c.chunks; chunk++) {
-        if (job->format == TOPK2) decode_topk(job, chunk * c.per_chunk, end_of(c, chunk));
-        else decode_dense(job, chunk * c.per_chunk, end_of(c, chunk));
+        if (job->format == TOPK2)
+            decode_topk(job, chunk * c.per_chunk, end_of(c, chunk));
+        else
+            decode_dense(job, chunk * c.per_chunk, end_of(c, chunk));
     }
 }
 
@@ -58,7 +63,7 @@ API void geotrain_dequantize(const dequantize_job *job) {
 API int32_t geotrain_payload_ok(const dequantize_job *job) {
     const cut c = cut_blocks(job->numel, job->block);
     int ok = 1;
-    #pragma omp parallel for schedule(static) reduction(&& : ok) num_threads(job->threads) if (c.chunks > 16)
+#pragma omp parallel for schedule(static) reduction(&& : ok) num_threads(job->threads) if (c.chunks > 16)
     for (int64_t chunk = 0; chunk < c.chunks; chunk++) {
         const int64_t first = chunk * c.per_chunk, last = end_of(c, chunk);
         const int good = job->format == TOPK2 ? topk_ok(job, first, last) : dense_ok(job, first, last);

@@ -17,7 +17,9 @@ typedef struct {
     int32_t threads;
 } merge_job;
 
-typedef struct { float grad_scale, beta1, rest1, beta2, rest2, root_scale, eps, rate, shrink; } adam_step;
+typedef struct {
+    float grad_scale, beta1, rest1, beta2, rest2, root_scale, eps, rate, shrink;
+} adam_step;
 typedef struct {
     float *weights, *exp_avg, *exp_avg_sq;
     const void *grad; /* fp32, or bf16 if grad_is_bf16 */
@@ -27,7 +29,8 @@ typedef struct {
     int32_t commit, look_ahead, grad_is_bf16, out_is_bf16, threads;
 } adam_job;
 
-#define RANGE(job) const int64_t begin = chunk * CHUNK, end = begin + CHUNK < (job)->numel ? begin + CHUNK : (job)->numel
+#define RANGE(job) \
+    const int64_t begin = chunk * CHUNK, end = begin + CHUNK < (job)->numel ? begin + CHUNK : (job)->numel
 
 CLONES void outer_chunk(const outer_job *job, int64_t chunk) {
     RANGE(job);
@@ -35,7 +38,10 @@ CLONES void outer_chunk(const outer_job *job, int64_t chunk) {
     const float *restrict d = job->delta;
     const float keep = job->keep, gain = job->gain, p = job->from_momentum, q = job->from_delta;
     if (!job->moves_momentum) {
-        for (int64_t i = begin; i < end; i++) { acc[i] = acc[i] + d[i]; x[i] = x[i] - q * d[i]; }
+        for (int64_t i = begin; i < end; i++) {
+            acc[i] = acc[i] + d[i];
+            x[i] = x[i] - q * d[i];
+        }
     } else if (acc) {
         for (int64_t i = begin; i < end; i++) {
             m[i] = keep * m[i] + gain * (acc[i] + d[i]);
@@ -86,33 +92,55 @@ INLINE void adam_range(const adam_job *job, int64_t begin, int64_t end, const in
         float x = weights[i], m = exp_avg[i], v = exp_avg_sq[i];
         const float grad = grad_is_bf16 ? from_bf16(narrow_grad[i]) : wide_grad[i];
         adamw(&x, &m, &v, grad, &step);
-        if (commit) { weights[i] = x; exp_avg[i] = m; exp_avg_sq[i] = v; }
+        if (commit) {
+            weights[i] = x;
+            exp_avg[i] = m;
+            exp_avg_sq[i] = v;
+        }
         if (look_ahead) adamw(&x, &m, &v, grad, &next);
         if (has_out && out_is_bf16) narrow_out[i] = to_bf16(x);
         if (has_out && !out_is_bf16) wide_out[i] = x;
     }
 }
 
-#define ADAM(commit, ahead)                                                                             \
-    switch (job->grad_is_bf16 * 4 + (job->out != NULL) * 2 + job->out_is_bf16) {                        \
-    case 0: adam_range(job, begin, end, commit, ahead, 0, 0, 0); break;                                 \
-    case 2: adam_range(job, begin, end, commit, ahead, 0, 1, 0); break;                                 \
-    case 3: adam_range(job, begin, end, commit, ahead, 0, 1, 1); break;                                 \
-    case 4: adam_range(job, begin, end, commit, ahead, 1, 0, 0); break;                                 \
-    case 6: adam_range(job, begin, end, commit, ahead, 1, 1, 0); break;                                 \
-    case 7: adam_range(job, begin, end, commit, ahead, 1, 1, 1); break;                                 \
+#define ADAM(commit, ahead)                                                      \
+    switch (job->grad_is_bf16 * 4 + (job->out != NULL) * 2 + job->out_is_bf16) { \
+    case 0:                                                                      \
+        adam_range(job, begin, end, commit, ahead, 0, 0, 0);                     \
+        break;                                                                   \
+    case 2:                                                                      \
+        adam_range(job, begin, end, commit, ahead, 0, 1, 0);                     \
+        break;                                                                   \
+    case 3:                                                                      \
+        adam_range(job, begin, end, commit, ahead, 0, 1, 1);                     \
+        break;                                                                   \
+    case 4:                                                                      \
+        adam_range(job, begin, end, commit, ahead, 1, 0, 0);                     \
+        break;                                                                   \
+    case 6:                                                                      \
+        adam_range(job, begin, end, commit, ahead, 1, 1, 0);                     \
+        break;                                                                   \
+    case 7:                                                                      \
+        adam_range(job, begin, end, commit, ahead, 1, 1, 1);                     \
+        break;                                                                   \
     }
 CLONES void adam_chunk(const adam_job *job, int64_t chunk) {
     RANGE(job);
-    if (job->commit && job->look_ahead) { ADAM(1, 1) }
-    else if (job->commit) { ADAM(1, 0) }
-    else { ADAM(0, 0) }
+    if (job->commit && job->look_ahead) {
+        ADAM(1, 1)
+    } else if (job->commit) {
+        ADAM(1, 0)
+    } else {
+        ADAM(0, 0)
+    }
 }
 
-#define FOR_CHUNKS(job, function)                                                                      \
-    const int64_t chunks = ((job)->numel + CHUNK - 1) / CHUNK;                                         \
-    _Pragma("omp parallel for schedule(static) num_threads((job)->threads) if (chunks > 1)")           \
-    for (int64_t chunk = 0; chunk < chunks; chunk++) function(job, chunk)
+#define FOR_CHUNKS(job, function)                                                                                    \
+    const int64_t chunks = ((job)->numel + CHUNK - 1) / CHUNK;                                                       \
+    _Pragma("omp parallel for schedule(static) num_threads((job)->threads) if (chunks > 1)") for (int64_t chunk = 0; \
+                                                                                                  chunk < chunks;    \
+                                                                                                  chunk++)           \
+        function(job, chunk)
 
 API void geotrain_outer_update(const outer_job *job) { FOR_CHUNKS(job, outer_chunk); }
 API void geotrain_merge(const merge_job *job) { FOR_CHUNKS(job, merge_chunk); }

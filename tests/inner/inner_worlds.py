@@ -8,14 +8,14 @@ import queue
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
 from geotrain.canonical import Architecture, Run, architecture_from_hf, canonical_parameters
-from geotrain.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from geotrain.config import AccoConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 
 SEQUENCE = 16
 VOCABULARY = 96
@@ -38,8 +38,13 @@ LLAMA = {
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 
 
-def run_world(ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 280.0) -> list[Any]:
-    """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback."""
+def run_world(
+    ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 280.0, lost: Collection[int] = ()
+) -> list[Any]:
+    """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback.
+
+    lost: ranks that will not answer; their result is None.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,18 +59,18 @@ def run_world(ranks: int, task: Callable[..., Any], *args: Any, deadline_s: floa
     try:
         for worker in workers:
             worker.start()
-        while len(results) < ranks:
+        while len(results) < ranks - len(lost):
             try:
                 rank, error, value = answers.get(timeout=max(0.1, until - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(f"ranks {sorted(set(range(ranks)) - set(results))} are late") from None
+                raise TimeoutError(f"ranks {sorted(set(range(ranks)) - set(results) - set(lost))} are late") from None
             if error:
                 raise AssertionError(f"rank {rank}:\n{error}")
             results[rank] = pickle.loads(value)
-        for worker in workers:
-            worker.join(timeout=max(0.1, until - time.monotonic()))
-            assert worker.exitcode == 0, f"a rank ended with {worker.exitcode}"
-        return [results[rank] for rank in range(ranks)]
+        for rank in results:
+            workers[rank].join(timeout=max(0.1, until - time.monotonic()))
+            assert workers[rank].exitcode == 0, f"a rank ended with {workers[rank].exitcode}"
+        return [results.get(rank) for rank in range(ranks)]
     finally:
         for worker in workers:
             if worker.is_alive():
@@ -101,20 +106,29 @@ def deepspeed_block(stage: int, micro: int = 2, **more: Any) -> dict[str, Any]:
     }
 
 
-def run_config(model: dict[str, Any], block: dict[str, Any], recompute: Any = "none") -> RunConfig:
+def run_config(
+    model: dict[str, Any], block: dict[str, Any], recompute: Any = "none", acco: AccoConfig | None = None
+) -> RunConfig:
     return RunConfig(
         name="test",
         model=ModelConfig(config=model, init_from=None, recompute=recompute),
         data=DataConfig(train="none", validation=None, tokenizer=None, sequence_length=SEQUENCE, train_samples=1000),
         deepspeed=block,
+        acco=acco,
     )
 
 
-def start(model: dict[str, Any], parallel: ParallelConfig, block: dict[str, Any], recompute: str = "none") -> Any:
+def start(
+    model: dict[str, Any],
+    parallel: ParallelConfig,
+    block: dict[str, Any],
+    recompute: str = "none",
+    acco: AccoConfig | None = None,
+) -> Any:
     """An engine with the canonical test weights."""
     from geotrain.inner.engine import build_engine
 
-    engine = build_engine(run_config(model, block, recompute), parallel, block, timeout_s=120)
+    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, timeout_s=120)
     write(engine, canonical_weights(engine.architecture))
     return engine
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from geotrain.config import load_cluster
 from geotrain.launch import wan
 from geotrain.launch.preparing import prepare_files
 from geotrain.launch.progress import ask
@@ -68,6 +69,7 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     server = {"host": "127.0.0.2", "port": free_port}
     region = {"name": "eu", "ssh": "eu.example.org", "server": server, "workers": [worker]}
     (tmp_path / "cluster.json").write_text(json.dumps({"name": "far", "regions": [region]}))
+    cluster = load_cluster(tmp_path / "cluster.json")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/ssh").write_text(FAKE_SSH)
     (tmp_path / "bin/ssh").chmod(0o755)
@@ -76,7 +78,7 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     env = {**mark, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FAKE_SSH_HOSTS": str(hosts)}
 
     def updates() -> int:
-        said = ask({"eu": f"127.0.0.2:{free_port}"}, within_s=1.0).get("eu", {})
+        said = ask(cluster, {"eu": f"127.0.0.2:{free_port}"}, within_s=1.0).get("eu", {})
         return int(said.get("members", {}).get("eu-0", {}).get("updates", 0))
 
     launcher = start(tmp_path, "launch", "run.json", "cluster.json", env=env)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from geotrain.launch.guard import EXIT_LEFT_BEHIND
 from geotrain.launch.supervise import LaunchError, Process, Supervisor, guarded
 from tests.launch.trees import STUBBORN, marked, new_mark, until
 
@@ -73,10 +74,15 @@ def test_guard_gives_a_chance_to_end_well(tmp_path: Path) -> None:
     assert saved.exists()
 
 
-def test_guard_clears_up_what_its_command_leaves() -> None:
+@pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("exit 0", EXIT_LEFT_BEHIND)])
+def test_guard_clears_up_what_its_command_leaves(script: str, code: int) -> None:
     mark = new_mark()
-    assert guard("bash", "-c", "setsid sleep 300 & exit 3", env={**os.environ, **mark}).wait(10) == 3
+    assert guard("bash", "-c", f"setsid sleep 300 & {script}", env={**os.environ, **mark}).wait(10) == code
     assert marked(mark) == []
+
+
+def test_guard_lets_the_last_processes_end() -> None:
+    assert guard("bash", "-c", "setsid sleep 0.5 & exit 0").wait(10) == 0
 
 
 def test_all_end_well(tmp_path: Path) -> None:

@@ -88,6 +88,6 @@ def test_a_ring_hides_layers_behind_the_step():
     """Two layers in a step of 6 s: backward of layer 1 ends 2 s before the step, its forward begins 1 s after."""
     shape = StepShape(6.0, ((0, 1),))
     assert shape.spare_s(1) == (2.0, 1.0) and shape.spare_s(0) == (0.0, 0.0)
-    assert Ring(LinkSpec(1.0), 1.5).down(10.0, "a", 4 * GB, (0,)) == 16.0
+    assert Ring(LinkSpec(1.0, 0.5), 1.5, hops=4).down(10.0, "a", 4 * GB, (0,)) == 18.0
     # 2 s a layer: layer 1 travels from 8 to 10, layer 0 from 10 to 12
-    assert Ring(LinkSpec(1.0), 1.0, shape).down(10.0, "a", 4 * GB, (0,)) == 12.0
+    assert Ring(LinkSpec(1.0), 1.0, shape=shape).down(10.0, "a", 4 * GB, (0,)) == 12.0

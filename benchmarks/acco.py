@@ -1,0 +1,204 @@
+"""ACCO's forms against DeepSpeed's ZeRO-1: time, bytes, memory, and what the prediction costs in loss.
+
+Two data-parallel ranks in network namespaces joined by an emulated link (needs root), set so that communication takes
+about as long as compute. Variants alternate in short blocks. Losses are of runs without the link, over several seeds.
+With --hold, each micro-batch occupies its rank for that long, as an accelerator would that leaves the host's cores to
+the communication; without it, both share the processor.
+
+    python benchmarks/acco.py [--quick] [--hold 0.05]
+    python benchmarks/acco.py --long 20000000           the default form and ZeRO-1 on a larger model, for curves
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from acco_ranks import HEAVY, LONG, SMALL, Job
+from common import hardware, record, versions
+
+from geotrain.config import AccoConfig, LinkConfig
+from geotrain.inner.acco_forms import FORMS
+from geotrain.launch.check import free_ports
+from geotrain.launch.supervise import Process, Supervisor, guarded
+from geotrain.launch.wan import cannot_emulate, emulated
+
+HERE = Path(__file__).parent
+DEFAULT = AccoConfig().prediction
+RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
+SLOWER = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps, one seed: to see that everything works")
+    parser.add_argument("--hold", type=float, default=0.0, help="seconds that a micro-batch takes at least")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
+    parser.add_argument("--steps", type=int, default=1200, help="of the runs that loss is taken from")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=("time", "sweep", "unequal", "loss"), action="append")
+    parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.steps, args.seeds = 2, 60, 1
+    if args.long:
+        print(json.dumps(long_run(args.long, args.seeds)))
+        return
+    parts = args.only or ["time", "sweep", "unequal", "loss"]
+    if reason := cannot_emulate() if set(parts) - {"loss"} else "":
+        sys.exit(f"the link cannot be emulated here: {reason}; --only loss works without")
+    result: dict[str, Any] = {"default": DEFAULT, "forms": {form: {} for form in FORMS}}
+    link = calibrated(args) if set(parts) - {"loss"} else None
+    if "time" in parts:
+        times(args, link, result)
+    if "sweep" in parts:
+        result["sweep"] = sweep(args, link)
+    if "unequal" in parts:
+        result["heterogeneous"] = unequal(args, link)
+    if "loss" in parts:
+        losses(args, result)
+    result.update(result["forms"][DEFAULT])
+    result["setting"] = {**vars(args), "hardware": hardware(), "versions": versions("deepspeed", "megatron-core")}
+    record("acco", {k: v for k, v in result.items() if k != "setting"}, unit)
+    print(json.dumps(result))
+
+
+def unit(metric: str) -> str:
+    endings = {"_per_s_over_zero1": "", "_s": "s", "_gbps": "Gbit/s", "_per_parameter": "bytes"}
+    return next((unit for ending, unit in endings.items() if metric.endswith(ending)), "")
+
+
+# ------------------------------------------------------------------------------------------------- two processes
+
+
+def run(job: Job, link: LinkConfig | None = None) -> Any:
+    """What rank 0 of two measures."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        answer = Path(folder) / "answer.json"
+        supervisor = stack.enter_context(Supervisor(Path(folder)))
+        hosts: list[tuple[str, int | None]] = [("127.0.0.1", None), ("127.0.0.1", None)]
+        if link is not None:
+            wan = stack.enter_context(emulated({"there": link}))
+            supervisor.start(wan.process)
+            hosts = [(wan.global_address, None), (wan.addresses["there"], wan.namespaces["there"])]
+        port = free_ports(1)[0]
+        for rank, (address, namespace) in enumerate(hosts):
+            order = [job.to_json(), str(rank), address, f"{hosts[0][0]}:{port}", str(answer)]
+            command = guarded([sys.executable, str(HERE / "acco_ranks.py"), *order], namespace)
+            keeps = () if namespace is None else (namespace,)
+            env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+            supervisor.start(Process(f"rank-{rank}", command, env, keeps=keeps))
+        outcome = supervisor.wait()
+        if outcome.code:
+            sys.exit(outcome.reason)
+        return json.loads(answer.read_text())
+
+
+def calibrated(args: argparse.Namespace) -> LinkConfig:
+    """A link over which ZeRO-1's reduce-scatter and all-gather take as long as a step's compute."""
+    seen = run(Job("compute", HEAVY, hold_s=args.hold))
+    one_way_bytes = seen["parameters"] * 2  # of each rank: half the gradients and half the weights, bf16
+    gbps = 8 * one_way_bytes / seen["compute_s"] / 1e9
+    print(f"compute {seen['compute_s']:.3f} s a step; link {1000 * gbps:.1f} Mbit/s", flush=True)
+    return LinkConfig(regions=("here", "there"), gbps=gbps, rtt_ms=1.0)
+
+
+def times(args: argparse.Namespace, link: LinkConfig | None, result: dict[str, Any]) -> None:
+    """Speed, bytes and memory of every form; the fastest of ZeRO-1's settings is what they are compared with."""
+    zeros = ("zero1", "zero1-reduce", "zero1-overlap")
+    seen = run(Job("time", HEAVY, variants=(*zeros, *FORMS), rounds=args.rounds, hold_s=args.hold), link)
+    best = min(zeros, key=lambda name: statistics.median(seen[name]["step_s"]))
+    result["zero1"] = {name: statistics.median(seen[name]["step_s"]) for name in zeros} | {"fastest": best}
+    result["compute_s"], result["link_gbps"] = seen["compute_s"], link.gbps if link else 0.0
+    for form in FORMS:
+        result["forms"][form].update(
+            step_s=statistics.median(seen[form]["step_s"]),
+            speedup_over_zero1=speedup(seen[best], seen[form]),
+            bytes_per_step_vs_zero1=seen[form]["sent_bytes"] / seen[best]["sent_bytes"],
+            bytes_per_step_vs_bound=seen[form]["sent_bytes"] / (2 * seen["parameters"]),
+            memory_bytes_per_parameter=seen[form]["memory_bytes"] / seen["parameters"],
+        )
+    result["zero1"]["memory_bytes_per_parameter"] = seen[best]["memory_bytes"] / seen["parameters"]
+
+
+def speedup(zero: dict[str, Any], form: dict[str, Any]) -> float:
+    return statistics.median(a / b for a, b in zip(zero["step_s"], form["step_s"], strict=True))
+
+
+def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
+    """The default and the published form where communication takes 0.25 to 2 times as long as compute."""
+    assert link is not None
+    found: dict[str, Any] = {}
+    for ratio in RATIOS:
+        job = Job("time", HEAVY, variants=("zero1-reduce", DEFAULT, "exact"), rounds=args.rounds, hold_s=args.hold)
+        seen = run(job, link.model_copy(update={"gbps": link.gbps / ratio}))
+        measured = statistics.median(seen["zero1-reduce"]["step_s"]) / seen["compute_s"] - 1
+        found[str(ratio)] = {
+            "communication_over_compute": measured,
+            **{form: speedup(seen["zero1-reduce"], seen[form]) for form in (DEFAULT, "exact")},
+        }
+    plot_sweep(found)
+    return found
+
+
+def plot_sweep(found: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    x = [row["communication_over_compute"] for row in found.values()]
+    for form, ahead in ((DEFAULT, 0.0), ("exact", 1.0)):
+        axes.plot(x, [row[form] for row in found.values()], "o-", label=f"{form}, measured")
+        grid = [0.02 * i for i in range(5, 121)]
+        share = 1 / (1 + ahead)
+        bound = [(1 + m) / (max(share, m) + max(1 - share, ahead * m)) for m in grid]
+        axes.plot(grid, bound, "--", linewidth=0.8, label=f"{form}, bound")
+    axes.set(xlabel="communication / compute", ylabel="speed-up over ZeRO-1")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(HERE.parent / "docs" / "acco_sweep.svg")
+
+
+def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
+    """One rank several times slower, the other adds micro-batches: tokens a second, and loss at equal tokens."""
+    variants = ("zero1-reduce", DEFAULT)
+    job = Job("unequal", SMALL, variants, steps=args.steps // 4, hold_s=args.hold, slower=SLOWER)
+    seen = run(job, link)
+    zero, ours = seen["zero1-reduce"], seen[DEFAULT]
+    return {
+        "slower": SLOWER,
+        "tokens_per_s_over_zero1": ours["tokens_per_s"] / zero["tokens_per_s"],
+        "loss_vs_zero1": ours["loss"] / zero["loss"],
+    }
+
+
+def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    variants = ("zero1", *FORMS)
+    by_seed = [run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed)) for seed in range(args.seeds)]
+    result["zero1_loss"] = statistics.mean(seen["zero1"] for seen in by_seed)
+    for form in FORMS:
+        ratios = [seen[form] / seen["zero1"] for seen in by_seed]
+        result["forms"][form].update(loss_vs_zero1=statistics.mean(ratios), loss_vs_zero1_by_seed=ratios)
+
+
+def long_run(tokens: int, seeds: int) -> dict[str, Any]:
+    """Curves of the default form and ZeRO-1, written to docs/acco_long.json."""
+    curves = {
+        str(seed): run(Job("curves", LONG, variants=("zero1", DEFAULT), tokens=tokens, seed=seed))
+        for seed in range(seeds)
+    }
+    (HERE.parent / "docs" / "acco_long.json").write_text(json.dumps(curves))
+    last = [{name: points[-1][1] for name, points in curve.items()} for curve in curves.values()]
+    return {"loss_vs_zero1": [end[DEFAULT] / end["zero1"] for end in last], "losses": last}
+
+
+if __name__ == "__main__":
+    main()

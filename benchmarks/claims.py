@@ -1,0 +1,245 @@
+"""The claims, measured: every method through the production's state machines, in virtual time.
+
+    python benchmarks/claims.py             a reduced setting, within 30 minutes on 2 cores
+    python benchmarks/claims.py --full      search, seeds and harsher worlds as committed in docs/evidence.md
+    python benchmarks/claims.py --steps 512 --seeds 1 --no-harsh     a look
+
+Rows are kept in the results file (JSON lines) and never run twice: an interrupted study goes on where it was.
+The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from claims_goodput import goodput_table
+from claims_methods import METHODS, OURS, ROOT, Settings
+from claims_report import Row, loss_at, plain, plot_curves, speedup, summary, table, time_to
+from claims_runs import DATA, Job, Results
+from claims_worlds import WORLDS
+
+from geotrain.simulate.spec import load_environment
+
+TUNED = ROOT / "benchmarks/data/claims_tuned.json"
+SEARCH_SEED = 1000  # of the runs that settings are chosen by; never one of the seeds that are compared
+HARSH_METHODS = ("diloco", "diloco-fair", "async-local-sgd", "halos", OURS)
+RIVALS = {
+    "ours_over_diloco": "diloco",
+    "ours_over_fair_diloco": "diloco-fair",
+    "ours_over_async_local_sgd": "async-local-sgd",
+    "ours_over_halos": "halos",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """steps: inner steps of all workers. trials: settings tried for each method (0: those of TUNED)."""
+
+    steps: int
+    search_steps: int
+    trials: int
+    seeds: int
+    harsh_seeds: int
+    size: dict[str, int]
+
+
+REDUCED = Plan(steps=6144, search_steps=0, trials=0, seeds=3, harsh_seeds=1, size={"length": 32})
+FULL = Plan(steps=15360, search_steps=15360, trials=12, seeds=3, harsh_seeds=2, size={"length": 32})
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    plan = FULL if arguments.full else REDUCED
+    for name in ("steps", "trials", "seeds", "harsh_seeds"):
+        if getattr(arguments, name) is not None:
+            plan = replace(plan, **{name: getattr(arguments, name)})
+    results = Results(
+        Path(arguments.results or ROOT / f"runs/claims-{'full' if arguments.full else 'reduced'}.jsonl")
+    )
+    study = Study(plan, results, arguments.jobs, tuple(arguments.methods))
+    report = study.published()
+    if arguments.harsh:
+        report["harsh"] = study.harsh()
+    report["goodput"] = goodput_table(reduced=not arguments.full)
+    folder = Path(arguments.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "claims.md").write_text(study.markdown(report))
+    study.plot(report, folder)
+    (folder / "claims.json").write_text(json.dumps(plain(report), indent=1) + "\n")
+    print(json.dumps(plain(report)))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="search and seeds as committed (hours)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--steps", type=int, help="inner steps of all workers together")
+    parser.add_argument("--trials", type=int, help="settings tried for each method")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--harsh-seeds", type=int)
+    parser.add_argument("--no-harsh", dest="harsh", action="store_false")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--results", help="JSON lines; default runs/claims-*.jsonl")
+    parser.add_argument("--out", default=str(ROOT / "runs/claims"), help="folder for tables and plots")
+    return parser.parse_args()
+
+
+class Study:
+    def __init__(self, plan: Plan, results: Results, processes: int, methods: tuple[str, ...]) -> None:
+        self.plan, self.results, self.processes, self.methods = plan, results, processes, methods
+        self.rows: list[Row] = []
+        self.settings = self._search() if plan.trials else self._tuned()
+
+    def published(self) -> dict[str, Any]:
+        """The published environment: equal tokens, time to DiLoCo's final loss, loss at our time."""
+        jobs = [
+            Job(m, self.settings[m], "published", seed, self.plan.steps, self.plan.size)
+            for m in self.methods
+            for seed in range(self.plan.seeds)
+        ]
+        self.rows = self.results.complete(jobs, self.processes)
+        by_method = {m: [row for row in self.rows if row["method"] == m] for m in self.methods}
+        target = _target(by_method)
+        summaries = {m: summary(rows, target) for m, rows in by_method.items()}
+        late = [m for m in self.methods if summaries[m]["time_to_target_s"] is None]
+        extended = self._extended(late, target)
+        times = {m: extended.get(m, summaries[m])["times_s"] for m in self.methods}
+        end_s = summaries[OURS]["end_s"]
+        sync = summaries.get("data-parallel")
+        ours = summaries[OURS]["loss"]["mean"]
+        return {
+            "setting": {**self.plan.__dict__, "settings": self.settings, "text": self.rows[0]["text"]},
+            "target_loss": target,
+            "time_to_target_s": {m: _mean(times[m]) for m in self.methods},
+            "loss_at_equal_tokens": {m: summaries[m]["loss"] for m in self.methods},
+            "loss_at_our_time": {m: _mean([loss_at(r, end_s) for r in rows]) for m, rows in by_method.items()},
+            "speedup": {
+                name: speedup(times[rival], times[OURS]) for name, rival in RIVALS.items() if rival in self.methods
+            },
+            "loss_gap_to_synchronous": ours / sync["loss"]["mean"] - 1 if sync else None,
+            "with_a_schedule_twice_as_long": {m: s["loss"] for m, s in extended.items()},
+            "methods": summaries,
+        }
+
+    def harsh(self) -> dict[str, Any]:
+        """Each harsher world: the same speed-ups, to DiLoCo's final loss in that world."""
+        methods = [m for m in HARSH_METHODS if m in self.methods]
+        jobs = [
+            Job(m, self.settings[m], world, seed, self.plan.steps, self.plan.size)
+            for world in WORLDS
+            if world != "published"
+            for m in methods
+            for seed in range(self.plan.harsh_seeds)
+        ]
+        rows = self.results.complete(jobs, self.processes)
+        found = {}
+        for world in dict.fromkeys(job.world for job in jobs):
+            by_method = {m: [r for r in rows if (r["method"], r["world"]) == (m, world)] for m in methods}
+            target = _target(by_method)
+            times = {m: [time_to(row, target) for row in mine] for m, mine in by_method.items()}
+            found[world] = {
+                "target_loss": target,
+                "speedup": {
+                    name: speedup(times[rival], times[OURS])["mean"]
+                    for name, rival in RIVALS.items()
+                    if rival in methods
+                },
+                "time_to_target_s": {m: _mean(times[m]) for m in methods},
+                "loss_at_equal_tokens": {m: _mean([r["test"] for r in by_method[m]]) for m in methods},
+                "end_s": {m: _mean([r["seconds"] for r in by_method[m]]) for m in methods},
+            }
+        return found
+
+    def markdown(self, report: dict[str, Any]) -> str:
+        lines = [f"Target: {report['target_loss']:.4f} nats a byte, DiLoCo's final test loss.", ""]
+        rows = []
+        for m in self.methods:
+            s, loss = report["methods"][m], report["loss_at_equal_tokens"][m]
+            reached = report["time_to_target_s"][m]
+            rows.append(
+                (
+                    METHODS[m].title,
+                    "–" if reached is None else f"{reached:.0f}",
+                    f"{loss['mean']:.4f} ± {loss['half_width']:.4f}",
+                    f"{s['end_s']:.0f}",
+                    f"{100 * s['utilization']:.0f} %",
+                    f"{s['wide_gigabytes']:.1f}",
+                )
+            )
+        header = ("method", "s to target", "test loss at equal tokens", "end, s", "utilization", "GB between regions")
+        lines += [table(rows, header), ""]
+        if "harsh" in report:
+            names = list(RIVALS)
+            rows = [
+                (world, *(_times(found["speedup"].get(n)) for n in names))
+                for world, found in {"published": _means(report), **report["harsh"]}.items()
+            ]
+            lines += [table(rows, ("world", *(n.replace("_", " ") for n in names))), ""]
+        return "\n".join(lines)
+
+    def plot(self, report: dict[str, Any], folder: Path) -> None:
+        titles = {m: METHODS[m].title for m in self.methods}
+        plot_curves(self.rows, titles, report["target_loss"], folder / "curves.png", "HALoS's environment")
+
+    # -- inside
+
+    def _search(self) -> dict[str, Settings]:
+        """For each method the settings with the best loss on the selection slice, of equally many."""
+        environment = load_environment(DATA)
+        assert environment.steps
+        chosen = {}
+        for m in self.methods:
+            candidates = METHODS[m].candidates(self.plan.trials, SEARCH_SEED)
+            jobs = [
+                Job(m, settings, "published", SEARCH_SEED, self.plan.search_steps, self.plan.size, points=4)
+                for settings in candidates
+            ]
+            rows = self.results.complete(jobs, self.processes)
+            best = min(rows, key=lambda row: row["selection"])
+            chosen[m] = best["settings"]
+            print(f"{m}: {best['selection']:.4f} of {[round(r['selection'], 4) for r in rows]} with {chosen[m]}")
+        TUNED.write_text(json.dumps(chosen, indent=1) + "\n")
+        return chosen
+
+    def _tuned(self) -> dict[str, Settings]:
+        return json.loads(TUNED.read_text())
+
+    def _extended(self, methods: list[str], target: float) -> dict[str, Any]:
+        """Methods that did not get there, once more with twice the tokens and a schedule as long."""
+        if not methods:
+            return {}
+        jobs = [
+            Job(m, self.settings[m], "published", seed, 2 * self.plan.steps, self.plan.size)
+            for m in methods
+            for seed in range(self.plan.seeds)
+        ]
+        rows = self.results.complete(jobs, self.processes)
+        return {m: summary([row for row in rows if row["method"] == m], target) for m in methods}
+
+
+def _target(by_method: dict[str, list[Row]]) -> float:
+    rows = by_method["diloco"]
+    return sum(row["test"] for row in rows) / len(rows)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """None when one is missing."""
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def _means(report: dict[str, Any]) -> dict[str, Any]:
+    return {"speedup": {name: s["mean"] for name, s in report["speedup"].items()}}
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}×"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The planner's figures; the last line is one JSON object.
+
+For each of DT-FM's five scenarios (benchmarks/data/dtfm_scenarios.json): `cost`, the worst of ten seeds, `cost_best`,
+`seconds` (the worst search, by the clock) and `cpu_seconds` (the same, processor time), `lower_bound`, its own
+`bound_seconds`, and `gap` = cost / lower_bound − 1. The placements go to benchmarks/out/placement_<scenario>.json.
+`scale`: seconds for synthesized clusters of 256 and 1,024 devices; `scale_detail` what they found.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # one core; must stand before numpy is loaded
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geotrain.plan.bound import lower_bound, quick_bound
+from geotrain.plan.cost import Placement, Problem, problem_from_links, table_costs
+from geotrain.plan.search import search
+
+HERE = Path(__file__).resolve().parent
+SCENARIOS = HERE / "data" / "dtfm_scenarios.json"
+OUT = HERE / "out"
+SEEDS = 10
+SCALES = {256: 16, 1024: 32}  # devices: stages
+
+
+def load_scenarios(path: Path = SCENARIOS) -> dict[str, Problem]:
+    """DT-FM's scenarios as placement problems."""
+    data = json.loads(path.read_text())
+    task = data["task"]
+    return {
+        name: problem_from_links(
+            np.array(scenario["delay_ms"]) / 1e3,
+            scenario["bandwidth_gbps"],
+            stages=task["pipeline_stages"],
+            replicas=task["data_parallel"],
+            gradient_gigabytes=task["gradient_gigabytes"],
+            activation_gigabytes=task["activation_gigabytes"],
+        )
+        for name, scenario in data["scenarios"].items()
+    }
+
+
+def write_assignment(folder: Path, name: str, found: Placement) -> Path:
+    """Write the placement for anyone to recompute; atomic."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"placement_{name}.json"
+    text = {"stages": found.stages, "pipelines": found.pipelines}
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(text, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def measure_scenario(name: str, problem: Problem, seeds: int = SEEDS, folder: Path = OUT) -> dict[str, float]:
+    found, wall, cpu = [], [], []
+    for seed in range(seeds):
+        began, began_cpu = time.perf_counter(), time.process_time()
+        found.append(search(problem, seed))
+        wall.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - began_cpu)
+    costs = [p.total_s for p in found]
+    write_assignment(folder, name, found[int(np.argmin(costs))])
+    began = time.perf_counter()
+    bound = lower_bound(problem, min(costs))
+    return {
+        "cost": max(costs),
+        "cost_best": min(costs),
+        "seconds": max(wall),
+        "cpu_seconds": max(cpu),
+        "lower_bound": bound,
+        "bound_seconds": time.perf_counter() - began,
+        "gap": max(costs) / bound - 1,
+    }
+
+
+def synthesize(devices: int, stages: int, seed: int) -> Problem:
+    """Regions of unequal size strewn over a globe, hosts of eight devices; links get slower with distance."""
+    rng = np.random.default_rng(seed)
+    regions = devices // 32
+    region = np.sort(rng.choice(regions, size=devices, p=rng.dirichlet(np.full(regions, 3.0))))
+    within = np.arange(devices) - np.searchsorted(region, region)
+    host = region * devices + within // 8
+    place = rng.standard_normal((regions, 3))
+    place /= np.linalg.norm(place, axis=1, keepdims=True)
+    delay = 0.002 + 0.09 * np.arccos(np.clip(place @ place.T, -1, 1))
+    gbps = np.clip(0.25 / (delay + 0.01), 0.3, 5)
+    gbps *= np.exp(0.1 * rng.standard_normal(gbps.shape))  # either direction its own
+    same_host, same_region = host[:, None] == host, region[:, None] == region
+    across = np.ix_(region, region)
+    return problem_from_links(
+        np.where(same_host, 1e-5, np.where(same_region, 2e-4, delay[across])),
+        np.where(same_host, 200.0, np.where(same_region, 25.0, gbps[across])),
+        stages=stages,
+        replicas=devices // stages,
+        gradient_gigabytes=0.65,
+        activation_gigabytes=0.47,
+    )
+
+
+def measure_scale(devices: int, stages: int) -> dict[str, float]:
+    problem = synthesize(devices, stages, seed=0)
+    rng = np.random.default_rng(0)
+    tables = np.array([rng.permutation(devices).reshape(stages, -1) for _ in range(8)])
+    began, began_cpu = time.perf_counter(), time.process_time()
+    found = search(problem, 0)
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - began_cpu,
+        "cost": found.total_s,
+        "random_cost": float(table_costs(problem, tables).mean()),
+        "quick_bound": quick_bound(problem),
+    }
+
+
+def main() -> None:
+    report: dict[str, Any] = {}
+    for name, problem in load_scenarios().items():
+        report[name] = measure_scenario(name, problem)
+        print(name, json.dumps(report[name]), flush=True)
+    detail = {str(devices): measure_scale(devices, stages) for devices, stages in SCALES.items()}
+    report["scale"] = {devices: figures["seconds"] for devices, figures in detail.items()}
+    report["scale_detail"] = detail
+    json.dump(report, sys.stdout)
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

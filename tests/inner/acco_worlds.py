@@ -1,0 +1,187 @@
+"""Runs of ACCO for tests: what each rank computed and held after every step, and the reference's view of the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from acco_reference import Flat, Gradient, Reference, Settings
+from inner_worlds import (
+    LLAMA,
+    QWEN,
+    SEQUENCE,
+    VOCABULARY,
+    architecture,
+    assemble,
+    canonical_weights,
+    deepspeed_block,
+    micro_batches,
+    pushed,
+    start,
+    stop,
+)
+from test_model import loss_of, transformers_model
+from torch import Tensor
+
+from geotrain.canonical import canonical_parameters
+from geotrain.config import AccoConfig, ParallelConfig
+from geotrain.inner.acco_flat import flat_plan
+from geotrain.inner.mapping import local_parameters
+
+MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": {**QWEN, "num_hidden_layers": 2}}
+SYNCHRONOUS = 2
+SLOW_S = 0.02
+
+
+@dataclass(frozen=True)
+class Case:
+    form: str
+    model: str = "llama"
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = False
+    ranks: int = 2
+    steps: int = 20
+    unequal: bool = False
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline, sequence=self.sequence)
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tensor * self.pipeline)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of one rank. parts: its replica's micro-batches before and after the last commit arrived. now: the flat weights
+    that the next step starts on. masters: what this rank pushes; None where the run was not held up to read them."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    parts: tuple[list[Tensor], list[Tensor]]
+    masters: list[Any] | None
+    now: Tensor
+
+
+def run_cases(cases: list[Case]) -> list[list[Step]]:
+    return [_run(case) for case in cases]
+
+
+def _run(case: Case) -> list[Step]:
+    acco = AccoConfig(prediction=case.form, synchronous_steps=SYNCHRONOUS)  # type: ignore[arg-type]
+    engine = start(MODELS[case.model], case.parallel, deepspeed_block(1, micro=1), acco=acco)
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    schedule, optimizer = engine._run_schedule, engine.optimizer
+
+    def watched(batches: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        parts[optimizer._predicting is not None].extend(batches)
+        if case.unequal and engine.dp_rank:
+            time.sleep(SLOW_S * len(batches))
+        return schedule(batches, *args, **kwargs)
+
+    engine._run_schedule = watched
+    steps = []
+    for step in range(case.steps):
+        extras = itertools.count()
+
+        def more(step: int = step, extras: Iterator[int] = extras) -> Tensor | None:
+            index = next(extras)
+            if index >= 3:
+                return None
+            seed = torch.Generator().manual_seed(1000 * step + 10 * index + engine.dp_rank)
+            return torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=seed)
+
+        result = engine.train_step(micro_batches(engine, step), step, more if case.unequal else None)
+        now, held_up = optimizer._buffers.weights.clone(), step % 4 == 3 or not case.unequal
+        if held_up:
+            engine.settle()
+        done = (list(parts[0]), list(parts[1]))
+        steps.append((result, done, pushed(engine) if held_up else None, now))
+        parts[0].clear()
+        parts[1].clear()
+    engine.settle()
+    stop(engine)
+    return [Step(r.loss, r.grad_norm, r.lr, r.tokens, *rest) for r, *rest in steps]
+
+
+def oracle(model: dict[str, Any]) -> Gradient:
+    """Gradients of transformers' model, in double precision."""
+    net = transformers_model(model, canonical_weights(architecture(model))).double()
+    named = dict(net.named_parameters())
+
+    def gradient(weights: dict[str, Tensor], tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(weights[name])
+        net.zero_grad()
+        loss = loss_of(net, tokens)
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in named.items()}  # type: ignore[union-attr]
+
+    return gradient
+
+
+def flats(case: Case) -> list[Flat]:
+    """By tensor rank, then pipeline stage."""
+    a = architecture(MODELS[case.model])
+    numels = [p.numel for p in canonical_parameters(a)]
+    begins = {p.name: sum(numels[:i]) for i, p in enumerate(canonical_parameters(a))}
+    result = []
+    for tp_rank, stage in itertools.product(range(case.tensor), range(case.pipeline)):
+        places = local_parameters(a, case.parallel, tp_rank, stage)
+        kinds = [[p for p in places if (not p.decays) + p.sums_over_tp == kind] for kind in range(3)]
+        groups = [kind for kind in kinds if kind]
+        plan = flat_plan([[p.numel for p in group] for group in groups], case.dp)
+        order = torch.full((plan.total,), -1)
+        for place, offset in zip(itertools.chain(*groups), itertools.chain(*plan.offsets), strict=True):
+            rows = [
+                begins[run.parameter]
+                + run.start
+                + (torch.arange(run.count)[:, None] * (run.stride or run.length) + torch.arange(run.length)).view(-1)
+                for run in place.runs
+            ]
+            order[offset : offset + place.numel] = torch.cat(rows)
+        result.append(Flat(order, case.dp))
+    return result
+
+
+def canonical(case: Case, ranks: list[Tensor]) -> dict[str, Tensor]:
+    """From the flat weights of all ranks."""
+    parameters = canonical_parameters(architecture(MODELS[case.model]))
+    whole = torch.zeros(sum(p.numel for p in parameters), dtype=torch.float64)
+    layouts = flats(case)
+    for rank, flat in enumerate(ranks):  # ranks are ordered tensor, data, pipeline
+        tp_rank, stage = rank % case.tensor, rank // (case.tensor * case.dp)
+        order = layouts[tp_rank * case.pipeline + stage].order
+        whole[order[order >= 0]] = flat[order >= 0].double()
+    parts = whole.split([p.numel for p in parameters])
+    return {p.name: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
+
+
+def reference(case: Case, gradient: Gradient) -> Reference:
+    a = architecture(MODELS[case.model])
+    decays = {p.name: p.decays for p in canonical_parameters(a)}
+    settings = Settings(case.form, 0.5, (0.9, 0.95), 1e-8, lambda name: 0.1 * decays[name], SYNCHRONOUS)
+    weights = {name: w.double() for name, w in canonical_weights(a).items()}
+    return Reference(settings, weights, gradient, flats(case))
+
+
+def masters(case: Case, ranks: list[Step]) -> dict[str, Tensor]:
+    a = architecture(MODELS[case.model])
+    flat = assemble(a, [step.masters or [] for step in ranks])
+    return {p.name: flat[p.name].view(p.shape).double() for p in canonical_parameters(a)}
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """|ours − theirs| / |theirs|"""
+    square = sum(float((ours[n] - t).square().sum()) for n, t in theirs.items())
+    return math.sqrt(square / sum(float(t.square().sum()) for t in theirs.values()))

@@ -1,0 +1,380 @@
+"""ACCO in the engine: state between steps, checkpoints of both kinds, overlap, memory, lost ranks, bad settings."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inner_worlds import (
+    QWEN,
+    architecture,
+    assemble,
+    canonical_weights,
+    deepspeed_block,
+    micro_batches,
+    pushed,
+    run_config,
+    run_world,
+    start,
+    stop,
+    train,
+    write,
+)
+
+from geotrain.config import AccoConfig, ConfigError, ParallelConfig
+from geotrain.inner.acco_forms import bytes_per_parameter, check_acco, first_part
+
+FIRST, THEN, LAST = range(5), range(5, 9), range(9, 11)
+MODEL = {**QWEN, "num_hidden_layers": 2}
+LARGE = {**MODEL, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096, "head_dim": 64}
+FORMS = ("exact", "int4", "local", "stale", "none")
+
+
+def engine_for(form: str | None, model: dict[str, Any] = MODEL, **block: Any) -> Any:
+    """With ACCO's form, or without: DeepSpeed's ZeRO-1."""
+    acco = None if form is None else AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
+    return start(model, ParallelConfig(), deepspeed_block(1, micro=1, **block), acco=acco)
+
+
+def masters(engine: Any) -> torch.Tensor:
+    engine.settle()
+    return torch.cat([shard.master for shard in engine.shards()])
+
+
+# ------------------------------------------------------------------------------- what two replicas do, on each rank
+
+
+def two_replicas(folder: str) -> dict[str, Any]:
+    return {
+        "checkpoint": {form: canonical_checkpoint(f"{folder}/{form}", form) for form in ("exact", "stale")},
+        "deepspeed": deepspeed_checkpoint(f"{folder}/deepspeed"),
+        "overwritten": {form: overwritten(form) for form in ("exact", "stale")},
+        "bf16": {form: train_bf16(form) for form in (None, *FORMS)},
+        "large": {form: large(form) for form in ("stale", "local")},
+        "watched": watched(f"{folder}/csv"),
+    }
+
+
+def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
+    from geotrain.inner.checkpoint import load, save
+
+    seen: dict[str, Any] = {}
+    engine = engine_for(form)
+    train(engine, range(9))
+    undisturbed = masters(engine)
+    stop(engine)
+
+    engine = engine_for(form)
+    train(engine, FIRST)
+    save(engine, folder, "five", {}, keep=9, with_masters=True)
+    seen["curve"] = train(engine, THEN)
+    went_on = masters(engine)
+    stop(engine)
+
+    engine = engine_for(form)
+    load(engine, folder, "five")
+    seen["same"] = train(engine, THEN) == seen["curve"]
+    seen["same bits"] = [torch.equal(went_on, m) for m in (masters(engine), undisturbed)]
+    seen["steps"] = engine.global_steps
+    save(engine, folder, "nine", {}, keep=9, with_masters=True)
+    seen["evaluation"] = engine.evaluate(micro_batches(engine, 9))
+    stop(engine)
+
+    engine = engine_for(None)
+    load(engine, folder, "nine")
+    save(engine, folder, "zero", {}, keep=9, with_masters=True)
+    seen["evaluation by zero"] = engine.evaluate(micro_batches(engine, 9))
+    seen["zero"] = (train(engine, range(9, 10)), pushed(engine))
+    stop(engine)
+    engine = engine_for(form)
+    load(engine, folder, "zero")
+    seen["acco"] = (train(engine, range(9, 10)), pushed(engine))
+    stop(engine)
+    return seen
+
+
+def deepspeed_checkpoint(folder: str) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    seen: dict[str, Any] = {}
+    engine = engine_for("exact")
+    train(engine, FIRST)
+    engine.save_checkpoint(folder, tag="five")
+    with engine.optimizer.committed():
+        committed = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    predicted = dict(engine.module.named_parameters())
+    seen["predicts"] = not all(torch.equal(p, committed[name]) for name, p in predicted.items())
+    seen["curve"] = train(engine, THEN)
+    stop(engine)
+
+    module = torch.load(f"{folder}/five/mp_rank_00_model_states.pt", weights_only=False)["module"]
+    seen["module"] = all(torch.equal(module[name], w) for name, w in committed.items())
+    whole = get_fp32_state_dict_from_zero_checkpoint(folder, "five")
+    seen["whole"] = all(torch.equal(whole[name], w) for name, w in committed.items())
+
+    engine = engine_for("exact")
+    engine.load_checkpoint(folder, tag="five")
+    seen["again"] = train(engine, THEN)
+    stop(engine)
+    return seen
+
+
+def overwritten(form: str) -> dict[str, Any]:
+    engine = engine_for(form)
+    (first,) = train(engine, range(1))
+    train(engine, range(1, 4))
+    engine.settle()
+    was_ahead = engine.is_ahead
+    write(engine, canonical_weights(engine.architecture))
+    now_ahead = engine.is_ahead
+    (again,) = train(engine, range(1))
+    stop(engine)
+    return {"ahead": (was_ahead, now_ahead), "first": first, "again": again}
+
+
+def train_bf16(form: str | None) -> list[float]:
+    engine = engine_for(form, bf16={"enabled": True})
+    curve = train(engine, range(20))
+    stop(engine)
+    return [loss for loss, _ in curve]
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = {
+        t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor or isinstance(t, torch.nn.Parameter)
+    }
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def large(form: str) -> dict[str, Any]:
+    before = live_bytes()
+    engine = engine_for(form, LARGE)
+    train(engine, range(6))
+    engine.settle()
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    scratch = engine.optimizer.lane._scratch
+    kept = live_bytes() - before - scratch.nbytes
+    timeline = [(i.what, i.begin_s, i.end_s) for i in engine.optimizer.lane.timeline]
+    stop(engine)
+    return {"bytes": kept, "parameters": parameters, "timeline": timeline}
+
+
+def watched(folder: str) -> dict[str, Any]:
+    import deepspeed.comm as ds_comm
+
+    monitor = {"enabled": True, "output_path": folder, "job_name": "job"}
+    logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    engine = engine_for("stale", csv_monitor=monitor, comms_logger=logger, steps_per_print=None)
+    results = [engine.train_step(micro_batches(engine, step), step) for step in range(4)]
+    engine.settle()
+    calls = {
+        name: sum(sizes[0] for sizes in log.values()) for name, log in ds_comm.comm.comms_logger.comms_dict.items()
+    }
+    ds_comm.comm.comms_logger.enabled = False
+    files = sorted(Path(folder).rglob("*train_loss*.csv"))
+    rows = files[0].read_text().split()[1:] if files else []
+    stop(engine)
+    return {"calls": calls, "rows": rows, "losses": [r.loss for r in results], "samples": engine.global_samples}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("acco")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_world(2, two_replicas, str(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["exact", "stale"])
+def test_a_checkpoint_disturbs_nothing_and_resumes_to_the_same_bits(ranks: list[dict[str, Any]], form: str) -> None:
+    for rank in ranks:
+        seen = rank["checkpoint"][form]
+        assert seen["same"]
+        assert seen["same bits"] == [True, True]
+        assert seen["steps"] == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["exact", "stale"])
+def test_a_run_goes_to_zero_1_and_back(ranks: list[dict[str, Any]], form: str) -> None:
+    seen = [rank["checkpoint"][form] for rank in ranks]
+    for rank in seen:
+        assert rank["evaluation"] == pytest.approx(rank["evaluation by zero"], rel=1e-6), (
+            "evaluates committed weights"
+        )
+        (zero,), (acco,) = rank["zero"][0], rank["acco"][0]
+        assert zero[0] == pytest.approx(rank["evaluation"], rel=1e-6)
+        assert acco == pytest.approx(zero, rel=1e-5)
+    a = architecture(MODEL)
+    one, other = (assemble(a, [rank[which][1] for rank in seen]) for which in ("zero", "acco"))
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_goes_to_another_data_parallel_size(ranks: list[dict[str, Any]], folder: Path) -> None:
+    for curve in run_world(1, load_and_train, str(folder / "stale")):
+        torch.testing.assert_close(curve, ranks[0]["checkpoint"]["stale"]["curve"], rtol=1e-4, atol=1e-5)
+
+
+def load_and_train(folder: str) -> Any:
+    from geotrain.inner.checkpoint import load
+
+    engine = engine_for("stale")
+    load(engine, folder, "five")
+    assert engine.is_ahead
+    curve = train(engine, THEN)
+    stop(engine)
+    return curve
+
+
+@pytest.mark.slow
+def test_deepspeed_s_checkpoint_files(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        seen = rank["deepspeed"]
+        assert seen["predicts"], "else the test could not tell predicted from committed weights"
+        assert seen["module"] and seen["whole"]
+        assert seen["curve"] == seen["again"] == rank["checkpoint"]["exact"]["curve"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["exact", "stale"])
+def test_overwritten_masters_restart_the_prediction(ranks: list[dict[str, Any]], form: str) -> None:
+    for rank in ranks:
+        seen = rank["overwritten"][form]
+        assert seen["ahead"] == (True, False)
+        assert seen["again"] == pytest.approx(seen["first"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_bf16_follows_zero_1(ranks: list[dict[str, Any]]) -> None:
+    curves = ranks[0]["bf16"]
+    assert curves == ranks[1]["bf16"]
+    assert curves[None][-1] < 0.8 * curves[None][0]
+    for form in FORMS:
+        assert curves[form][-1] < 0.9 * curves[form][0]
+        assert curves[form][0] == pytest.approx(curves[None][0], rel=1e-3)
+        if form != "none":
+            assert curves[form][-1] == pytest.approx(curves[None][-1], rel=0.1), form
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["stale", "local"])
+def test_memory_is_what_the_formula_says(ranks: list[dict[str, Any]], form: str) -> None:
+    for rank in ranks:
+        seen = rank["large"][form]
+        assert seen["bytes"] == pytest.approx(bytes_per_parameter(form, 2, 4) * seen["parameters"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "job"), [("stale", "commit"), ("local", "commit"), ("local", "predict")])
+def test_communication_and_compute_overlap(ranks: list[dict[str, Any]], form: str, job: str) -> None:
+    for rank in ranks:
+        timeline = rank["large"][form]["timeline"]
+        computing = [(begin, end) for what, begin, end in timeline if what == "compute"]
+        jobs = [(begin, end) for what, begin, end in timeline if what == job][1:-1]  # without start and settling
+        both = sum(max(0.0, min(e, end) - max(b, begin)) for b, e in computing for begin, end in jobs)
+        lasting = sum(end - begin for begin, end in jobs)
+        assert len(jobs) >= 2
+        assert both > 0.5 * min(lasting, sum(e - b for b, e in computing))
+
+
+@pytest.mark.slow
+def test_deepspeed_s_comms_logger_and_monitors(ranks: list[dict[str, Any]]) -> None:
+    seen = ranks[0]["watched"]
+    assert seen["calls"]["all_to_all_single"] == seen["calls"]["all_gather_into_tensor"] - 1 == 4
+    assert [float(row.split(",")[1]) for row in seen["rows"]] == pytest.approx(seen["losses"], rel=1e-4)
+    assert seen["samples"] == 4 * 8
+
+
+# ----------------------------------------------------------------------------------------------------- lost ranks
+
+
+DEADLINE_S = 6.0
+
+
+def with_a_lost_rank(how: int) -> tuple[str, float, bool]:
+    from geotrain.inner.acco import AccoError
+    from geotrain.inner.engine import build_engine
+
+    block, settings = deepspeed_block(1, micro=1), AccoConfig(prediction="stale", synchronous_steps=1)
+    engine = build_engine(run_config(MODEL, block, acco=settings), ParallelConfig(), block, timeout_s=DEADLINE_S)
+    write(engine, canonical_weights(engine.architecture))
+    train(engine, range(3))
+    before = masters(engine)
+    if engine.rank == 1:
+        engine.optimizer.lane.exchange = lambda *_: os.kill(os.getpid(), how)
+    engine.train_step(micro_batches(engine, 3), 3)
+    begin = time.monotonic()
+    with pytest.raises(AccoError) as error:
+        engine.settle()
+    took = time.monotonic() - begin
+    with pytest.raises(AccoError):
+        engine.train_step(micro_batches(engine, 4), 4)
+    return str(error.value), took, torch.equal(before, torch.cat([shard.master for shard in engine.shards()]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_lost_rank_ends_the_others_in_time_with_the_last_commit_whole(how: int) -> None:
+    message, took, intact = run_world(2, with_a_lost_rank, how, lost=[1])[0]
+    assert "rank 0: the commit of step 4 failed" in message
+    assert "of step 3, which is whole" in message
+    assert took < 2 * DEADLINE_S
+    assert intact
+
+
+# -------------------------------------------------------------------------------------------------- bad settings
+
+
+@pytest.mark.parametrize(
+    ("prediction", "share", "block", "micro_batches", "message"),
+    [
+        ("stale", None, {"zero_optimization": {"stage": 2}}, 4, "needs deepspeed.zero_optimization.stage = 1, not 2"),
+        ("exact", None, {"zero_optimization": {"stage": 3}}, 4, "stage = 1, not 3"),
+        ("exact", None, {"zero_optimization": {}}, 4, "stage = 1, not 0"),
+        ("exact", None, {}, 1, "a step of 1 micro-batch cannot be split"),
+        ("int4", 0.1, {}, 4, "a step of 4 micro-batches cannot be split at a share of 0.1"),
+        ("exact", 1.0, {}, 4, "cannot be split"),
+        ("none", 0.0, {}, 4, "cannot be split"),
+        ("stale", 0.5, {}, 4, "leave it out"),
+        ("stale", None, {"fp16": {"enabled": True}}, 4, "loss scaling"),
+        ("stale", None, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 4, "offload"),
+        ("stale", None, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 4, "weights' type"),
+    ],
+)
+def test_bad_settings_are_refused(
+    prediction: Any, share: float | None, block: dict[str, Any], micro_batches: int, message: str
+) -> None:
+    settings = AccoConfig(prediction=prediction, predicted_share=share)
+    with pytest.raises(ConfigError, match=message):
+        check_acco(settings, {"zero_optimization": {"stage": 1}, **block}, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("form", "micro_batches", "first"),
+    [
+        ("exact", 4, 2),
+        ("exact", 2, 1),
+        ("int4", 5, 4),
+        ("local", 4, 3),
+        ("local", 9, 8),
+        ("stale", 1, 1),
+        ("none", 3, 3),
+    ],
+)
+def test_how_a_window_is_split(form: Any, micro_batches: int, first: int) -> None:
+    assert first_part(AccoConfig(prediction=form), micro_batches) == first

@@ -1,0 +1,161 @@
+"""The complete search and the bounds against enumeration of all placements."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from geotrain.plan.bound import lower_bound, quick_bound
+from geotrain.plan.classes import (
+    bottlenecks,
+    hall_sets,
+    joined_classes,
+    like_classes,
+    stage_vectors,
+    vector_costs,
+)
+from geotrain.plan.cost import Problem, matching_cost, partition_cost, problem_from_links, stage_cost
+from geotrain.plan.exact import TooMuchWorkError, cheapest_below
+
+SHAPES = [(1, 3, 1), (2, 2, 0), (2, 3, 1), (3, 2, 0), (4, 2, 0), (2, 4, 0), (3, 3, 0), (5, 2, 0), (3, 2, 2)]
+
+
+def partitions(devices: list[int], stages: int, replicas: int) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to choose and group stages × replicas of the devices."""
+    if stages == 0:
+        yield []
+        return
+    for k in range(len(devices) - stages * replicas + 1):
+        later = devices[k + 1 :]
+        for others in itertools.combinations(later, replicas - 1):
+            left = [i for i in later if i not in others]
+            for rest in partitions(left, stages - 1, replicas):
+                yield [(devices[k], *others), *rest]
+
+
+def optimum(problem: Problem) -> float:
+    every = partitions(list(range(problem.devices)), problem.stages, problem.replicas)
+    return min(partition_cost(problem, groups) for groups in every)
+
+
+def class_problem(rng: np.random.Generator, shape: tuple[int, int, int], classes: int) -> Problem:
+    """Devices of a few classes; links from few values, so that many levels tie."""
+    stages, replicas, idle = shape
+    label = np.sort(rng.integers(0, classes, size=stages * replicas + idle))
+    delay = rng.choice([0.0, 0.05, 0.2], size=(classes, classes))
+    gbps = rng.choice([0.3, 0.5, 1.0, 2.0, 10.0], size=(classes, classes))
+    if rng.random() < 0.7:  # mostly, links within a class are the best
+        np.fill_diagonal(gbps, 20.0)
+        np.fill_diagonal(delay, 0.0)
+    sizes = {"gradient_gigabytes": float(rng.choice([0.1, 0.65, 3.0])), "activation_gigabytes": 0.47}
+    return problem_from_links(
+        np.maximum(delay, delay.T)[np.ix_(label, label)],
+        np.minimum(gbps, gbps.T)[np.ix_(label, label)],
+        stages=stages,
+        replicas=replicas,
+        **sizes,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_complete_search_finds_the_optimum_and_proves_it(shape):
+    rng = np.random.default_rng(shape)
+    for count in (2, 2, 3, 4):
+        problem = class_problem(rng, shape, count)
+        best = optimum(problem)
+        classes = like_classes(problem)
+        assert classes is not None
+        for over in (1 + 1e-6, 1.3, 3.0):
+            found = cheapest_below(classes, problem.stages, best * over, 10**9)
+            assert found is not None
+            assert found.total_s == pytest.approx(best, rel=1e-9)
+            assert found.vectors.sum(axis=1).tolist() == [problem.replicas] * problem.stages
+            assert (found.vectors.sum(axis=0) <= classes.sizes).all()
+        assert cheapest_below(classes, problem.stages, best * (1 - 1e-9), 10**9) is None
+        assert lower_bound(problem, best) == pytest.approx(best, rel=2e-9)
+        assert lower_bound(problem, best * 1.2) == pytest.approx(best, rel=2e-9)
+        assert quick_bound(problem) <= best * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bound_holds_where_no_devices_are_alike(shape, monkeypatch):
+    stages, replicas, idle = shape
+    rng = np.random.default_rng(shape)
+    n = stages * replicas + idle
+    problem = problem_from_links(
+        rng.random((n, n)) * 0.2,
+        np.exp(rng.standard_normal((n, n))),
+        stages=stages,
+        replicas=replicas,
+        gradient_gigabytes=0.65,
+        activation_gigabytes=0.47,
+        compute_s=rng.random(n),
+    )
+    best = optimum(problem)
+    assert quick_bound(problem) <= best
+    assert lower_bound(problem, best * 1.1) <= best
+    monkeypatch.setattr("geotrain.plan.classes.MAX_CLASSES", 3)  # forces unlike devices into one class
+    assert like_classes(problem) is None
+    assert len(joined_classes(problem).sizes) == min(3, n)
+    assert quick_bound(problem) <= lower_bound(problem, best * 1.1) <= best
+
+
+def test_quick_bound_counts_stages_of_poorly_connected_devices():
+    """Four devices with good links and four without any: the latter fill two stages, which two edges touch."""
+    good = np.arange(8) < 4
+    gbps = np.where(good[:, None] & good, 10.0, 1.0)
+    problem = problem_from_links(
+        np.zeros((8, 8)), gbps, stages=4, replicas=2, gradient_gigabytes=0.1, activation_gigabytes=1.0
+    )
+    assert quick_bound(problem) == pytest.approx(2 * 8 * 0.1 / 2 + 2 * (8 + 8 + 0.8))
+    assert optimum(problem) == pytest.approx(quick_bound(problem))
+
+
+def test_bound_is_never_more_than_the_known_cost_and_gives_up_gracefully():
+    problem = class_problem(np.random.default_rng(2), (5, 2, 0), 4)
+    best = optimum(problem)
+    assert lower_bound(problem, best, max_work=0) >= quick_bound(problem)
+    assert lower_bound(problem, best, max_work=0) <= best
+    with pytest.raises(TooMuchWorkError):
+        cheapest_below(like_classes(problem), 5, best * 2, max_work=0)
+
+
+def test_vectors_costs_and_bottlenecks_equal_those_of_devices():
+    rng = np.random.default_rng(8)
+    for count in (2, 3, 5):
+        problem = class_problem(rng, (4, 4, 0), count)
+        classes = like_classes(problem)
+        cheap_first = np.argsort(vector_costs(classes), kind="stable")
+        vectors = classes.vectors[cheap_first]
+        members = [np.flatnonzero(classes.label == k) for k in range(len(classes.sizes))]
+        groups = [[i for k, c in enumerate(v) for i in members[k][:c]] for v in vectors]
+        np.testing.assert_allclose(
+            vector_costs(classes)[cheap_first], [stage_cost(problem, g) for g in groups], rtol=1e-12
+        )
+        edges = bottlenecks(vectors, classes.activation_s, np.full(len(vectors), np.inf))
+        for (x, v), (y, w) in itertools.product(enumerate(vectors), repeat=2):
+            if ((v + w) <= classes.sizes).all():
+                right = [i for k, c in enumerate(w) for i in members[k][len(members[k]) - c :]]
+                assert edges[x, y] == matching_cost(problem, groups[x], right)
+
+
+def test_hall_sets_are_enough():
+    """The sets left out never decide whether a transport exists."""
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        k = int(rng.integers(2, 6))
+        linked = rng.random((k, k)) < rng.choice([0.2, 0.5])
+        linked |= linked.T
+        sets, reached = hall_sets(linked)
+        for v, w in rng.integers(0, 3, size=(30, 2, k)):
+            every = itertools.product((0, 1), repeat=k)
+            plain = all(np.array(t) @ v <= linked[np.array(t, dtype=bool)].any(axis=0) @ w for t in every)
+            assert (sets @ v <= reached @ w).all() == plain
+
+
+def test_stage_vectors():
+    found = stage_vectors(np.array([1, 2, 3]), 3, 100)
+    every = [v for v in itertools.product(range(2), range(3), range(4)) if sum(v) == 3]
+    assert sorted(map(tuple, found.tolist())) == every
+    assert stage_vectors(np.array([1, 2, 3]), 3, len(every) - 1) is None

@@ -1,0 +1,193 @@
+"""The search against enumeration, on clusters with a known answer, and on DT-FM's scenarios."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geotrain.plan.bound import lower_bound
+from geotrain.plan.cost import Problem, partition_cost, placement, problem_from_links, table_costs
+from geotrain.plan.search import Annealer, Effort, polish, search
+
+ROOT = Path(__file__).resolve().parents[2]
+GOALS = {
+    "on_demand_datacenter": 3.44,
+    "spot_datacenter": 49.51,
+    "two_organizations": 16.09,
+    "four_us_regions": 34.81,
+    "eight_world_cities": 49.22,
+}
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("benchmarks_planner", ROOT / "benchmarks" / "planner.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def random_problem(rng: np.random.Generator, stages: int, replicas: int, idle: int = 0) -> Problem:
+    n = stages * replicas + idle
+    return problem_from_links(
+        rng.random((n, n)) * 0.2,
+        np.exp(rng.standard_normal((n, n))),
+        stages=stages,
+        replicas=replicas,
+        gradient_gigabytes=0.65,
+        activation_gigabytes=0.47,
+        compute_s=rng.random(n),
+    )
+
+
+def regions_problem(sizes: list[int], stages: int, replicas: int, gbps: np.ndarray, **more) -> Problem:
+    """Regions of the given sizes; gbps: (R, R) between and within them."""
+    region = np.repeat(np.arange(len(sizes)), sizes)
+    links = {"gradient_gigabytes": 0.65, "activation_gigabytes": 0.47, **more}
+    across = np.ix_(region, region)
+    return problem_from_links(np.zeros_like(gbps[across]), gbps[across], stages=stages, replicas=replicas, **links)
+
+
+def optimum(problem: Problem) -> float:
+    """Least cost over every choice and arrangement of devices, one stage after another."""
+
+    def groups(left: frozenset[int], stages: int):
+        if stages == 0:
+            yield []
+            return
+        for group in itertools.combinations(sorted(left), problem.replicas):
+            for rest in groups(left - set(group), stages - 1):
+                if not rest or group < rest[0]:  # each set of stages once
+                    yield [group, *rest]
+
+    return min(partition_cost(problem, g) for g in groups(frozenset(range(problem.devices)), problem.stages))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (3, 2, 0), (2, 3, 1), (4, 2, 0), (2, 4, 0), (1, 3, 2), (5, 1, 1)])
+@pytest.mark.parametrize("exact_work", [0, 1_000_000])
+def test_finds_the_optimum_of_tiny_instances(shape, exact_work):
+    """Without the complete search it is the annealing that must find it."""
+    problem = random_problem(np.random.default_rng(shape), *shape)
+    found = search(problem, seed=1, effort=Effort(600, exact_work=exact_work))
+    assert found.total_s == pytest.approx(optimum(problem))
+
+
+def test_annealing_alone_reaches_the_optimum_from_random_tables(benchmark):
+    problem = benchmark.load_scenarios()["two_organizations"]
+    rng = np.random.default_rng(0)
+    orders = np.array([rng.permutation(64) for _ in range(24)])
+    began = polish(problem, orders).total_s
+    ended = polish(problem, Annealer(problem, orders, rng).run(3000, 0.0)).total_s
+    assert began > 20
+    assert ended <= GOALS["two_organizations"]
+
+
+def test_row_sums_follow_every_move():
+    """The annealer updates costs by differences: they must stay those of its tables."""
+    rng = np.random.default_rng(6)
+    problem = random_problem(rng, 5, 4, idle=3)
+    annealer = Annealer(problem, np.array([rng.permutation(23) for _ in range(8)]), rng)
+    moved = np.zeros(8, dtype=bool)
+    for _ in range(200):
+        orders, sums = annealer._propose()
+        assert (np.sort(orders, axis=1) == np.arange(23)).all()
+        moved |= (orders != annealer.orders).any(axis=1)
+        annealer.orders, annealer._rows = orders, sums
+        tables = orders[:, :20].reshape(8, 5, 4)
+        np.testing.assert_allclose(annealer._cost(orders, sums)[0], table_costs(problem, tables))
+    assert moved.all()
+
+
+def test_a_far_region_stays_idle():
+    gbps = np.full((3, 3), 0.1)
+    gbps[:2, :2] = 1.0
+    np.fill_diagonal(gbps, 10.0)
+    problem = regions_problem([7, 5, 6], 3, 4, gbps)
+    found = search(problem, seed=0)
+    assert sorted(itertools.chain(*found.stages)) == list(range(12))
+
+
+def test_slow_devices_stay_idle():
+    rng = np.random.default_rng(9)
+    slow = rng.permutation(14)[:2]
+    compute = np.ones(14)
+    compute[slow] = 50.0
+    problem = regions_problem([14], 4, 3, np.array([[5.0]]), compute_s=compute)
+    found = search(problem, seed=0)
+    assert not set(slow.tolist()) & set(itertools.chain(*found.stages))
+    assert found.total_s == pytest.approx(lower_bound(problem, found.total_s), rel=1e-6)
+
+
+def test_a_pipeline_spans_regions_too_small_for_the_model():
+    """Eight stages, regions of four devices with poor links between: two pipelines, each crossing but once."""
+    gbps = np.full((4, 4), 0.5)
+    np.fill_diagonal(gbps, 50.0)
+    problem = regions_problem([4, 4, 4, 4], 8, 2, gbps, gradient_gigabytes=0.01)
+    region = np.repeat(np.arange(4), 4)
+    for pipeline in search(problem, seed=0).pipelines:
+        crossings = sum(region[a] != region[b] for a, b in itertools.pairwise(pipeline))
+        assert crossings == 1
+
+
+def test_unequal_regions_reach_a_proven_optimum():
+    gbps = np.array([[10.0, 1.0, 0.3], [1.0, 10.0, 0.5], [0.3, 0.5, 4.0]])
+    problem = regions_problem([11, 7, 8], 6, 4, gbps)
+    found = search(problem, seed=3)
+    assert found.total_s == pytest.approx(lower_bound(problem, found.total_s), rel=1e-6)
+
+
+def test_same_seed_same_placement(benchmark):
+    problem = benchmark.synthesize(64, 8, seed=1)
+    effort = Effort(400)
+    assert search(problem, 5, effort) == search(problem, 5, effort)
+
+
+def test_two_hundred_and_fifty_six_devices(benchmark):
+    problem = benchmark.synthesize(256, 16, seed=0)
+    found = search(problem, 0, Effort(300))
+    rng = np.random.default_rng(0)
+    scattered = table_costs(problem, np.array([rng.permutation(256).reshape(16, 16) for _ in range(20)]))
+    assert found == placement(problem, np.array(found.stages))
+    assert found.total_s < 0.4 * scattered.min()
+
+
+def test_effort_is_checked():
+    with pytest.raises(ValueError, match="chains at least 8"):
+        Effort(10, chains=2)
+
+
+def recompute(name: str, assignment: dict) -> float:
+    """DT-FM's cost from the raw scenario and the written file; shares no code with the product."""
+    data = json.loads((ROOT / "benchmarks" / "data" / "dtfm_scenarios.json").read_text())
+    task, links = data["task"], data["scenarios"][name]
+    stages, pipelines = assignment["stages"], assignment["pipelines"]
+    count, width = task["pipeline_stages"], task["data_parallel"]
+
+    def seconds(i: int, j: int, gigabytes: float) -> float:
+        return links["delay_ms"][i][j] / 1000 + gigabytes * 8 / links["bandwidth_gbps"][i][j]
+
+    assert sorted(i for stage in stages for i in stage) == list(range(task["devices"]))
+    assert [len(stage) for stage in stages] == [width] * count
+    assert [sorted(p[s] for p in pipelines) for s in range(count)] == [sorted(stage) for stage in stages]
+    reduce = max(
+        sum(2 * seconds(i, j, task["gradient_gigabytes"] / width) for j in stage if j != i)
+        for stage in stages
+        for i in stage
+    )
+    hops = [max(seconds(p[s], p[s + 1], task["activation_gigabytes"]) for p in pipelines) for s in range(count - 1)]
+    return reduce + 2 * sum(hops)
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_scenarios_reach_their_goals_and_emit_what_they_claim(benchmark, name, tmp_path):
+    problem = benchmark.load_scenarios()[name]
+    figures = benchmark.measure_scenario(name, problem, seeds=2, folder=tmp_path)
+    assert figures["cost"] <= GOALS[name]
+    assert figures["cost"] * 0.99 <= figures["lower_bound"] <= figures["cost_best"]
+    assignment = json.loads((tmp_path / f"placement_{name}.json").read_text())
+    assert set(assignment) == {"stages", "pipelines"}
+    assert recompute(name, assignment) == pytest.approx(figures["cost_best"], rel=1e-12)
+    assert partition_cost(problem, assignment["stages"]) == pytest.approx(figures["cost_best"], rel=1e-12)
