@@ -123,6 +123,7 @@ def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, An
             f"{len(spec.workers)} workers with local_steps = {outer.local_steps}"
         )
     scale = steps / trained
+    rest_s = (steps - trained) / _steps_per_s(world)
     workers = {
         w.spec.name: {"step_s": w.spec.step_s, "utilization": w.trained_s / found["seconds"]}
         for w in world.workers.values()
@@ -130,7 +131,7 @@ def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, An
     return {
         "run": run.name,
         "outer": outer.model_dump(by_alias=True, mode="json"),
-        "hours": found["hours"] * scale,
+        "hours": found["hours"] + rest_s / 3600,
         "compute_bound_hours": found["compute_bound_s"] * scale / 3600,
         "tokens": run.data.train_samples * run.data.sequence_length,
         "simulated_share": trained / steps,
@@ -147,6 +148,18 @@ def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, An
             for name, usage in found["links"].items()
         },
     }
+
+
+def _steps_per_s(world: World) -> float:
+    """Of all workers, once the run has settled: without what is paid once, the first weights and the last flush."""
+    total = 0.0
+    for worker in world.workers.values():
+        starts = worker.job_starts_s
+        first = len(starts) // 4
+        if len(starts) - 1 > first:
+            steps_a_job = worker.trained_steps / len(starts)
+            total += steps_a_job * (len(starts) - 1 - first) / (starts[-1] - starts[first])
+    return total or world.report()["committed_steps"] / world.clock.now
 
 
 def _loss_curve(outer: OuterConfig, spec: WorldSpec, numel: int) -> list[dict[str, float]]:
