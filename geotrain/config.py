@@ -198,9 +198,24 @@ class Address(Block):
         return f"{self.host}:{self.port}"
 
 
+class DeviceConfig(Block):
+    """A kind of accelerator, for planning."""
+
+    memory_gb: PositiveFloat = Field(description="Memory a training rank may use, in 1e9 bytes.")
+    tflops: PositiveFloat = Field(description="Dense matrix peak at the training type, in 1e12 operations a second.")
+    efficiency: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.4, description="Share of the peak that training reaches; `geotrain probe` measures it."
+    )
+    usd_per_hour: Annotated[float, Field(ge=0)] | None = Field(None, description="Price of one accelerator.")
+
+
 class HostConfig(Block):
     host: str
     slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
+    device: str | None = Field(None, description="Its kind of accelerator: a key of the cluster's `devices`.")
+    region: Name | None = Field(
+        None, description="The region it stands in, where that is not its worker's: a worker may span regions."
+    )
 
 
 class WorkerConfig(Block):
@@ -226,15 +241,26 @@ class RegionConfig(Block):
     server: Address = Address()
     ssh: str | None = Field(None, description="Host that runs this region's server and launches its workers.")
     folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path as here.")
-    workers: tuple[WorkerConfig, ...] = Field(min_length=1)
+    workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
+    hosts: tuple[HostConfig, ...] = Field((), description="What `geotrain plan` may use here.")
+
+    @model_validator(mode="after")
+    def _has_something(self) -> RegionConfig:
+        if not self.workers and not self.hosts:
+            raise ValueError("a region needs workers, or hosts that `geotrain plan` makes workers of")
+        return self
 
 
 class LinkConfig(Block):
-    """A link between a region and the global server's region, for emulation, simulation and planning."""
+    """A link between two regions, or a region and the global server; for emulation, simulation and planning.
+
+    The same region twice: the links between its hosts.
+    """
 
     regions: tuple[str, str]
     gbps: PositiveFloat
     rtt_ms: Annotated[float, Field(ge=0)] = 0.0
+    usd_per_gb: Annotated[float, Field(ge=0)] | None = Field(None, description="Price of 1e9 bytes sent over it.")
 
 
 class SecurityConfig(Block):
@@ -252,6 +278,7 @@ class ClusterConfig(Block):
     global_folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
     links: tuple[LinkConfig, ...] = ()
+    devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
     emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
     security: SecurityConfig | None = None
 
@@ -266,6 +293,13 @@ class ClusterConfig(Block):
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
+        for region in self.regions:
+            for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
+                if host.device is not None and host.device not in self.devices:
+                    kinds = ", ".join(sorted(self.devices)) or "none"
+                    raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
+                if host.region is not None and host.region not in known - {"global"}:
+                    raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
 
     def region(self, name: str) -> RegionConfig:

@@ -19,6 +19,11 @@ def architecture_of(run: RunConfig) -> Architecture:
 
 def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
     """Worker → its data-parallel size. Raises ConfigError, UnsupportedModelError."""
+    idle = [region.name for region in cluster.regions if not region.workers]
+    if idle:
+        raise ConfigError(
+            f"cluster {cluster.name!r}: no workers in {', '.join(idle)}; `geotrain plan` makes them of its hosts"
+        )
     sizes = {w.name: check_worker(run, w) for region in cluster.regions for w in region.workers}
     batch, samples = run.samples_per_step, run.data.train_samples
     if samples % batch:

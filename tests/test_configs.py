@@ -145,6 +145,29 @@ def test_what_does_not_go_together(run: dict[str, Any], cluster: dict[str, Any],
         check_together(changed(base_run, **run), changed(base_cluster, **cluster))
 
 
+HOST = {"host": "a", "slots": 8}
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        ({}, "a region needs workers, or hosts"),
+        ({"hosts": [{**HOST, "device": "h100"}]}, "device 'h100' is not among `devices`: h200"),
+        ({"hosts": [{**HOST, "region": "mars"}]}, "no region is called 'mars'"),
+    ],
+)
+def test_inventories_that_make_no_sense(region: dict[str, Any], message: str) -> None:
+    devices = {"h200": {"memory_gb": 141.0, "tflops": 989.0}}
+    with pytest.raises(ConfigError, match=message):
+        parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", **region}], "devices": devices}, "c.json")
+
+
+def test_an_inventory_is_not_launched() -> None:
+    run, cluster = pair("quickstart", "local-two-regions")
+    with pytest.raises(ConfigError, match="no workers in eu; `geotrain plan`"):
+        check_together(run, changed(cluster, regions__0__workers=[], regions__0__hosts=[HOST]))
+
+
 def test_emulated_links_are_for_one_machine() -> None:
     run, cluster = pair("quickstart", "local-wan")
     address = {"host": "far", "port": 1}

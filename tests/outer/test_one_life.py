@@ -58,6 +58,9 @@ class OneRank:
     def agree(self, flag: bool) -> bool:
         return self.group.agree(self.rank, flag)
 
+    def settle(self) -> None:
+        pass
+
     def refresh(self) -> None:
         self.adopted.append(self.answer_life)
 
