@@ -44,6 +44,8 @@ class Trainer:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.engine, self.loader, self.client = engine, loader, client
         self.checkpoints = checkpoints
+        self.life = ""  # of this worker: the same on all its ranks, new whenever it is started
+        self.min_step_s = 0.0  # an inner step takes at least so long
         self.report: Callable[[dict[str, Any]], None] = lambda numbers: None
         pieces = [Piece(s.runs, s.master, s.pushes) for s in engine.shards()]
         self.worker = WorkerRank(layout, run.outer, pieces)
@@ -55,8 +57,8 @@ class Trainer:
         """Until no data is left. resume: with the optimizer state of the newest checkpoint, if there is one."""
         if resume:
             checkpoint.load(self.engine, self.checkpoints)
-        life = self.engine.from_rank_0(f"{self.name}-{time.time_ns():x}")
-        job = wait_for(self.exchange.start(self.identity, life))
+        self.life = self.engine.from_rank_0(f"{self.name}-{time.time_ns():x}")
+        job = wait_for(self.exchange.start(self.identity, self.life))
         lease = self.client.lease(LeaseRequest(self.name, job)).result()
         while isinstance(lease, Lease):
             following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
@@ -76,7 +78,9 @@ class Trainer:
         for step, micro_batches in enumerate(self.loader.steps(lease.start, lease.samples), 1):
             # The rate follows the run's dispatched samples: one schedule step is one batch, whoever trains it.
             schedule_step = lease.start // self.run.samples_per_step + step - 1
+            ends_s = time.perf_counter() + self.min_step_s
             results.append(self.engine.train_step(micro_batches, schedule_step))
+            time.sleep(max(0.0, ends_s - time.perf_counter()))
             due = fragments_due(len(self.layout.fragments), lease.steps, step)
             metrics = _metrics(results, time.perf_counter() - begin, self.exchange.waited_s) if due else {}
             wait_for(self.exchange.after_step(due, metrics))

@@ -11,8 +11,9 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import EXIT_FOR_GOOD, ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch.world import rank_environment
+from geotrain.net.client import ServerForgot
 from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.server import identity_of
@@ -35,10 +36,16 @@ def main() -> int:
         run = load_run(args.run)
         cluster = load_cluster(args.cluster or args.run.parent / "cluster.json")
         train(run, cluster, args.region, args.worker, args.resume)
-    except (ConfigError, Refused, ValueError, OSError, TimeoutError) as error:
-        print(f"geotrain: worker in {args.region}: {error}", file=sys.stderr, flush=True)
-        return 2
+    except (Refused, ValueError) as error:  # ConfigError is a ValueError
+        return failed(args.region, error, EXIT_FOR_GOOD)
+    except (OSError, TimeoutError, ServerForgot) as error:
+        return failed(args.region, error, 1)
     return 0
+
+
+def failed(region: str, error: Exception, code: int) -> int:
+    print(f"geotrain: worker in {region}: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
@@ -48,7 +55,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.data.loader import LeasedLoader, open_source
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
-    from geotrain.monitor.events import EventLog, JobTrained
+    from geotrain.monitor.events import Acknowledged, EventLog, JobTrained
     from geotrain.net.certs import trust_between
     from geotrain.net.client import MemberClient
     from geotrain.trainer import Trainer
@@ -71,6 +78,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         EventLog(folder / "events" / f"{worker.name}.jsonl") as events,
     ):
         trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
+        trainer.min_step_s = worker.min_step_s
+        client.on_acknowledged = lambda sequence: events.write(Acknowledged(worker.name, trainer.life, sequence))
         trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)
     engine.close()

@@ -27,7 +27,7 @@ ASK_S = 2.0  # how long one server may take to answer
 
 @dataclass(frozen=True)
 class Row:
-    """One region. None: not known yet. loss: mean over its workers. share: of the run's samples, committed."""
+    """One region. None: not known yet. loss: mean over its workers. restarts: of its workers and its server."""
 
     region: str
     loss: float | None
@@ -39,6 +39,7 @@ class Row:
     staleness: int | None
     workers: int
     workers_here: int
+    restarts: int
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def _row(region: str, workers: list[str], top: Status, server: Status | None) ->
         max(source.get("global_versions", top.get("versions", [])), default=0),
         int(max(stale)) if stale else None,
         len(workers),
-        sum(1 for m in members if m["joined"] and not m["left"]),
+        sum(1 for m in members if m["joined"] and not m["left"] and not m["dead"]),
+        sum(max(0, m["lives"] - 1) for m in [*members, *([] if flat else [top["members"][region]])]),
     )
 
 
@@ -155,11 +157,11 @@ def line(row: Row, seen: View) -> str:
     cells = _cells(row, seen)
     return (
         f"{row.region}: loss {cells[1]}, {cells[2]} tokens/s, up {cells[3]}, down {cells[4]}, version {cells[5]} "
-        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, committed {cells[9]}, {cells[10]} left"
+        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, restarts {cells[9]}, committed {cells[10]}, {cells[11]} left"
     )
 
 
-HEADINGS = ("region", "loss", "tokens/s", "up", "down", "version", "global", "stale", "workers", "done", "left")
+HEADINGS = ("region", "loss", "tokens/s", "up", "down", "version", "global", "stale", "workers", "restarts", "done", "left")
 
 
 def new_console() -> Console:
@@ -187,6 +189,7 @@ def _cells(row: Row, seen: View) -> tuple[str, ...]:
         str(row.global_version),
         "–" if row.staleness is None else str(row.staleness),
         f"{row.workers_here}/{row.workers}",
+        str(row.restarts),
         f"{seen.share:.0%}",
         "–" if seen.eta_s is None else f"{seen.eta_s // 60:.0f}:{seen.eta_s % 60:02.0f}",
     )

@@ -14,10 +14,11 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig
 from geotrain.files import whole_file
 from geotrain.launch.check import free_ports
 from geotrain.launch.supervise import Process, guarded
@@ -62,7 +63,7 @@ class Order:
             ) from None
 
 
-def sites_of(run: RunConfig, cluster: ClusterConfig) -> dict[str, str | None]:
+def sites_of(cluster: ClusterConfig) -> dict[str, str | None]:
     """Every site and the host it is on, by ssh; None: this machine."""
     return {GLOBAL: cluster.global_ssh, **{region.name: region.ssh for region in cluster.regions}}
 
@@ -88,31 +89,27 @@ def processes(
     started = [_server(order, folder, GLOBAL, None)] if GLOBAL in order.sites else []
     if order.run.outer.levels == 2:
         started += [_server(order, folder, region.name, inside.get(region.name)) for region in regions]
-    ports = free_ports(len(placed))
-    numbers = {w.name: i for i, w in enumerate(w for r in order.cluster.regions for w in r.workers)}
     for region in regions:
         for worker in region.workers:
-            devices, threads = placed.get(worker.name, ((), 1))
-            port = ports.pop() if worker.name in placed else FIRST_MASTER_PORT + numbers[worker.name]
-            made = world(Place(folder, port, devices, threads, order.resume), region.name, worker)
-            for name, text in made.files.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                with whole_file(folder / name) as file:
-                    file.write(text)
-            started += [_worker(job, inside.get(region.name)) for job in made.jobs]
+            netns = inside.get(region.name)
+            started += _worker(order, folder, region.name, worker, placed.get(worker.name), netns)
     return started
 
 
 def far_site(order: Order, site: str, host: str) -> Process:
     """A site on another machine: `geotrain launch-site` there, told by its standard input what to start.
 
-    Its processes have their logs there; the log here has what ssh and that launcher say.
+    Its processes have their logs there, and are started again there; the log here has what ssh and that launcher say.
     """
     folder = order.cluster.global_folder if site == GLOBAL else order.cluster.region(site).folder
-    command = (_python(folder), "-m", "geotrain", "launch-site")
-    only = Order(order.run, order.cluster, (site,), order.resume)
-    role = "server" if site == GLOBAL else "worker"
-    return Process(f"{site}.ssh", over_ssh(host, folder, command), hello=only.to_line(), role=role)  # type: ignore[arg-type]
+    command = over_ssh(host, folder, (_python(folder), "-m", "geotrain", "launch-site"))
+
+    def process(resume: bool) -> Process:
+        hello = replace(order, sites=(site,), resume=resume).to_line()
+        role: Literal["server", "worker"] = "server" if site == GLOBAL else "worker"
+        return Process(f"{site}.ssh", command, hello=hello, role=role, again=lambda: process(True))
+
+    return process(order.resume)
 
 
 def over_ssh(
@@ -126,16 +123,55 @@ def over_ssh(
 
 def _server(order: Order, folder: Path, site: str, netns: int | None) -> Process:
     what = ("global",) if site == GLOBAL else ("region", site)
-    resume = ("--resume",) if order.resume else ()
-    command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"), *resume)
-    return Process(site, guarded(command, netns), role="server", keeps=() if netns is None else (netns,))
+    command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"))
+    keeps = () if netns is None else (netns,)
+
+    def process(resume: bool) -> Process:
+        whole = (*command, "--resume") if resume else command
+        return Process(site, guarded(whole, netns), role="server", keeps=keeps, again=lambda: process(True))
+
+    return process(order.resume)
 
 
-def _worker(job: Job, netns: int | None) -> Process:
-    if job.host is None:
-        return Process(job.name, guarded(job.command, netns), job.env, keeps=() if netns is None else (netns,))
-    guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *job.command)
-    return Process(job.name, over_ssh(job.host, None, guard, job.env))
+def _worker(
+    order: Order,
+    folder: Path,
+    region: str,
+    worker: WorkerConfig,
+    placed: tuple[tuple[int, ...], int] | None,
+    netns: int | None,
+) -> list[Process]:
+    """Its processes, one for each job. placed: devices and threads of a local worker, which finds its ranks at a port
+    that is free whenever it is started; those of others have a fixed one."""
+    numbers = {w.name: i for i, w in enumerate(w for r in order.cluster.regions for w in r.workers)}
+    devices, threads = placed or ((), 1)
+    keeps = () if netns is None else (netns,)
+    server = GLOBAL if order.run.outer.levels == 1 else region
+
+    def jobs(resume: bool) -> tuple[Job, ...]:
+        port = FIRST_MASTER_PORT + numbers[worker.name] if placed is None else free_ports(1)[0]
+        made = world(Place(folder, port, devices, threads, resume), region, worker)
+        for name, text in made.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            with whole_file(folder / name) as file:
+                file.write(text)
+        return made.jobs
+
+    def process(job: Job, index: int) -> Process:
+        here = job.host is None
+        guard = job.command if here else (sys.executable, "-m", "geotrain.launch.guard", "--", *job.command)
+        command = guarded(guard, netns) if job.host is None else over_ssh(job.host, None, guard, job.env)
+        return Process(
+            job.name,
+            command,
+            job.env if here else {},
+            keeps=keeps if here else (),
+            again=lambda: process(jobs(True)[index], index),
+            unit=worker.name,
+            needs=server,
+        )
+
+    return [process(job, index) for index, job in enumerate(jobs(order.resume))]
 
 
 def _python(folder: str | None) -> str:

@@ -85,8 +85,11 @@ def cannot_emulate() -> str:
 
 
 @contextlib.contextmanager
-def emulated(links: Mapping[str, LinkConfig]) -> Iterator[Wan]:
-    """Set up the links, by region, to the global server on this side. Raises LaunchError; then nothing is left."""
+def emulated(links: Mapping[str, LinkConfig], control: Path | None = None) -> Iterator[Wan]:
+    """Set up the links, by region, to the global server on this side. Raises LaunchError; then nothing is left.
+
+    control: where the pump makes a FIFO for commands, see `pump.py` and `disturb`; None: it takes none.
+    """
     with contextlib.ExitStack() as opened:
         number, here = _free_network(tuple(links), opened)
         global_address = f"198.18.{number}.1"
@@ -99,10 +102,19 @@ def emulated(links: Mapping[str, LinkConfig]) -> Iterator[Wan]:
             _set_up(_device(number, index), global_address, address, shaped)
             addresses[region], namespaces[region] = address, namespace
             keeps += [here[region], there]
-            pump_arguments += [str(here[region]), str(there), str(shaped.one_way_s)]
-        command = (sys.executable, "-I", "-S", str(Path(pump.__file__).resolve()), *pump_arguments)
+            pump_arguments += [region, str(here[region]), str(there), str(shaped.one_way_s)]
+        command = (sys.executable, "-I", "-S", str(Path(pump.__file__).resolve()), str(control or "-"), *pump_arguments)
         process = Process("wan", guarded(command), role="helper", keeps=tuple(keeps))
         yield Wan(global_address, addresses, namespaces, process)
+
+
+def disturb(control: Path, region: str, what: str, *numbers: float) -> None:
+    """Cut a running link, or slow it down: `what` and `numbers` as in `pump.py`. Raises OSError."""
+    fifo = os.open(control, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody reads
+    try:
+        os.write(fifo, f"{region} {what} {' '.join(map(str, numbers))}\n".encode())
+    finally:
+        os.close(fifo)
 
 
 def _free_network(regions: tuple[str, ...], opened: contextlib.ExitStack) -> tuple[int, dict[str, int]]:

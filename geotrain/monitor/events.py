@@ -94,6 +94,26 @@ class JobTrained:
 
 
 @dataclass(frozen=True)
+class Acknowledged:
+    """A member was told that its update is safe. life: of the member."""
+
+    member: str
+    life: str
+    sequence: int
+
+
+@dataclass(frozen=True)
+class ProcessDied:
+    """Seen by the launcher. unit: a server or a worker. pause_s: until it is started again; None: it is given up.
+    restarts: of it, so far."""
+
+    unit: str
+    how: str
+    pause_s: float | None
+    restarts: int
+
+
+@dataclass(frozen=True)
 class Recovery:
     """A server has started. replayed: messages of its journal that came after its snapshot."""
 
@@ -108,7 +128,18 @@ class Trouble:
 
 
 Event = (
-    Joined | Left | UpdateApplied | SentUp | Merged | UpdatesLost | SnapshotWritten | Recovery | JobTrained | Trouble
+    Joined
+    | Left
+    | UpdateApplied
+    | SentUp
+    | Merged
+    | UpdatesLost
+    | SnapshotWritten
+    | Acknowledged
+    | ProcessDied
+    | Recovery
+    | JobTrained
+    | Trouble
 )
 
 

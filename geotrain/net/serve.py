@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from geotrain.canonical import UnsupportedModelError
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig
+from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, ConfigError, RunConfig
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
-from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.events import Acknowledged, EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
 from geotrain.net.certs import CertificateError, Credentials, Role, Trust, identity, load_credentials
 from geotrain.net.diary import Diary
 from geotrain.net.journal import JournalDamaged, JournalFull
@@ -51,18 +51,8 @@ LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost as
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
 STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
 EVENTS = "events.jsonl"
-EXPECTED = (
-    ListenError,
-    StoreError,
-    JournalDamaged,
-    CertificateError,
-    LayoutError,
-    Unreachable,
-    Refused,
-    ConfigError,
-    UnsupportedModelError,
-    OutputError,
-)
+FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, Refused, ConfigError, UnsupportedModelError)
+EXPECTED = (*FOR_GOOD, ListenError, StoreError, Unreachable, OutputError)
 
 
 def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool) -> int:
@@ -151,7 +141,7 @@ def _serve(
 
 def _failed(error: Exception) -> int:
     print(f"geotrain serve: {error}", file=sys.stderr, flush=True)
-    return 1
+    return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
 
 
 @dataclass(frozen=True)
@@ -241,8 +231,13 @@ class _Host:
         if isinstance(self.server, RegionServer):
             trust = Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None
             above = str(self.place.cluster.global_server)
+            name, life = self.server.name, self.server.incarnation
             self.uplink = Uplink(
-                self.machine, above, trust=trust, on_lost=lambda n: self.events.write(UpdatesLost(n))
+                self.machine,
+                above,
+                trust=trust,
+                on_lost=lambda n: self.events.write(UpdatesLost(n)),
+                on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, life, sequence)),
             )
             tasks.append(asyncio.ensure_future(self.uplink.run()))
         else:
