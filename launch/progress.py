@@ -130,8 +130,8 @@ def _row(region: str, workers: list[str], top: Status, server: Status | None) ->
         max(source.get("global_versions", top.get("versions", [])), default=0),
         int(max(stale)) if stale else None,
         len(workers),
-        sum(1 for m in members if m["joined"] and not m["left"] and not m["dead"]),
-        sum(max(0, m["lives"] - 1) for m in [*members, *([] if flat else [top["members"][region]])]),
+        sum(1 for m in members if m["joined"] and not m["left"]),
+        sum(m.get("restarts", 0) for m in [*members, *([] if flat else [top["members"][region]])]),
     )
 
 

@@ -14,12 +14,11 @@ log = logging.getLogger(__name__)
 
 WORKER_SILENT_S = 60.0
 REGION_SILENT_S = 600.0  # a region that is cut off goes on training; its data is given away only after long
-ABSENT_S = 600.0  # for one that has never been here
 
 
 class Pulse:
     """A member is as silent as its most silent rank. Its leases go back to the pool when it is taken for dead;
-    should it speak again it may go on, with new ones. Nobody waits at the end for one that is dead or never came.
+    should it speak again it may go on, with new ones.
     """
 
     def __init__(self, machine: Machine, silent_s: float) -> None:
@@ -50,10 +49,9 @@ class Pulse:
 
     async def _look(self, now_s: float) -> None:
         for name, member in list(self.machine.server.members.items()):
-            ranks = [(name, part) for part in list(member.joined)] or [(name, 0)]
-            last_s = min(self._heard_s.setdefault(rank, now_s) for rank in ranks)
-            silent_s = self.silent_s if member.incarnation else max(ABSENT_S, self.silent_s)
-            if member.left or now_s - last_s < silent_s:
+            ranks = [(name, part) for part in list(member.joined)]
+            last_s = min((self._heard_s.setdefault(rank, now_s) for rank in ranks), default=now_s)
+            if member.left or now_s - last_s < self.silent_s:
                 self.silent.discard(name)
             elif name not in self.silent:
                 with suppress(Refused):  # a full disk: the next look tries again

@@ -24,7 +24,6 @@ from geotrain.outer.messages import (
     Leave,
     Release,
     Send,
-    Silence,
     UpdatePart,
     Welcome,
 )
@@ -160,10 +159,6 @@ class RegionServer(Server):
     def on_leave(self, name: str) -> None:
         super().on_leave(name)
         self.release_leases(name)  # asked for in reserve, and no longer wanted
-        self._send_what_is_due()
-
-    def on_silence(self, silence: Silence) -> None:
-        super().on_silence(silence)
         self._send_what_is_due()
 
     def on_farewell(self) -> None:

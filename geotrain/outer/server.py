@@ -63,9 +63,7 @@ class Member:
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
     metrics: dict[str, float] = field(default_factory=dict)
     updates: int = 0
-    lives: int = 0  # that have joined
     left: bool = False
-    dead: bool = False  # not heard of for too long, until it speaks again
 
     @property
     def complete(self) -> bool:
@@ -109,7 +107,7 @@ class Server:
         self._check_slices(join)
         if new:
             self._new_life(join, member)
-        member.parts, member.dead = parts, False
+        member.parts = parts
         member.joined[join.part] = join
         if member.complete:
             self._check_cover(join.member, member)
@@ -126,17 +124,14 @@ class Server:
         self._member(name).left = True
 
     def on_silence(self, silence: Silence) -> None:
-        """What this member had been given to train goes to others, and nobody waits for it to leave."""
-        member = self._member(silence.member)
-        if member.incarnation == silence.incarnation:
-            member.dead = True
+        """What this member had been given to train goes to others."""
+        if self._member(silence.member).incarnation == silence.incarnation:
             self.release_leases(silence.member)
 
     @property
     def empty(self) -> bool:
-        """Every member has left, but for those that are taken for dead or never came."""
-        members = self.members.values()
-        return any(member.left for member in members) and all(member.left or member.dead for member in members)
+        """Every member has been here and left."""
+        return all(member.left for member in self.members.values())
 
     # -- updates
 
@@ -149,7 +144,6 @@ class Server:
         if not self.wants(part):
             return False
         member = self.members[part.member]
-        member.dead = False
         parts = member.arriving.setdefault(part.sequence, {})
         parts[part.part] = part
         if len(parts) < member.parts:
@@ -217,8 +211,6 @@ class Server:
                 "owed": sorted(m.owed),
                 "former": m.former,
                 "left": m.left,
-                "lives": m.lives,
-                "dead": m.dead,
             }
             for name, m in self.members.items()
         }
@@ -245,7 +237,6 @@ class Server:
                 member = self.members[name]
                 member.incarnation, member.owed = saved["incarnation"], set(saved["owed"])
                 member.former, member.left = list(saved["former"]), saved["left"]
-                member.lives, member.dead = saved["lives"], saved["dead"]
                 member.sequence, member.job, member.updates = saved["sequence"], saved["job"], saved["updates"]
 
     def status(self) -> dict[str, Any]:
@@ -256,8 +247,6 @@ class Server:
                 name: {
                     "joined": member.complete,
                     "left": member.left,
-                    "dead": member.dead,
-                    "lives": member.lives,
                     "updates": member.updates,
                     "sequence": member.sequence,
                     "job": member.job,
@@ -343,7 +332,6 @@ class Server:
         if member.incarnation:
             member.former = [*member.former, member.incarnation][-FORMER_LIVES:]
         member.incarnation, member.left = join.incarnation, False
-        member.lives += 1
         for table in (member.joined, member.arriving, member.awaiting, member.answers, member.senders):
             table.clear()
         self.on_new_life(join.member, join)

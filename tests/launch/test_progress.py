@@ -20,12 +20,12 @@ def cluster() -> ClusterConfig:
 
 
 def member(**more: Any) -> dict[str, Any]:
-    return {"joined": True, "left": False, "dead": False, "lives": 1, **more}
+    return {"joined": True, "left": False, **more}
 
 
 TOP = {
     "versions": [7, 8],
-    "members": {"eu": member(staleness=2.0, lives=2), "us": member()},
+    "members": {"eu": member(staleness=2.0, restarts=1), "us": member()},
     "train_samples": 100,
     "committed_samples": 25,
 }
@@ -33,7 +33,7 @@ EU = {
     "versions": [30, 31],
     "global_versions": [6, 7],
     "members": {
-        "eu-0": member(loss=3.0, tokens_per_s=1000.0, lives=3),
+        "eu-0": member(loss=3.0, tokens_per_s=1000.0, restarts=2),
         "eu-1": member(loss=4.0, tokens_per_s=500.0, left=True),
     },
     "links": {"up_bytes": 1_500_000, "down_bytes": 2_000},
