@@ -97,8 +97,8 @@ def launch(
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
     What dies is started again (`restart` in the cluster file). The run's folder holds the files as resolved, and one
-    log file a process. With --only, each region is started by hand or by a job of its own, also long after the others;
-    --resume then begins what has not begun, so that one command line serves a job that is requeued.
+    log file a process. With --only, each region is started by hand or by a job of its own, also long after the
+    others; --resume then begins what has not begun, so that one command line serves a job that is requeued.
     """
     from geotrain.launch.region import launch as start
 

@@ -276,8 +276,8 @@ class SecurityConfig(Block):
 
 
 class RestartConfig(Block):
-    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again after
-    a life longer than `longest_s`. A configuration error is never tried again."""
+    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
+    after a life longer than `longest_s`. A configuration error is never tried again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0

@@ -157,11 +157,25 @@ def line(row: Row, seen: View) -> str:
     cells = _cells(row, seen)
     return (
         f"{row.region}: loss {cells[1]}, {cells[2]} tokens/s, up {cells[3]}, down {cells[4]}, version {cells[5]} "
-        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, restarts {cells[9]}, committed {cells[10]}, {cells[11]} left"
+        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, restarts {cells[9]}, "
+        f"committed {cells[10]}, {cells[11]} left"
     )
 
 
-HEADINGS = ("region", "loss", "tokens/s", "up", "down", "version", "global", "stale", "workers", "restarts", "done", "left")
+HEADINGS = (
+    "region",
+    "loss",
+    "tokens/s",
+    "up",
+    "down",
+    "version",
+    "global",
+    "stale",
+    "workers",
+    "restarts",
+    "done",
+    "left",
+)
 
 
 def new_console() -> Console:

@@ -2,14 +2,14 @@
 
     python pump.py CONTROL NAME FD FD DELAY_S [NAME FD FD DELAY_S …]
 
-Each FD is an open TUN device, whose own queueing discipline has limited the rate before a packet gets here. CONTROL is
-a path: a FIFO is made there, from which lines are read that disturb a link ("-": none):
+Each FD is an open TUN device, whose own queueing discipline has limited the rate before a packet gets here. CONTROL
+is a path: a FIFO is made there, from which lines are read that disturb a link ("-": none):
 
     NAME cut SECONDS              no packet passes; those on their way are lost
     NAME slow BYTES_PER_S SECONDS no more than this passes, each way
 
-The pump runs until SIGTERM, then prints what it did, and what CPU time that took, as a line of JSON. Only the standard
-library, so that it starts in milliseconds: `python -I -S pump.py`.
+The pump runs until SIGTERM, then prints what it did, and what CPU time that took, as a line of JSON. Only the
+standard library, so that it starts in milliseconds: `python -I -S pump.py`.
 """
 
 import contextlib

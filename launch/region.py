@@ -28,8 +28,8 @@ from geotrain.launch import wan
 from geotrain.launch.check import check_data, check_ports_are_free, check_together, free_ports, link_to_global
 from geotrain.launch.progress import Display, last_words, new_console, size
 from geotrain.launch.site import Order, far_site, processes, sites_of, write_files
-from geotrain.launch.supervise import Death, Outcome, Supervisor
 from geotrain.launch.started import tail
+from geotrain.launch.supervise import Death, Outcome, Supervisor
 from geotrain.launch.world import this_machine
 from geotrain.monitor.events import EventLog, ProcessDied
 from geotrain.outer.messages import GLOBAL

@@ -1,5 +1,5 @@
-"""Starts a set of named processes, waits for them, starts again what dies, and stops them all when the run is over, when
-it has failed, or when the user says so.
+"""Starts a set of named processes, waits for them, starts again what dies, and stops them all when the run is over,
+when it has failed, or when the user says so.
 
 Each process writes one log file and stops when its standard input ends (`guarded` makes any command do so): the
 supervisor holds the other end, so nothing survives it, not even its death by SIGKILL.

@@ -103,7 +103,14 @@ def emulated(links: Mapping[str, LinkConfig], control: Path | None = None) -> It
             addresses[region], namespaces[region] = address, namespace
             keeps += [here[region], there]
             pump_arguments += [region, str(here[region]), str(there), str(shaped.one_way_s)]
-        command = (sys.executable, "-I", "-S", str(Path(pump.__file__).resolve()), str(control or "-"), *pump_arguments)
+        command = (
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(pump.__file__).resolve()),
+            str(control or "-"),
+            *pump_arguments,
+        )
         process = Process("wan", guarded(command), role="helper", keeps=tuple(keeps))
         yield Wan(global_address, addresses, namespaces, process)
 

@@ -56,7 +56,9 @@ class MemberClient:
         self, address: str, *, connect_s: float = 60.0, deadline_s: float = 3600.0, trust: Trust | None = None
     ) -> None:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
-        self.on_acknowledged: Callable[[int], None] = lambda sequence: None  # on the thread inside: an update is applied
+        self.on_acknowledged: Callable[[int], None] = lambda sequence: (
+            None
+        )  # on the thread inside: an update is applied
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
