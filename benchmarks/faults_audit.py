@@ -35,7 +35,7 @@ from geotrain.outer.server import identity_of
 
 @dataclass
 class Replay:
-    """One server's history. applied: (member, incarnation, sequence, digest of its payloads) of each update, in order.
+    """One server's history. applied: (member, incarnation, sequence, digest of its payloads) of each update.
     committed: ranges of samples (global server). deaths: restarts that the journal tells of."""
 
     server: AnyServer

@@ -6,7 +6,7 @@ from geotrain.config import EXIT_FOR_GOOD, RestartConfig
 
 
 class Backoff:
-    """Deaths of one process. Its pauses double with each death in a row; after a long life the next is short again."""
+    """Deaths of one process. Its pauses double with each death in a row; a long life makes the next one short."""
 
     def __init__(self, config: RestartConfig) -> None:
         self.config = config
