@@ -7,7 +7,10 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,13 @@ from geotrain.launch.check import check_data, check_ports_are_free, check_togeth
 from geotrain.launch.progress import Display, last_words, new_console, size
 from geotrain.launch.site import Order, far_site, processes, sites_of, write_files
 from geotrain.launch.started import tail
-from geotrain.launch.supervise import Death, Outcome, Supervisor
+from geotrain.launch.supervise import STOP_DEADLINE_S, Death, Outcome, Supervisor
 from geotrain.launch.world import this_machine
 from geotrain.monitor.events import EventLog, ProcessDied
 from geotrain.outer.messages import GLOBAL
 
 DRAIN_S = 900.0  # servers flush and write their last snapshot
+HOLDER_BYTES = 300  # of a lock's file: host and process id of its holder
 WAN_CONTROL = "wan.control"  # in the run's folder: commands to the pump of emulated links
 
 
@@ -87,7 +91,10 @@ def launch_site() -> int:
     folder = order.run.run_folder.absolute()
     if set(order.sites) - {GLOBAL}:
         check_data(order.run)
-    with locked(folder, order.sites), _supervisor(order, folder, order.sites, new_console()) as supervisor:
+    with (
+        locked(folder, order.sites, take_over=True),
+        _supervisor(order, folder, order.sites, new_console()) as supervisor,
+    ):
         write_files(order, folder)
         supervisor.stop_on_end_of(0)
         for process in processes(order, folder, this_machine()):
@@ -197,20 +204,44 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
 
 
 @contextlib.contextmanager
-def locked(folder: Path, sites: tuple[str, ...] = ()) -> Iterator[None]:
-    """One launcher at a time, and one for each far site (whose folder may be this one, on a shared file system).
+def locked(folder: Path, sites: tuple[str, ...] = (), take_over: bool = False) -> Iterator[None]:
+    """One launcher at a time, and one for each site started apart (whose folder may be this one, on a shared file
+    system). The kernel lets go of the lock however this process ends.
 
-    The kernel lets go of the lock however this process ends. Raises ConfigError.
+    take_over: stop the launcher on this machine that holds it: one behind a connection that broke, which it does not
+    know yet. Raises ConfigError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / "-".join((".lock", *sites)), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _lock(fd) and not (take_over and _take_over(fd)):
+            raise ConfigError(f"{folder}: this run is running already")
+        os.pwrite(fd, f"{socket.gethostname()} {os.getpid()}\n".encode().ljust(HOLDER_BYTES), 0)
         yield
-    except BlockingIOError:
-        raise ConfigError(f"{folder}: this run is running already") from None
     finally:
         os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _take_over(fd: int) -> bool:
+    """Whether the lock is ours, its holder having been stopped."""
+    host, pid = os.pread(fd, HOLDER_BYTES, 0).decode().split() or ("", "")
+    if host != socket.gethostname():
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(pid), signal.SIGTERM)
+    deadline = time.monotonic() + STOP_DEADLINE_S + 10.0
+    while not _lock(fd):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _read_line(fd: int) -> bytes:
