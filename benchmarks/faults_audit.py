@@ -62,13 +62,13 @@ def replay(run: FaultyRun, site: str) -> Replay:
     if site == "global":
         chain.set_weights(initial_weights(run.run, chain.layout))
     history = Replay(chain)
-    written = {s.meta["segment"]: s for s in _snapshots(run.archive / site / "snapshots")}
+    written = {_read(path).meta["segment"]: path for path in (run.archive / site / "snapshots").iterdir()}
     shadow: AnyServer | None = None  # what recovery would have
     digests: dict[tuple[str, int], str] = {}
     for segment, messages in _segments(run, site):
         if segment in written:
             history.snapshots += 1
-            saved = written[segment]
+            saved = _read(written[segment])
             _compare(history, chain, saved.tensors, saved.meta["state"], f"snapshot {saved.number}")
             shadow = build(run, site)
             shadow.load({k: t.clone() for k, t in saved.tensors.items()}, saved.meta["state"])
@@ -158,13 +158,12 @@ def _copy(path: Path, folder: Path) -> None:
     (folder / path.name).write_bytes(path.read_bytes())
 
 
-def _snapshots(folder: Path) -> Iterator[Snapshot]:
-    for path in sorted(folder.iterdir()):
-        with tempfile.TemporaryDirectory() as alone:
-            (Path(alone) / path.name).symlink_to(path.absolute(), target_is_directory=True)
-            snapshot, faults = Store(Path(alone)).load_newest()
-            assert snapshot is not None, faults
-            yield snapshot
+def _read(snapshot: Path) -> Snapshot:
+    with tempfile.TemporaryDirectory() as alone:
+        (Path(alone) / snapshot.name).symlink_to(snapshot.absolute(), target_is_directory=True)
+        found, faults = Store(Path(alone)).load_newest()
+        assert found is not None, faults
+        return found
 
 
 # ---------------------------------------------------------------------------------------------- the accounts

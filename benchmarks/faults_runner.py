@@ -177,10 +177,12 @@ class FaultyRun:
 
     def _inflict(self, fault: Fault, stopped: list[tuple[float, int]]) -> bool:
         """False when there is no such process now: later, then."""
-        if fault.what == "cut":
-            wan.disturb(self.folder / WAN_CONTROL, fault.of, "cut", fault.for_s)
-        elif fault.what == "slow":
-            wan.disturb(self.folder / WAN_CONTROL, fault.of, "slow", fault.bytes_per_s, fault.for_s)
+        if fault.what in ("cut", "slow"):
+            numbers = [fault.for_s] if fault.what == "cut" else [fault.bytes_per_s, fault.for_s]
+            try:
+                wan.disturb(self.folder / WAN_CONTROL, fault.of, fault.what, *numbers)
+            except OSError:
+                return False
         elif fault.kind == "launcher":
             self.launcher.kill()
             self.launcher.wait()

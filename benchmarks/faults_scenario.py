@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-KILLS = ("rank", "deepspeed", "guard", "server", "global", "region")
+KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Fault:
     """what: kill (SIGKILL), stop (SIGSTOP, later SIGCONT) a process; cut or slow a region's emulated link.
 
     kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
-    GeoTrain's launcher), "server" (a region's), "global", "region" (all its processes at once), "launcher".
+    GeoTrain's launcher), "server" (a region's), "global", "region" (all its processes at once), "launcher": of
+    the whole run, which is then launched again with --resume.
     of: a worker or a region. when: seconds from the beginning, or an event. for_s: how long it lasts.
     """
 
@@ -68,5 +69,5 @@ def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Seque
         return Fault("slow", at_s, region, for_s=round(dice.uniform(5.0, 20.0), 1), bytes_per_s=100_000.0)
     if what == "stop":
         return Fault("stop", at_s, region, "server", for_s=round(dice.uniform(1.0, 4.0), 1))
-    of = {"global": "global", "server": region, "region": region}.get(what, worker)
+    of = {"global": "global", "launcher": "all", "server": region, "region": region}.get(what, worker)
     return Fault("kill", at_s, of, what)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from faults import jobs_of, make_world  # noqa: E402
-from faults_audit import accounts, coverage, replay  # noqa: E402
+from faults_audit import accounts, coverage  # noqa: E402
 from faults_goodput import goodput  # noqa: E402
 from faults_runner import FaultyRun, kinds_done, read_events  # noqa: E402
 from faults_scenario import KILLS, Event, Fault, random_faults  # noqa: E402
@@ -52,7 +52,7 @@ def test_random_faults_are_the_same_again_and_of_every_kind() -> None:
     assert 20 < len(faults) < 40
     times = [fault.when for fault in faults]
     assert times == sorted(times) and times[-1] < 580.0
-    assert {fault.of for fault in faults} <= {"global", *REGIONS, *REGIONS["eu"], *REGIONS["us"]}
+    assert {fault.of for fault in faults} <= {"global", "all", *REGIONS, *REGIONS["eu"], *REGIONS["us"]}
 
 
 def test_coverage() -> None:
@@ -90,9 +90,9 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     assert all(e["pause_s"] is not None for e in run.events("launcher"))
     assert "us-0 failed with exit code" in said and "started again in" in said
     assert 0.2 < goodput(run, found["committed_samples"], end_s)["goodput"] <= 1.0
-    # The accounts see what they are there to see: an acknowledged update that is missing, and one that came twice.
-    history = replay(run, "eu")
-    assert history.mismatches == [] and len(history.applied) > 3
+    for segment in sorted((run.archive / "eu/journal").iterdir())[3:]:
+        segment.unlink()
+    assert accounts(run)["lost_acknowledged"] > 0  # it sees what is missing
 
 
 @pytest.mark.slow
