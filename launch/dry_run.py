@@ -68,7 +68,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
 def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> int:
     """Parameters of the fullest rank. Raises LayoutError unless the ranks' shards lie in the layout and speak for
     each of its elements exactly once (counted, not located: the large models' elements do not fit here)."""
-    from geotrain.inner.mapping import local_parameters
+    from geotrain.sharing.mapping import local_parameters
 
     architecture, spoken_for, fullest = architecture_of(run), 0, 0
     for stage in range(parallel.pipeline):
@@ -85,8 +85,8 @@ def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> in
 
 
 def _worker(run: RunConfig, layout: Layout, region: str, name: str, cluster: ClusterConfig, dp: int) -> WorkerNeeds:
-    from geotrain.inner.memory import memory_per_rank
-    from geotrain.inner.parallel import zero_stage
+    from geotrain.sharing.checks import zero_stage
+    from geotrain.sharing.memory import memory_per_rank
 
     worker = cluster.worker(region, name)
     parallel, block = worker.parallel or run.parallel, {**run.deepspeed, **worker.deepspeed}

@@ -7,8 +7,8 @@ from typing import Any
 
 from geotrain.canonical import Architecture
 from geotrain.config import ParallelConfig
-from geotrain.inner.mapping import local_parameters
-from geotrain.inner.parallel import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
+from geotrain.sharing.checks import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
+from geotrain.sharing.mapping import local_parameters
 
 _FP32_BYTES = 4
 
