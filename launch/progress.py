@@ -131,7 +131,7 @@ def _row(region: str, workers: list[str], top: Status, server: Status | None) ->
         int(max(stale)) if stale else None,
         len(workers),
         sum(1 for m in members if m["joined"] and not m["left"]),
-        sum(m.get("restarts", 0) for m in [*members, *([] if flat else [top["members"][region]])]),
+        sum(m["restarts"] for m in [*members, *([] if flat else [top["members"][region]])]),
     )
 
 

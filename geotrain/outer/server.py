@@ -247,6 +247,7 @@ class Server:
                 name: {
                     "joined": member.complete,
                     "left": member.left,
+                    "restarts": len(member.former),
                     "updates": member.updates,
                     "sequence": member.sequence,
                     "job": member.job,

@@ -20,7 +20,7 @@ def cluster() -> ClusterConfig:
 
 
 def member(**more: Any) -> dict[str, Any]:
-    return {"joined": True, "left": False, **more}
+    return {"joined": True, "left": False, "restarts": 0, **more}
 
 
 TOP = {
