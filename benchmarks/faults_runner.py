@@ -26,6 +26,8 @@ from geotrain.launch import wan
 from geotrain.launch.region import WAN_CONTROL
 
 POLL_S = 0.1
+KEEP_S = 0.5  # between looks at the journals: a segment stays for much longer
+SAMPLE_TURNS = 10  # of those, between samples of memory and open files
 STOP_S = 60.0  # for an orderly end of the run
 
 
@@ -202,10 +204,10 @@ class FaultyRun:
 
     def _keep_on(self) -> None:
         turn = 0
-        while not self._ended.wait(0.5):
+        while not self._ended.wait(KEEP_S):
             self.keep_journals()
             turn += 1
-            if turn % 4 == 0:
+            if turn % SAMPLE_TURNS == 0:
                 self._sample()
         self.keep_journals()
 
