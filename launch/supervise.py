@@ -215,7 +215,11 @@ class Supervisor:
             now = time.monotonic()
             if drained_by is not None and now > drained_by:
                 return self._not_drained()
-            wakes = [next_tick, *([drained_by] if drained_by else []), *self._start_again(now)]
+            outcome = self._start_again(now)
+            if outcome:
+                return outcome
+            later = [unit.again_s for unit in self._units.values() if unit.again_s is not None and not unit.running]
+            wakes = [next_tick, *([drained_by] if drained_by else []), *later]
             for key, _ in self._selector.select(max(0.0, min(wakes) - now)):
                 outcome = self._on_event(key)
                 if outcome:
@@ -226,22 +230,24 @@ class Supervisor:
         given_up = [unit.given_up for unit in self._units.values() if unit.given_up]
         return Outcome(0, "\n".join(["the others have finished, but", *given_up]) if given_up else "")
 
-    def _start_again(self, now: float) -> list[float]:
-        """Start what has paused for long enough. Gives the times at which the next ones have."""
-        later = []
+    def _start_again(self, now: float) -> Outcome | None:
+        """Start what has paused for long enough. What cannot be started has died once more."""
         for unit in self._units.values():
-            if unit.again_s is None or unit.running:
+            if unit.again_s is None or unit.running or (unit.again_s > now and not self._needless(unit)):
                 continue
+            unit.again_s = None
             if self._needless(unit):
-                unit.again_s = None
-            elif unit.again_s > now:
-                later.append(unit.again_s)
-            else:
-                unit.again_s = None
-                for process in list(unit.processes.values()):
-                    assert process.again is not None
+                continue
+            for process in list(unit.processes.values()):
+                assert process.again is not None
+                try:
                     self.start(process.again())
-        return later
+                except (LaunchError, OSError) as error:  # no memory, a full disk
+                    outcome = self._died(process, 1, 0.0, f"process {process.name!r} cannot be started: {error}")
+                    if outcome:
+                        return outcome
+                    break
+        return None
 
     def _needless(self, unit: _Unit) -> bool:
         """Whether the server that it needs has ended well."""
@@ -264,14 +270,18 @@ class Supervisor:
         return Outcome(128 + number, f"stopped by {signal.Signals(number).name}")
 
     def _on_end(self, started: Started[Process]) -> Outcome | None:
-        code, unit, now = self._reap(started), self._unit_of(started.process), time.monotonic()
-        name = started.process.unit or started.process.name
+        code, unit = self._reap(started), self._unit_of(started.process)
         if unit.again_s is not None or unit.given_up or (code == 0 and unit.role != "helper"):
             return None  # stopped for the sake of another of its unit, or ended well
-        text = self._failed(started.process.name, code)
-        if started.process.again is None:
+        lived_s = time.monotonic() - started.began_s
+        return self._died(started.process, code, lived_s, self._failed(started.process.name, code))
+
+    def _died(self, process: Process, code: int, lived_s: float, text: str) -> Outcome | None:
+        """Start its unit again after a pause, or give it up. The outcome, when that ends the run."""
+        if process.again is None:
             return Outcome(shell_code(code), text)
-        pause_s = unit.backoff.pause_s(code, now, now - started.began_s)
+        unit, now = self._unit_of(process), time.monotonic()
+        pause_s = unit.backoff.pause_s(code, now, lived_s)
         if pause_s is None:
             unit.given_up = text
             others = [other for other in self._of("worker") if not other.given_up]
@@ -281,7 +291,7 @@ class Supervisor:
             unit.again_s = now + pause_s
         for other in unit.running.values():
             other.ask_to_stop()
-        self.tell(Death(name, how_it_ended(code), pause_s, unit.backoff.restarts))
+        self.tell(Death(process.unit or process.name, how_it_ended(code), pause_s, unit.backoff.restarts))
         return None
 
     def _failed(self, name: str, code: int) -> str:

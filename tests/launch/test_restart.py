@@ -16,7 +16,7 @@ from geotrain.launch.restart import Backoff
 from geotrain.launch.supervise import Death, Process, Supervisor, guarded
 from tests.launch.trees import marked, new_mark, until
 
-FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=0.2)
+FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=60.0)
 
 
 def lasting(script: str, name: str, **more: Any) -> Process:
@@ -85,6 +85,22 @@ def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
         running.start(lasting(f"exit {EXIT_FOR_GOOD}", "a"))
         assert running.wait().code == EXIT_FOR_GOOD
     assert deaths == []
+
+
+def test_what_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None:
+    tries: list[str] = []
+
+    def again() -> Process:
+        tries.append("try")
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        return Process("a", guarded(("true",)), again=again)
+
+    deaths: list[Death] = []
+    with supervisor(tmp_path, deaths) as running:
+        running.start(Process("a", guarded(("false",)), again=again))
+        assert running.wait().code == 0
+    assert (len(tries), [d.pause_s for d in deaths]) == (2, [0.05, 0.1])
 
 
 def test_a_synchronous_run_needs_every_worker(tmp_path: Path) -> None:
