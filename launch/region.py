@@ -19,7 +19,9 @@ from geotrain.launch.check import check_data, check_ports_are_free, check_togeth
 from geotrain.launch.progress import Display, new_console, size
 from geotrain.launch.site import Order, far_site, processes, sites_of, write_files
 from geotrain.launch.supervise import Outcome, Supervisor, tail
+from geotrain.launch.watching import event_log, writer
 from geotrain.launch.world import this_machine
+from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.messages import GLOBAL
 
 DRAIN_S = 900.0  # servers flush and write their last snapshot
@@ -48,7 +50,9 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
         starting = [links.process] if links else []
         starting += processes(order, folder, this_machine(), inside)
         starting += [far_site(order, site, host) for site, host in sites_of(run, cluster).items() if host]
-        supervisor = stack.enter_context(Supervisor(folder / "logs", DRAIN_S))
+        events = stack.enter_context(event_log(run, folder))
+        stack.enter_context(Monitor(run, cluster, LAUNCHER, events))
+        supervisor = stack.enter_context(Supervisor(folder / "logs", DRAIN_S, writer(events)))
         for process in starting:
             supervisor.start(process)
         console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)

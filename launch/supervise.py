@@ -71,12 +71,15 @@ class Supervisor:
     """Use as a context manager, in the main thread: leaving it stops whatever still runs.
 
     logs: folder of the log files `<name>.log`, appended to. drain_s: how long servers may take to end after the
-    workers have.
+    workers have. watch: told of each process that was started (None) or has ended (its code).
     """
 
-    def __init__(self, logs: Path, drain_s: float = 120.0) -> None:
+    def __init__(
+        self, logs: Path, drain_s: float = 120.0, watch: Callable[[Process, int | None], None] = lambda *_: None
+    ) -> None:
         self.logs = logs
         self.drain_s = drain_s
+        self.watch = watch
         self._running: dict[str, _Running] = {}
         self._wakeup = _SignalPipe()
         self._selector = selectors.DefaultSelector()
@@ -116,6 +119,7 @@ class Supervisor:
         self._running[process.name] = running
         self._selector.register(running.pidfd, selectors.EVENT_READ, running)
         running.say(process.hello)
+        self.watch(process, None)
 
     def stop_on_end_of(self, stdin: int) -> None:
         """Also stop when this file descriptor ends: for a supervisor that somebody else started."""
@@ -160,7 +164,9 @@ class Supervisor:
         self._selector.unregister(running.pidfd)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.popen.pid, signal.SIGKILL)  # before wait(): then the group's number is still ours
-        return running.close()
+        code = running.close()
+        self.watch(running.process, code)
+        return code
 
     def _wait(self, tick: Callable[[], None], every_s: float) -> Outcome:
         next_tick = time.monotonic() + every_s

@@ -43,6 +43,7 @@ class Uplink:
     """connect_s: how long the first connection may take.
 
     on_lost: told how many acknowledged updates a restored global server does not know.
+    metrics: numbers for people that go up with each heartbeat.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Uplink:
         connect_s: float = 60.0,
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
+        metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         assert isinstance(machine.server, RegionServer)
         self.machine, self.server = machine, machine.server
-        self.connect_s, self.on_lost = connect_s, on_lost
+        self.connect_s, self.on_lost, self.metrics = connect_s, on_lost, metrics
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
@@ -147,8 +149,8 @@ class Uplink:
 
     async def _run_beats(self) -> None:
         while True:
-            await asyncio.sleep(calls.BEAT_S)
-            await self._persist(_certain(self.link.beat, 0))
+            await asyncio.sleep(calls.REGION_BEAT_S)
+            await self._persist(_certain(self.link.beat, 0, self.metrics()))
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:
