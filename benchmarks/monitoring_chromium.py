@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe (Chrome DevTools Protocol): for the status page's tests and figures.
+"""A headless Chromium, driven over its debugging pipe (Chrome DevTools Protocol), for the status page.
 
 It starts with an empty profile, speaks to nobody on its own, and writes down every request and every line on the
 console that its page makes.

@@ -26,7 +26,10 @@ MODEL_BYTES = 700_000_000
 
 
 def synthetic_facts(regions: int, hours: float) -> Facts:
-    members = {f"region-{i:02d}": {"region": f"region-{i:02d}", "workers": 2, "gbps": 1.0, "rtt_ms": 80.0} for i in range(regions)}
+    members = {
+        f"region-{i:02d}": {"region": f"region-{i:02d}", "workers": 2, "gbps": 1.0, "rtt_ms": 80.0}
+        for i in range(regions)
+    }
     target = int(tokens_per_s(regions) * hours * 3600 * 1.5)
     return Facts("synthetic", 1_240_000_000, 2048, target, tuple(f"layers {i}" for i in range(FRAGMENTS)), members)
 
@@ -99,4 +102,6 @@ def _sample(rng: random.Random, name: str, total: int, lost: bool) -> MemberSamp
 
 
 def _server(versions: list[int], members: int) -> ServerSampled:
-    return ServerSampled(21_000_000_000, 480_000_000_000, 960_000_000_000, 0, members * 100, 1 << 30, 60, 0.4, versions)
+    return ServerSampled(
+        21_000_000_000, 480_000_000_000, 960_000_000_000, 0, members * 100, 1 << 30, 60, 0.4, versions
+    )

@@ -315,33 +315,39 @@ def older_file(path: Path, number: int) -> Path:
 class Follower:
     """Reads a log's events in order, also those of its older files, and goes on when the file is rotated.
 
-    missed: files were rotated away before they were read.
+    missed: files were rotated away, and perhaps some before they were read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.missed = path, False
-        self._inode: int | None = None
+        self._file: BinaryIO | None = None  # kept open: so its inode is not given to another file
         self._offset = 0
 
     def read(self) -> Iterator[Record]:
         """What has been written since the last time. A line that is not whole yet is left for the next time."""
         while True:
             found = self._files()
-            if not found:
-                return
             inodes = [inode for inode, _ in found]
-            if self._inode not in inodes:
-                self.missed |= self._inode is not None
-                self._inode, self._offset = inodes[0], 0
-            at = inodes.index(self._inode)
-            newest = at == len(found) - 1  # seen before reading: a file that was not newest gets no more lines
-            with suppress(OSError), found[at][1].open("rb") as file:
-                if os.fstat(file.fileno()).st_ino != self._inode:
-                    continue  # rotated just now
-                yield from self._lines(file)
-            if newest:
+            mine = os.fstat(self._file.fileno()).st_ino if self._file else None
+            at = inodes.index(mine) if mine in inodes else -1
+            if self._file:
+                self.missed |= at < 0
+                yield from self._lines(self._file)  # a file that was not newest before now gets no more lines
+            if at == len(found) - 1:
                 return
-            self._inode, self._offset = inodes[at + 1], 0
+            try:
+                file = found[at + 1][1].open("rb")
+            except OSError:
+                return
+            if os.fstat(file.fileno()).st_ino != inodes[at + 1]:
+                file.close()  # rotated just now
+                continue
+            self.close()
+            self._file, self._offset = file, 0
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
 
     def _files(self) -> list[tuple[int, Path]]:
         """(inode, path), oldest first."""

@@ -98,7 +98,7 @@ function figures(state) {
   const busy = training.reduce((sum, m) => sum + m.shares.compute, 0) / Math.max(1, training.length);
   figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", "", trend(smooth));
   figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share);
-  figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 minutes");
+  figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min");
   figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : "");
   figure("busy", "Computing", training.length ? percent(busy) : "–", "", "of the workers' time");
   figure("wan", "Between regions", `${bytes(upRate + downRate)}/s`, "", `↑ ${bytes(upRate)}/s ↓ ${bytes(downRate)}/s`);
@@ -113,8 +113,8 @@ function when(time_s) {
 function trend(smooth) {
   if (smooth.length < 10) return "";
   const change = smooth[smooth.length - 1] - smooth[Math.floor(smooth.length * 0.8)];
-  if (Math.abs(change) < 0.0005) return "level over the last fifth";
-  return `${change < 0 ? "▼" : "▲"} ${Math.abs(change).toFixed(3)} over the last fifth`;
+  if (Math.abs(change) < 0.0005) return "level, last fifth";
+  return `${change < 0 ? "▼" : "▲"} ${Math.abs(change).toFixed(3)}, last fifth`;
 }
 
 const made = {};

@@ -29,7 +29,8 @@ export class WorldMap {
 
   build(members, width) {
     const many = members.length > 12;
-    const height = many ? Math.min(width, 620) : Math.max(330, Math.min(430, width * 0.72));
+    const low = members.length <= 2 && width < 460 ? 200 : 330;
+    const height = many ? Math.min(width, 620) : Math.max(low, Math.min(430, width * (low < 330 ? 0.5 : 0.72)));
     this.height = height;
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Map of regions" });
     this.links = svg("g", {}, root);
