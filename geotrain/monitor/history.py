@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ from geotrain.monitor.events import (
 )
 from geotrain.monitor.metrics import time_shares
 
-MAX_POINTS = 4096  # of the loss; the older half is then merged in pairs
+MAX_RECENT = 1024  # losses kept one by one; the older half of them then goes into the past
+MAX_PAST = 2048  # means of equally many losses each; merged in pairs when there are more
 MAX_MARKS = 1000
 TICKS = 200  # merges remembered for each member, and their staleness
 RATE_S = 120.0  # speeds are means over the last so many seconds
@@ -89,7 +90,10 @@ class History:
         self._number = 0
         self._members = {name: _Member() for name in facts.members}
         self._order = list(facts.members)
-        self._points: list[list[float]] = []  # number, time_s, tokens, loss, member (−1: several)
+        self._recent: list[list[float]] = []  # number, time_s, tokens, loss, member
+        self._past: list[list[float]] = []  # the same, of `_stride` each; member −1
+        self._stride = 1
+        self._open: list[list[float]] = []  # fewer than a stride
         self._marks: deque[list[Any]] = deque(maxlen=MAX_MARKS)  # number, time_s, kind, member, text
         self._speeds: deque[tuple[float, int]] = deque()  # time_s, tokens
         self._versions: list[int] = []
@@ -120,7 +124,7 @@ class History:
                 "versions": self._versions,
                 "server": asdict(self._server) if self._server else None,
                 "members": [self._said(name, now_s) for name in self._order],
-                "points": [p for p in self._points if p[0] > since] if since else self._points,
+                "points": [p for p in self._recent if p[0] > since] if since else [*self._past, *self._recent],
                 "marks": [m for m in self._marks if m[0] > since],
                 "ticks": {
                     name: new for name, m in self._members.items() if (new := [t for t in m.ticks if t[0] > since])
@@ -177,18 +181,23 @@ class History:
         if event.loss is not None:
             member.loss = event.loss
             at = float(self._order.index(event.member))
-            self._points.append([self._number, now_s, self._tokens, round(event.loss, 5), at])
-            if len(self._points) > MAX_POINTS:
+            self._recent.append([self._number, now_s, self._tokens, round(event.loss, 5), at])
+            if len(self._recent) > MAX_RECENT:
                 self._compact()
 
     def _compact(self) -> None:
-        half = len(self._points) // 4 * 2
-        old = self._points[:half]
-        merged = [
-            [b[0], b[1], b[2], (a[3] + b[3]) / 2, a[4] if a[4] == b[4] else -1.0]
-            for a, b in zip(old[::2], old[1::2], strict=True)
-        ]
-        self._points = merged + self._points[half:]
+        """All of the past at one resolution, so that a curve of three weeks keeps its beginning."""
+        old, self._recent = self._recent[: MAX_RECENT // 2], self._recent[MAX_RECENT // 2 :]
+        for point in old:
+            self._open.append(point)
+            if len(self._open) == self._stride:
+                self._past.append(_mean(self._open))
+                self._open = []
+        if len(self._past) > MAX_PAST:
+            even = len(self._past) // 2 * 2
+            pairs = zip(self._past[:even:2], self._past[1:even:2], strict=True)
+            self._past = [_mean(pair) for pair in pairs] + self._past[even:]
+            self._stride *= 2
         self._compactions += 1
 
     def _becomes(self, name: str, state: str, now_s: float, text: str) -> None:
@@ -237,3 +246,9 @@ class History:
             "refused": m.refused,
             "says": sample.metrics if sample else {},
         }
+
+
+def _mean(points: Sequence[list[float]]) -> list[float]:
+    """One point for several: where the last one is, with their mean loss."""
+    number, time_s, tokens, _, _ = points[-1]
+    return [number, time_s, tokens, round(sum(p[3] for p in points) / len(points), 5), -1.0]

@@ -43,7 +43,9 @@ class Metrics:
         self._always = {"run": run, "site": site}
         self._counted: dict[tuple[Counter, tuple[str, ...]], float] = {}
         gauge, counter = self._gauge, self._counter
-        self.up = gauge("member_up", "1 while the member is heard of, 0 when it is lost or has left", "member")
+        self.up = gauge(
+            "member_up", "1 while the member is heard of, 0 while it is lost; none once it left", "member"
+        )
         self.heard = gauge("member_heard_timestamp_seconds", "Unix time of the member's last sign", "member")
         self.joins = counter("joins", "Ranks that joined", "member")
         self.losses = counter("member_losses", "Times that a member was lost", "member")
@@ -110,7 +112,7 @@ class Metrics:
                 self._add(self.losses, member=member)
                 self._alive(member, 0)
             case Left(member=member):
-                self._alive(member, 0)
+                self.up.remove(*self._always.values(), member)
             case UpdateApplied():
                 self._on_update(event)
             case JobTrained():
