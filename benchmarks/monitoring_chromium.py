@@ -109,7 +109,9 @@ class Chromium:
         return found
 
     def open(self, url: str) -> None:
+        """Returns when the document and its scripts are there."""
         self.command("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, script: str) -> Any:
         """The value of a JavaScript expression; promises are waited for."""
