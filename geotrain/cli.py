@@ -140,13 +140,16 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
 ) -> None:
     """Show how a run goes, or went."""
-    from geotrain.launch.progress import new_console, status_of_run, table, view
+    from geotrain.launch.progress import new_console, page_line, status_of_run, table, view
 
     cluster, statuses = status_of_run(folder)
     if as_json:
         print(json.dumps(statuses, indent=2))
-    else:
-        new_console().print(table(view(cluster, statuses)))
+        return
+    console, page = new_console(), statuses.get("global", {}).get("page")
+    console.print(table(view(cluster, statuses)))
+    if page:
+        console.print(page_line(cluster, page), highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")

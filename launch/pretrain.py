@@ -56,6 +56,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
     from geotrain.monitor.events import Acknowledged, EventLog, JobTrained
+    from geotrain.monitor.flops import peak_flops, training_flops_per_token
     from geotrain.net.certs import trust_between
     from geotrain.net.client import MemberClient
     from geotrain.trainer import Trainer
@@ -75,12 +76,20 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     checkpoints = folder / run.checkpoint.folder / worker.name
     with (
         closing(MemberClient(str(server), trust=trust)) as client,
-        EventLog(folder / "events" / f"{worker.name}.jsonl") as events,
+        EventLog(
+            folder / "events" / f"{worker.name}.jsonl", source=worker.name, enabled=run.monitor.enabled
+        ) as events,
     ):
         trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
         trainer.min_step_s = worker.min_step_s
         client.on_acknowledged = lambda sequence: events.write(Acknowledged(worker.name, trainer.life, sequence))
-        trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
+        trainer.report = lambda numbers: events.write(
+            JobTrained(worker=worker.name, retries=float(client.retries), **numbers)
+        )
+        peak = peak_flops(cluster, worker)
+        if peak is not None:
+            per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
+            trainer.peak_flops_per_token_s = peak / per_token
         trainer.train(resume)
     engine.close()
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, is_loopback, load_cluster, load_run
 from geotrain.net.certs import OPERATOR, trust_between
 from geotrain.net.status import ask_status
 from geotrain.outer.messages import GLOBAL
@@ -226,6 +227,7 @@ class Display:
         self._every_s = run.monitor.every_s
         self._latest: dict[str, Status] = {}
         self._eta = Eta()
+        self._page: str | None = None  # the status page's address, once it was told
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask_on, name="status", daemon=True)
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -260,6 +262,21 @@ class Display:
     def _ask_on(self) -> None:
         while not self._stop.wait(self._every_s):
             self._latest = {**self._latest, **ask(self._cluster, self._servers)}
+            self._tell_page(self._latest.get(GLOBAL, {}).get("page"))
+
+    def _tell_page(self, url: str | None) -> None:
+        if url and url != self._page:
+            self._page = url
+            self._console.print(page_line(self._cluster, url), highlight=False, soft_wrap=True)
+
+
+def page_line(cluster: ClusterConfig, url: str) -> str:
+    """Where a person finds the status page."""
+    if cluster.global_ssh is None or not is_loopback(urlsplit(url).hostname or ""):
+        return f"status page: {url}"
+    port = urlsplit(url).port
+    tunnel = f"ssh -N -L {port}:127.0.0.1:{port} {cluster.global_ssh}"
+    return f"status page: {url} on {cluster.global_ssh}; to see it here: {tunnel}"
 
 
 def lines(seen: View) -> Iterable[str]:

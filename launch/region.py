@@ -33,8 +33,10 @@ from geotrain.launch.progress import Display, last_words, new_console, size
 from geotrain.launch.site import Order, far_site, processes, sites_of, write_files
 from geotrain.launch.started import tail
 from geotrain.launch.supervise import STOP_DEADLINE_S, Death, Outcome, Supervisor
+from geotrain.launch.watching import event_log, writer
 from geotrain.launch.world import this_machine
 from geotrain.monitor.events import EventLog, ProcessDied
+from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.messages import GLOBAL
 
 DRAIN_S = 900.0  # servers flush and write their last snapshot
@@ -69,7 +71,10 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False, only: tuple
         starting = [links.process] if links else []
         starting += processes(order, folder, this_machine(), inside)
         starting += [far_site(order, site, host) for site, host in hosts.items() if host]
-        supervisor = stack.enter_context(_supervisor(order, folder, only, console))
+        events = stack.enter_context(event_log(run, folder, only))
+        if GLOBAL in hosts:
+            stack.enter_context(Monitor(run, cluster, LAUNCHER, events))
+        supervisor = stack.enter_context(_supervisor(order, folder, events, console))
         for process in starting:
             supervisor.start(process)
         console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
@@ -93,7 +98,8 @@ def launch_site() -> int:
         check_data(order.run)
     with (
         locked(folder, order.sites, take_over=True),
-        _supervisor(order, folder, order.sites, new_console()) as supervisor,
+        event_log(order.run, folder, order.sites) as events,
+        _supervisor(order, folder, events, new_console()) as supervisor,
     ):
         write_files(order, folder)
         supervisor.stop_on_end_of(0)
@@ -104,18 +110,16 @@ def launch_site() -> int:
     return EXIT_FOR_GOOD if 0 < outcome.code < 128 else outcome.code  # what could be tried again was
 
 
-def _supervisor(order: Order, folder: Path, sites: tuple[str, ...], console: Console) -> Supervisor:
-    """With its deaths written down. sites: that this launcher is for; none: all."""
-    log = folder / "events" / f"{'-'.join(('launcher', *sites))}.jsonl"
+def _supervisor(order: Order, folder: Path, events: EventLog, console: Console) -> Supervisor:
+    """With its deaths written down."""
 
     def tell(death: Death) -> None:
-        with EventLog(log) as events:
-            events.write(ProcessDied(death.unit, death.how, death.pause_s, death.restarts))
+        events.write(ProcessDied(death.unit, death.how, death.pause_s, death.restarts))
         then = "given up" if death.pause_s is None else f"started again in {death.pause_s:.3g} s"
         console.print(f"{death.unit} {death.how}; {then} (restarts so far: {death.restarts})", style="yellow")
 
     sync = order.run.outer.rule == "sync"  # every worker takes part in every round
-    return Supervisor(folder / "logs", DRAIN_S, order.cluster.restart, sync, tell)
+    return Supervisor(folder / "logs", DRAIN_S, order.cluster.restart, sync, tell, writer(events))
 
 
 def _with_what_is_left(outcome: Outcome, top: Mapping[str, Any]) -> Outcome:

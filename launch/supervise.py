@@ -91,7 +91,8 @@ class Supervisor:
     logs: folder of the log files `<name>.log`, appended to. drain_s: how long servers may take to end after the
     workers have. restart: how often what has an `again` is started again. Then, a worker that is given up fails the
     run only when no other is left, or when `needs_all`; a server that is given up always does.
-    tell: told of each death that does not end the run.
+    tell: told of each death that does not end the run. watch: told of each process that was started (None) or has
+    ended (its code).
     """
 
     def __init__(
@@ -101,10 +102,12 @@ class Supervisor:
         restart: RestartConfig | None = None,
         needs_all: bool = False,
         tell: Callable[[Death], None] = lambda death: None,
+        watch: Callable[[Process, int | None], None] = lambda *_: None,
     ) -> None:
         self.logs = logs
         self.drain_s = drain_s
         self.restart, self.needs_all, self.tell = restart or RestartConfig(), needs_all, tell
+        self.watch = watch
         self._units: dict[str, _Unit] = {}
         self._wakeup = SignalPipe()
         self._selector = selectors.DefaultSelector()
@@ -151,6 +154,7 @@ class Supervisor:
         unit.running[process.name] = started
         self._selector.register(started.pidfd, selectors.EVENT_READ, started)
         started.say(process.hello)
+        self.watch(process, None)
 
     def stop_on_end_of(self, stdin: int) -> None:
         """Also stop when this file descriptor ends: for a supervisor that somebody else started."""
@@ -201,7 +205,9 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.popen.pid, signal.SIGKILL)  # before wait(): then the group's number is still ours
         del self._unit_of(started.process).running[started.process.name]
-        return started.close()
+        code = started.close()
+        self.watch(started.process, code)
+        return code
 
     def _unit_of(self, process: Process) -> _Unit:
         return self._units[process.unit or process.name]

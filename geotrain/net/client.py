@@ -110,6 +110,11 @@ class MemberClient:
 
         return self._wait(ask(), self.connect_s + 5)
 
+    @property
+    def retries(self) -> int:
+        """Attempts that failed on their way and were repeated."""
+        return self._link.retries if self._link else 0
+
     def leave(self) -> None:
         """Say goodbye, once every update of this rank has been delivered; returns when all ranks of the member have
         said it. Raises as `push`."""

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from math import isfinite
 from typing import Any
 
-from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, UpdateApplied
+from geotrain.monitor.events import EventLog, Joined, Left, Merged, Refusal, SentUp, UpdateApplied
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
 from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, UpdatePart
 from geotrain.outer.region_server import RegionServer
 
+REFUSAL_EVERY_S = 1.0
+
 
 class Diary:
-    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up."""
+    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up.
 
-    def __init__(self, server: GlobalServer | RegionServer, events: EventLog) -> None:
-        self.server, self.events = server, events
+    sample_tokens: tokens in one sample.
+    """
+
+    def __init__(self, server: GlobalServer | RegionServer, events: EventLog, sample_tokens: int) -> None:
+        self.server, self.events, self.sample_tokens = server, events, sample_tokens
         self._leased: dict[int, int] = {}  # region server: lease → samples
         self._committed = server.book.committed_samples if isinstance(server, GlobalServer) else 0
+        self._refusals: dict[str, int] = {}
+        self._refusal_told_s: dict[str, float] = {}
 
     def watch(self, message: Message, reply: Any) -> None:
         match message:
@@ -40,11 +48,21 @@ class Diary:
             size = sum(len(d.payload) for d in update.deltas)
             self.events.write(SentUp(update.sequence, [d.fragment for d in update.deltas], update.weight, size))
 
+    def refused(self, member: str, reason: str) -> None:
+        """A message was refused for good."""
+        self._refusals[member] = self._refusals.get(member, 0) + 1
+        now_s = time.monotonic()
+        if now_s - self._refusal_told_s.get(member, -REFUSAL_EVERY_S) >= REFUSAL_EVERY_S:
+            self._refusal_told_s[member] = now_s
+            self.events.write(Refusal(member, reason, self._refusals[member]))
+
     def _applied(self, part: UpdatePart) -> UpdateApplied:
         member, codec = self.server.members[part.member], self.server.up
         fragments = [d.fragment for d in part.deltas]
         size = sum(codec.encoded_bytes(numel(join.pushes[f])) for join in member.joined.values() for f in fragments)
         metrics = {name: value for name, value in member.metrics.items() if isfinite(value)}
+        samples = self._samples(part.leases)
+        top = isinstance(self.server, GlobalServer)
         return UpdateApplied(
             part.member,
             part.sequence,
@@ -52,10 +70,13 @@ class Diary:
             fragments,
             [state.version for state in self.server.fragments],
             int(metrics.pop("staleness", 0)),
-            self._samples(part.leases),
+            samples,
             size,
             metrics.get("loss"),
             metrics,
+            [member.staleness[f] for f in fragments],
+            [member.norms[f] for f in fragments],
+            self._committed * self.sample_tokens if top else None,
         )
 
     def _samples(self, leases: tuple[int, ...]) -> int:

@@ -63,6 +63,7 @@ class Link:
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
+        self.retries = 0  # attempts that failed on their way and were repeated
         if trust is None:
             self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -140,8 +141,9 @@ class Link:
         leave = calls.SayLeave(self.member, self.incarnation, part, sequence)
         await self._unary("leave", wire.pack(leave), calls.Ack, within_s=calls.MAX_WAIT_S + REPLY_S)
 
-    async def beat(self, part: int) -> None:
-        await self._unary("beat", wire.pack(calls.Beat(self.member, self.incarnation, part)), calls.Ack)
+    async def beat(self, part: int, metrics: dict[str, float] | None = None) -> None:
+        beat = calls.Beat(self.member, self.incarnation, part, metrics or {})
+        await self._unary("beat", wire.pack(beat), calls.Ack)
 
     async def status(self) -> dict[str, Any]:
         return json.loads(await self._raw_unary("status", b"", REPLY_S))
@@ -179,6 +181,7 @@ class Link:
                     pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
                     continue
             except (Lost, wire.DamagedError) as lost:
+                self.retries += 1
                 trouble, wait_s = str(lost), pause_s * random.uniform(0.5, 1.0)
                 pause_s = min(2 * pause_s, LAST_BACKOFF_S)
             except NotJoined as refused:

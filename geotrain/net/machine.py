@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class Machine:
         self.server, self.journal = server, journal
         self.deliver, self.watch = deliver, watch
         self.status: dict[str, Any] = server.status()
+        self.flushes, self.flush_s = 0, 0.0  # of the journal, so far
+        self.calls = 0  # messages so far
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self._changed = asyncio.Event()
@@ -127,6 +130,11 @@ class Machine:
                 await within(left_s, changed.wait())
             except TimeoutError:
                 return None
+
+    @property
+    def waiting(self) -> int:
+        """Messages and calls that wait for the thread."""
+        return self._queue.qsize()
 
     def close(self) -> None:
         """Ends after what was asked before."""
@@ -179,7 +187,11 @@ class Machine:
                 self.journal.append(work.message)
             except JournalFull as full:
                 refused[id(work)] = Refused(f"the server's disk is full ({full.strerror})", FULL_RETRY_S)
+        begin = time.perf_counter()
         self.journal.flush()
+        if group:
+            self.flushes, self.flush_s = self.flushes + 1, self.flush_s + time.perf_counter() - begin
+            self.calls += len(group)
         return refused
 
     def _say(self, message: Message) -> Any:

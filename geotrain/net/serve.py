@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 
 from geotrain.canonical import UnsupportedModelError
-from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, ConfigError, RunConfig
+from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, ConfigError, RunConfig, is_loopback
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
 from geotrain.monitor.events import Acknowledged, EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.history import facts
+from geotrain.monitor.monitor import Monitor
+from geotrain.net import calls
 from geotrain.net.certs import CertificateError, Credentials, Role, Trust, identity, load_credentials
 from geotrain.net.diary import Diary
 from geotrain.net.journal import JournalDamaged, JournalFull
@@ -36,6 +39,7 @@ from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_sna
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
 from geotrain.net.uplink import Uplink
+from geotrain.net.watch import Watch
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import Layout, LayoutError, layout_of
 from geotrain.outer.messages import GLOBAL, Refused, Send
@@ -122,7 +126,11 @@ def _serve(
 ) -> int:
     try:
         credentials = place.credentials()
-        with alone_in(folder), EventLog(folder / EVENTS) as events:
+        with (
+            alone_in(folder),
+            EventLog(folder / EVENTS, source=place.name, enabled=run.monitor.enabled) as events,
+            _monitor(run, place, events) as monitor,
+        ):
             if not resume and (Store(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*"))):
                 raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
             recovered = recover(build, begin, folder, run.checkpoint.keep)
@@ -130,13 +138,21 @@ def _serve(
                 log.error("%s", fault)
                 events.write(Trouble(fault))
             events.write(Recovery(recovered.replayed))
-            host = _Host(recovered, events, folder, run.checkpoint.every_updates, place, credentials)
+            host = _Host(recovered, events, folder, run, place, credentials, monitor)
             asyncio.run(host.run())
     except EXPECTED as error:
         return _failed(error)
     except OSError as error:
         return _failed(OSError(f"{folder}: {error.strerror or error}"))
     return 0
+
+
+def _monitor(run: RunConfig, place: _Place, events: EventLog) -> Monitor:
+    """Raises ConfigError."""
+    layout = layout_of(run)
+    names = tuple(fragment.name for fragment in layout.fragments)
+    top = facts(run, place.cluster, layout.numel, names) if place.role == "global" else None
+    return Monitor(run, place.cluster, place.name, events, top)
 
 
 def _failed(error: Exception) -> int:
@@ -172,14 +188,15 @@ class _Host:
         recovered: Recovered,
         events: EventLog,
         folder: Path,
-        every_updates: int,
+        run: RunConfig,
         place: _Place,
         credentials: Credentials | None,
+        monitor: Monitor,
     ) -> None:
         self.place, self.credentials = place, credentials
         self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
-        self.events, self.folder, self.every_updates = events, folder, every_updates
-        self.diary = Diary(self.server, events)
+        self.events, self.folder, self.run_config, self.monitor = events, folder, run, monitor
+        self.diary = Diary(self.server, events, run.data.sequence_length)
         self.uplink: Uplink | None = None
         self.saved_updates = self._updates()
         self.carried_bytes = 0  # what the journal's open segment began with
@@ -199,8 +216,12 @@ class _Host:
             silent_s=REGION_SILENT_S if self.place.member_role == "region" else WORKER_SILENT_S,
             credentials=self.credentials,
         )
+        self.service.on_refused = self.diary.refused
         address = self.place.address
         self.meter = Meter(self._is_wide_area)
+        beat_s = calls.REGION_BEAT_S if self.place.member_role == "region" else calls.BEAT_S
+        sample_s = self.run_config.monitor.sample_s
+        self.watch = Watch(self.machine, self.service, self.events, self.folder, self._traffic, sample_s, beat_s)
         if not self.store.numbers():
             await self._snapshot()  # so that there is one, whatever happens
         port = await self.service.start(address)
@@ -208,7 +229,7 @@ class _Host:
         listening = self.folder / LISTENING
         with whole_file(listening) as file:
             json.dump({"address": f"{address.host}:{port}", "pid": os.getpid()}, file)
-        if self.credentials is None and not _is_loopback(address):
+        if self.credentials is None and not is_loopback(address.host):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
         try:
@@ -228,16 +249,19 @@ class _Host:
             asyncio.ensure_future(self.stop.wait()),
             asyncio.ensure_future(self._snapshots()),
         ]
+        if self.run_config.monitor.enabled:
+            tasks.append(asyncio.ensure_future(self.watch.run()))
         if isinstance(self.server, RegionServer):
             trust = Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None
             above = str(self.place.cluster.global_server)
             name, life = self.server.name, self.server.incarnation
-            self.uplink = Uplink(
+            self.uplink = self.watch.uplink = Uplink(
                 self.machine,
                 above,
                 trust=trust,
                 on_lost=lambda n: self.events.write(UpdatesLost(n)),
                 on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, life, sequence)),
+                metrics=self.watch.metrics,
             )
             tasks.append(asyncio.ensure_future(self.uplink.run()))
         else:
@@ -271,7 +295,10 @@ class _Host:
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
-        return self._updates() - self.saved_updates >= self.every_updates or journal_bytes >= enough_bytes
+        return (
+            self._updates() - self.saved_updates >= self.run_config.checkpoint.every_updates
+            or journal_bytes >= enough_bytes
+        )
 
     async def _snapshot(self, ended: bool = False) -> None:
         """Copy the state between two messages, write the copy beside the work. Raises StoreError."""
@@ -315,11 +342,7 @@ class _Host:
     def _status(self) -> dict[str, Any]:
         """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
         rates over a second. peers: bytes with each member."""
-        traffic = self.meter.traffic()
-        members: dict[str, Traffic] = {}
-        for peer, member in self.service.peers.items():
-            if peer in traffic:
-                members.setdefault(member, Traffic()).join(traffic[peer])
+        members = self._traffic()
         total = self.meter.total
         sent, received = ("up", "down") if self.place.role == "region" else ("down", "up")
         return {
@@ -334,8 +357,14 @@ class _Host:
             },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,
+            "page": self.monitor.page_url,
         }
 
-
-def _is_loopback(address: Address) -> bool:
-    return address.host in ("localhost", "::1") or address.host.startswith("127.")
+    def _traffic(self) -> dict[str, Traffic]:
+        """Bytes with each member, over all its connections."""
+        traffic = self.meter.traffic()
+        members: dict[str, Traffic] = {}
+        for peer, member in list(self.service.peers.items()):
+            if peer in traffic:
+                members.setdefault(member, Traffic()).join(traffic[peer])
+        return members

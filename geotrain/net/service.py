@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from math import isfinite
 from typing import Any
 from urllib.parse import unquote
 
@@ -58,6 +59,8 @@ class Service:
         self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
         self.refused: dict[str, int] = {}  # member → messages refused for good
+        self.on_refused: Callable[[str, str], None] = lambda member, reason: None
+        self.beats: dict[str, dict[str, float]] = {}  # member → what its last heartbeat said
         self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
         self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
         self._receiving: dict[tuple[str, int], asyncio.Task[Any]] = {}
@@ -206,6 +209,8 @@ class Service:
         beat = wire.unpack(request, calls.Beat)
         member = await self._check_life(context, beat.member, beat.incarnation)
         self.pulse.heard(beat.member, beat.part)
+        if beat.metrics:
+            self.beats[beat.member] = _finite(beat.metrics)
         return wire.pack(calls.Ack(member.sequence))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
@@ -247,6 +252,7 @@ class Service:
         except Refused as refused:
             if refused.retry_s is None and member in self.machine.server.members:
                 self.refused[member] = self.refused.get(member, 0) + 1
+                self.on_refused(member, refused.reason)
             raise
 
     def _only_one(self, member: str, part: int) -> None:
@@ -283,6 +289,12 @@ async def _next_frame(context: Any, wait_s: float) -> bytes:
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
     return bytes(frame)
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """What another machine says, within bounds."""
+    told = [(name[:40], float(value)) for name, value in metrics.items() if isfinite(value)]
+    return dict(told[: calls.MAX_METRICS])
 
 
 def _plain_peer(peer: str) -> str:

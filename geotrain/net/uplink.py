@@ -44,6 +44,7 @@ class Uplink:
 
     on_lost: told how many acknowledged updates a restored global server does not know. on_acknowledged: told of each
     update that the global server has taken.
+    metrics: numbers for people that go up with each heartbeat.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Uplink:
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
         on_acknowledged: Callable[[int], None] = lambda sequence: None,
+        metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         assert isinstance(machine.server, RegionServer)
         self.machine, self.server = machine, machine.server
         self.connect_s, self.on_lost, self.on_acknowledged = connect_s, on_lost, on_acknowledged
+        self.metrics = metrics
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
@@ -150,8 +153,8 @@ class Uplink:
 
     async def _run_beats(self) -> None:
         while True:
-            await asyncio.sleep(calls.BEAT_S)
-            await self._persist(_certain(self.link.beat, 0))
+            await asyncio.sleep(calls.REGION_BEAT_S)
+            await self._persist(_certain(self.link.beat, 0, self.metrics()))
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:

@@ -299,8 +299,17 @@ class RegionServer(Server):
         return complete
 
     def _mean_metrics(self) -> dict[str, float]:
-        losses = [m.metrics["loss"] for m in self.members.values() if "loss" in m.metrics]
-        return {"loss": sum(losses) / len(losses)} if losses else {}
+        """Of the workers that are here (at the end: that were here): their rates together, the mean of the rest."""
+        here = [m for m in self.members.values() if not m.left] or list(self.members.values())
+        told: dict[str, list[float]] = {}
+        for member in here:
+            for name, value in member.metrics.items():
+                told.setdefault(name, []).append(value)
+        told.pop("staleness", None)  # counted in this region's versions
+        return {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in told.items()}
+
+
+_ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))
 
 
 def _numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:

@@ -62,6 +62,8 @@ class Member:
     answers: dict[int, dict[int, list[FragmentWeights]]] = field(default_factory=dict)  # sequence → part → weights
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
     metrics: dict[str, float] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
+    norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
     updates: int = 0
     left: bool = False
 
@@ -298,6 +300,7 @@ class Server:
                 scatter(self.up.decode(from_bytes(delta.payload), numel(slices)), slices, vector)
             except ValueError as error:
                 raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
+        member.norms[fragment] = float(torch.linalg.vector_norm(vector))
         return vector
 
     def encode_weights(self, member: Member, part: int, fragment: int) -> FragmentWeights:
@@ -396,7 +399,8 @@ class Server:
         self._begin_answer(member, first.sequence, set(fragments))
         for fragment, delta, sent in zip(fragments, deltas, first.deltas, strict=True):
             state = self.fragments[fragment]
-            staleness = max(staleness, state.version - sent.anchor_version)
+            member.staleness[fragment] = state.version - sent.anchor_version
+            staleness = max(staleness, member.staleness[fragment])
             self.answer_members(self.rule.on_delta(state, name, delta, first.weight), fragment)
         member.metrics = {**first.metrics, "staleness": float(staleness)}
         self.on_applied(first)
