@@ -305,7 +305,7 @@ class _Host:
         async with self.saving:
             began_s, updates = time.monotonic(), self._updates()
             try:
-                tensors, meta = await self.machine.read(lambda: begin_snapshot(self.server, self.journal, ended))
+                tensors, meta = await self.machine.alone(lambda: begin_snapshot(self.server, self.journal, ended))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
             self.carried_bytes = self.journal.segment_bytes
