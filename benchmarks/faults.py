@@ -3,7 +3,7 @@
 Two regions of two workers each. Nothing that was acknowledged may be missing or counted twice, no sample skipped,
 and every recovered state must be, bit for bit, what an uninterrupted replay of the whole journal gives.
 
-    python benchmarks/faults.py [--seconds 300] [--seed 1] [--every 25] [--pace 0.3]
+    python benchmarks/faults.py [--seconds 300] [--seed 1] [--every 20] [--pace 0.3]
     python benchmarks/faults.py --seconds 3600       a soak: also the growth of memory and of open files
 
 Needs root, for the network namespaces. `--pace` is the least time of an inner step: others get the processor.
@@ -45,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="from when every worker trains")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=float, help="mean seconds between faults; default 25, in a soak 180")
+    parser.add_argument("--every", type=float, help="mean seconds between faults; default 20, in a soak 180")
     parser.add_argument("--pace", type=float, default=0.3, help="least seconds of an inner step")
     parser.add_argument(
         "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
@@ -58,7 +58,7 @@ def main() -> int:
         return 2
     folder = args.folder or Path(tempfile.mkdtemp(prefix="geotrain-faults-"))
     files = make_world(folder, args.pace)
-    every_s = args.every or (180.0 if args.seconds >= SOAK_S else 25.0)
+    every_s = args.every or (180.0 if args.seconds >= SOAK_S else 20.0)
     result = faulty(files, folder, args.seed, args.seconds, every_s)
     if args.folder is None:
         shutil.rmtree(folder)
