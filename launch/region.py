@@ -71,7 +71,11 @@ def launch_site() -> int:
     folder = order.run.run_folder.absolute()
     if set(order.sites) - {GLOBAL}:
         check_data(order.run)
-    with locked(folder, order.sites), Supervisor(folder / "logs", DRAIN_S) as supervisor:
+    with (
+        locked(folder, order.sites),
+        event_log(order.run, folder, order.sites) as events,
+        Supervisor(folder / "logs", DRAIN_S, writer(events)) as supervisor,
+    ):
         write_files(order, folder)
         supervisor.stop_on_end_of(0)
         for process in processes(order, folder, this_machine()):

@@ -11,9 +11,10 @@ from geotrain.monitor.events import EventLog, ProcessEnded, ProcessStarted
 from geotrain.monitor.monitor import LAUNCHER
 
 
-def event_log(run: RunConfig, folder: Path) -> EventLog:
-    """In the run's folder on this machine."""
-    return EventLog(folder / "events" / f"{LAUNCHER}.jsonl", source=LAUNCHER, enabled=run.monitor.enabled)
+def event_log(run: RunConfig, folder: Path, sites: tuple[str, ...] = ()) -> EventLog:
+    """In the run's folder on this machine. sites: of a far launcher, whose folder may be this one."""
+    name = "-".join((LAUNCHER, *sites))
+    return EventLog(folder / "events" / f"{name}.jsonl", source=name, enabled=run.monitor.enabled)
 
 
 def writer(events: EventLog) -> Callable[[Process, int | None], None]:

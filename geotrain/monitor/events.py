@@ -155,7 +155,7 @@ class MemberSampled:
     sent_bytes_per_s: Annotated[float, "since the last sample"]
     received_bytes_per_s: Annotated[float, "since the last sample"]
     refused: Annotated[int, "messages refused for good since the server's start"]
-    metrics: Annotated[dict[str, float], "what a region's heartbeat says: queues, retries, memory, its workers"]
+    metrics: Annotated[dict[str, float], "what a region's heartbeat says: workers' numbers, queues, memory"]
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,8 @@ class ServerSampled:
     journal_flushes: Annotated[int, "since the last sample"]
     journal_flush_s: Annotated[float, "seconds they took together"]
     versions: Annotated[list[int], "of every fragment"]
+    wide_area_sent_bytes: Annotated[int, "on links between regions that end here, since the start"] = 0
+    wide_area_received_bytes: Annotated[int, "on these links"] = 0
     in_flight: Annotated[int, "updates without answer (region server)"] = 0
     pending: Annotated[int, "workers' updates not sent up yet (region server)"] = 0
     open_leases: Annotated[int, "given out and not committed (global server)"] = 0

@@ -231,7 +231,9 @@ class _Host:
         self.meter = Meter(self._is_wide_area)
         beat_s = calls.REGION_BEAT_S if self.place.member_role == "region" else calls.BEAT_S
         sample_s = self.run_config.monitor.sample_s
-        self.watch = Watch(self.machine, self.service, self.events, self.folder, self._traffic, sample_s, beat_s)
+        self.watch = Watch(
+            self.machine, self.service, self.events, self.folder, self._traffic, self.meter.total, sample_s, beat_s
+        )
         if not self.store.numbers():
             await self._snapshot()  # so that there is one, whatever happens
         port = await self.service.start(address)
@@ -280,7 +282,7 @@ class _Host:
                 task.result()
         finally:
             with whole_file(self.folder / STATUS) as file:  # while its links are still open
-                json.dump(self.service.status(), file)
+                json.dump({**self.service.status(), "page": None, "metrics": None}, file)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -366,6 +368,7 @@ class _Host:
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,
             "page": self.monitor.page_url,
+            "metrics": self.monitor.metrics_url,
         }
 
     def _traffic(self) -> dict[str, Traffic]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -299,14 +300,19 @@ class RegionServer(Server):
         return complete
 
     def _mean_metrics(self) -> dict[str, float]:
-        """Of the workers that are here (at the end: that were here): their rates together, the mean of the rest."""
+        """Of the workers that are here; at the end, of those that were here."""
         here = [m for m in self.members.values() if not m.left] or list(self.members.values())
-        told: dict[str, list[float]] = {}
-        for member in here:
-            for name, value in member.metrics.items():
-                told.setdefault(name, []).append(value)
-        told.pop("staleness", None)  # counted in this region's versions
-        return {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in told.items()}
+        return mean_metrics([m.metrics for m in here])
+
+
+def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A region's numbers for people, from its workers': their rates together, the mean of the rest."""
+    told: dict[str, list[float]] = {}
+    for metrics in workers:
+        for name, value in metrics.items():
+            told.setdefault(name, []).append(value)
+    told.pop("staleness", None)  # counted in the region's versions
+    return {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in told.items()}
 
 
 _ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))
