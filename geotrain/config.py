@@ -162,7 +162,8 @@ class CheckpointConfig(Block):
     every_updates: PositiveInt = Field(64, description="Servers snapshot after this many updates.")
     keep: PositiveInt = 2
     snapshots: str | None = Field(
-        None, description="URL (s3://bucket/path, file:///path, any of fsspec's) to which servers copy their snapshots."
+        None,
+        description="URL (s3://bucket/path, file:///path, any of fsspec's) to which servers copy their snapshots.",
     )
 
     @model_validator(mode="after")

@@ -85,7 +85,9 @@ class Remote:
                 meta: bytes = self._files.cat_file(self._path(number, META))
                 (temporary / META).write_bytes(meta)
                 for name in checked_meta(meta)["files"]:
-                    self._files.get_file(self._path(number, f"{name}.safetensors"), str(temporary / f"{name}.safetensors"))
+                    self._files.get_file(
+                        self._path(number, f"{name}.safetensors"), str(temporary / f"{name}.safetensors")
+                    )
             return store.adopt(temporary, number)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

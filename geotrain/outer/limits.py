@@ -73,8 +73,8 @@ class NormLimits:
         else:
             usually = ""
         raise Refused(
-            f"{member}: fragment {fragment}: the update's norm of {size:.3g} is far out of the ordinary{usually}. Look "
-            "for a diverged loss; to allow it, raise outer.limits.norm_deviations or set it to null"
+            f"{member}: fragment {fragment}: the update's norm of {size:.3g} is far out of the ordinary{usually}. "
+            "Look for a diverged loss; to allow it, raise outer.limits.norm_deviations or set it to null"
         )
 
     def note(self, fragment: int, size: float, weight: int) -> None:

@@ -335,7 +335,7 @@ class Server:
     def _check_quarantine(self, name: str, member: Member, incarnation: str) -> None:
         if member.quarantined:
             raise Refused(
-                f"{name} is quarantined after {len(member.offences)} refused updates, the last one since {member.fault}. "
+                f"{name} is quarantined after {len(member.offences)} refused updates; the last one: {member.fault}. "
                 f"Started anew it may join {self.limits.quarantine_s:g} s later, or once the operator pardons it"
             )
         if incarnation and incarnation == member.barred:

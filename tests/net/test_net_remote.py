@@ -30,7 +30,7 @@ from tests.outer.test_servers import random_deltas
 def endpoint() -> Iterator[str]:
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    yield "http://127.0.0.1:%d" % server.get_host_and_port()[1]
+    yield f"http://127.0.0.1:{server.get_host_and_port()[1]}"
     server.stop()
 
 
@@ -129,7 +129,7 @@ def test_an_unreachable_store_is_told_and_does_not_stop_who_has_a_snapshot(tmp_p
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
     remote = Remote("s3://bucket/run", keep=2)
-    with pytest.raises(StoreError, match="checkpoint.snapshots = s3://bucket/run: cannot be read: .*onnect"):
+    with pytest.raises(StoreError, match=r"checkpoint\.snapshots = s3://bucket/run: cannot be read: .*onnect"):
         newest_snapshot(Store(tmp_path / "empty"), remote)
     snapshot, faults = newest_snapshot(saved(tmp_path / "here", 1), remote)
     assert snapshot is not None and "cannot be read" in faults[0]
@@ -188,7 +188,7 @@ def test_a_snapshot_that_is_being_copied_stays(tmp_path):
 
 
 def test_a_url_of_no_known_kind():
-    with pytest.raises(ConfigError, match="checkpoint.snapshots = 's4://bucket/x': cannot be used: .*s4"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.snapshots = 's4://bucket/x': cannot be used: .*s4"):
         Remote("s4://bucket/x", keep=1)
 
 
