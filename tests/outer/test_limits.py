@@ -139,6 +139,12 @@ def test_a_version_that_never_was_is_refused(version):
 # ------------------------------------------------------------------------------------------------- quarantine
 
 
+QUARANTINED = (
+    r"a is quarantined after 3 refused updates; the last one: it was wild\. "
+    r"Started anew it may join 600 s later, or once the operator pardons it"
+)
+
+
 def offend(world: World, times: int, incarnation: str = "life-1") -> list[bool]:
     return [world.regions["eu"].on_offence(Offence("a", incarnation, "it was wild")) for _ in range(times)]
 
@@ -160,8 +166,7 @@ def test_who_offends_again_and_again_is_quarantined():
         for refused in (lambda s=server: s.on_part(worker.parts(random_deltas(world, 1))[0]),
                         lambda s=server: s.on_join(worker.joins(world.identity)[0]),
                         lambda s=server: s.on_join(worker.joins(world.identity, "life-2")[0])):  # fmt: skip
-            with pytest.raises(Refused, match=r"a is quarantined after 3 refused updates; the last one: it was wild\. "
-                               r"Started anew it may join 600 s later, or once the operator pardons it") as told:  # fmt: skip
+            with pytest.raises(Refused, match=QUARANTINED) as told:
                 refused()
             assert told.value.retry_s is None
         server.on_pardon(Pardon("a"))
@@ -266,8 +271,8 @@ def two_in_a_region(**settings: object) -> tuple[World, RegionServer]:
 
 
 def test_the_dead_keep_nobody_from_flushing():
-    """One worker has left, the other is dead for good: what is pending goes up at once, and the region leaves when the
-    global server says that all data is trained; not before, since the dead may come back for it."""
+    """One worker has left, the other is dead for good: what is pending goes up at once, and the region leaves when
+    the global server says that all data is trained; not before, since the dead may come back for it."""
     world, region = two_in_a_region()
     lease = world.lease("a")
     world.push("a", random_deltas(world, 1), (lease.lease,))
