@@ -102,20 +102,44 @@ class UpdatesLost:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A server has refused a member's message for good. At most one a second for each member is written."""
-
-    member: Member
-    reason: Annotated[str, "why"]
-    count: Annotated[int, "refusals of this member since the server's start"]
-
-
-@dataclass(frozen=True)
 class SnapshotWritten:
     """A server's state is on disk."""
 
     number: Annotated[int, "of the snapshot"]
     seconds: Annotated[float, "from its beginning until it was durable"]
+
+
+@dataclass(frozen=True)
+class SnapshotUploaded:
+    """A snapshot's copy is whole at the URL `checkpoint.snapshots`."""
+
+    number: Annotated[int, "of the snapshot"]
+    size_bytes: Annotated[int, "of the copy"]
+    seconds: Annotated[float, "that it took"]
+
+
+@dataclass(frozen=True)
+class UpdateRefused:
+    """A member sent what this server will not take."""
+
+    member: Member
+    reason: Annotated[str, "why"]
+    offences: Annotated[int, "of its last updates, how many were refused"]
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A member sent too much that was refused: it is refused itself, and its leases go to others."""
+
+    member: Member
+    reason: Annotated[str, "why, the last time"]
+
+
+@dataclass(frozen=True)
+class Pardoned:
+    """A quarantined member may come back, in a new life."""
+
+    member: Member
 
 
 @dataclass(frozen=True)
@@ -216,11 +240,14 @@ Event = (
     | Lost
     | Found
     | UpdateApplied
+    | UpdateRefused
+    | Quarantined
+    | Pardoned
     | SentUp
     | Merged
     | UpdatesLost
-    | Refusal
     | SnapshotWritten
+    | SnapshotUploaded
     | JobTrained
     | MemberSampled
     | ServerSampled

@@ -15,13 +15,15 @@ from geotrain.monitor.events import (
     Left,
     Lost,
     MemberSampled,
+    Pardoned,
+    Quarantined,
     Record,
     Recovery,
-    Refusal,
     ServerSampled,
     SnapshotWritten,
     Trouble,
     UpdateApplied,
+    UpdateRefused,
     UpdatesLost,
 )
 from geotrain.monitor.metrics import time_shares
@@ -155,8 +157,12 @@ class History:
                     if self._members[name].state != "left":
                         self._members[name].state = "away"
                 self._mark(now_s, "start", "", f"the global server started; {event.replayed} messages replayed")
-            case Refusal():
+            case UpdateRefused():
                 self._mark(now_s, "refused", event.member, event.reason[:200])
+            case Quarantined():
+                self._mark(now_s, "quarantined", event.member, f"quarantined: {event.reason[:200]}")
+            case Pardoned():
+                self._mark(now_s, "pardoned", event.member, "may come back")
             case SnapshotWritten():
                 self._mark(now_s, "snapshot", "", f"snapshot {event.number} in {event.seconds:.1f} s")
             case UpdatesLost():

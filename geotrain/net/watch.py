@@ -81,7 +81,7 @@ class Watch:
 
     def metrics(self) -> dict[str, float]:
         """What a region's heartbeat tells the global server."""
-        status, service = self.machine.status, self.service
+        status = self.machine.status
         here = [m for m in status["members"].values() if m["joined"] and not m["left"]]
         told = mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here])
         return {
@@ -91,7 +91,7 @@ class Watch:
             "in_flight": float(status.get("in_flight", 0)),
             "pending": float(status.get("pending", 0)),
             "region_version": float(max(status["versions"], default=0)),
-            "refused_workers": float(sum(service.refused.values())),
+            "refused_workers": float(sum(m["refused"] for m in status["members"].values())),
             "lost_workers": float(len(self._lost)),
             "retries": float(self.uplink.link.retries if self.uplink else 0),
             "rss_bytes": float(self._process.memory_info().rss),
@@ -110,7 +110,7 @@ class Watch:
                 received,
                 round(max(0, sent - sent_before) / elapsed_s, 1),
                 round(max(0, received - received_before) / elapsed_s, 1),
-                self.service.refused.get(name, 0),
+                self.machine.status["members"][name]["refused"],
                 self.service.beats.get(name, {}),
             )
         )

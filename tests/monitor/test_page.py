@@ -22,11 +22,11 @@ from geotrain.monitor.events import (
     Merged,
     Record,
     Recovery,
-    Refusal,
     SentUp,
     ServerSampled,
     Trouble,
     UpdateApplied,
+    UpdateRefused,
 )
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
@@ -200,7 +200,7 @@ def test_a_name_is_text_and_never_markup(chromium: Chromium) -> None:
     for record in synthetic_events(facts, time.time(), 0.1):
         history.on(record)
     history.on(Record(time.time(), "global", Trouble("<img src=x onerror=alert(1)>")))
-    history.on(Record(time.time(), "global", Refusal("region-00", "<script>alert(1)</script>", 1)))
+    history.on(Record(time.time(), "global", UpdateRefused("region-00", "<script>alert(1)</script>", 1)))
     server = HttpServer("127.0.0.1", 0, page_routes(history))
     server.start()
     try:

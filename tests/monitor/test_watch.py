@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from geotrain.monitor.events import EventLog, Follower, Found, Lost, MemberSampled
-from geotrain.net.diary import Diary
 from geotrain.net.meter import Traffic
 from geotrain.net.watch import Watch
 from geotrain.outer.region_server import mean_metrics
@@ -20,12 +19,11 @@ def world(folder: Path, silent: dict[str, float], **members: Any) -> tuple[Watch
     server = SimpleNamespace(members=members)
     service = SimpleNamespace(
         pulse=SimpleNamespace(silent_for=lambda name, now_s: silent[name]),
-        refused={"a": 2},
         beats={"a": {"queue": 1.0}},
     )
     events = EventLog(folder / "e.jsonl", source="global")
     traffic = {"a": Traffic(1000, 500)}
-    machine: Any = SimpleNamespace(server=server)
+    machine: Any = SimpleNamespace(server=server, status={"members": {"a": {"refused": 2}}})
     watch = Watch(machine, service, events, folder, lambda: traffic, Traffic(), 5.0, 2.0)  # type: ignore[arg-type]
     return watch, Follower(events.path)
 
@@ -51,16 +49,6 @@ def test_a_sample_of_a_member_has_bytes_and_rates(tmp_path: Path) -> None:
     first, second = (record.event for record in log.read())
     assert first == MemberSampled("a", 0.5, 1000, 500, 500.0, 250.0, 2, {"queue": 1.0})
     assert second == MemberSampled("a", 0.5, 1600, 500, 300.0, 0.0, 2, {"queue": 1.0})
-
-
-def test_refusals_are_counted_but_do_not_flood_the_log(tmp_path: Path) -> None:
-    events = EventLog(tmp_path / "e.jsonl")
-    diary = Diary(SimpleNamespace(), events, 8)  # type: ignore[arg-type]
-    for _ in range(100):
-        diary.refused("a", "no")
-    diary._refusal_told_s.clear()
-    diary.refused("a", "no")
-    assert [record.event.count for record in Follower(events.path).read()] == [1, 101]  # type: ignore[union-attr]
 
 
 def test_a_regions_numbers_from_its_workers() -> None:
