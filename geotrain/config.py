@@ -305,6 +305,11 @@ class ClusterConfig(Block):
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
 
+    @property
+    def serving(self) -> tuple[RegionConfig, ...]:
+        """The regions with workers of their own, and so with a server. Others only lend hosts to these."""
+        return tuple(region for region in self.regions if region.workers)
+
     def region(self, name: str) -> RegionConfig:
         for region in self.regions:
             if region.name == name:
