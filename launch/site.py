@@ -125,7 +125,7 @@ def far_site(order: Order, site: str, host: str) -> Process:
     Its processes have their logs there; the log here has what ssh and that launcher say.
     """
     folder = order.cluster.global_folder if site == GLOBAL else order.cluster.region(site).folder
-    command = (_python(folder), "-m", "geotrain", "launch-site")
+    command = (python_there(folder), "-m", "geotrain", "launch-site")
     only = Order(order.run, order.cluster, (site,), order.resume)
     role = "server" if site == GLOBAL else "worker"
     return Process(f"{site}.ssh", over_ssh(host, folder, command), hello=only.to_line(), role=role)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def _worker(job: Job, netns: int | None) -> Process:
     return Process(job.name, over_ssh(job.host, None, guard, job.env))
 
 
-def _python(folder: str | None) -> str:
+def python_there(folder: str | None) -> str:
     """Python on the other machine: at the same place within its checkout, or the same path."""
     here = Path(sys.executable)
     if folder is not None and here.is_relative_to(Path.cwd()):

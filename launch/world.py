@@ -225,13 +225,13 @@ def _with_launcher(place: Place, region: str, worker: WorkerConfig) -> World:
 
 def _deepspeed(place: Place, worker: WorkerConfig, master: str) -> tuple[str, ...]:
     return (
-        _deepspeed_program(),
+        deepspeed_program(),
         *("--hostfile", str(place.folder / hosts_path(worker.name))),
         *("--master_addr", master, "--master_port", str(place.master_port)),
     )
 
 
-def _deepspeed_program() -> str:
+def deepspeed_program() -> str:
     beside = Path(sys.executable).with_name("deepspeed")
     return str(beside) if beside.exists() else (shutil.which("deepspeed") or "deepspeed")
 
