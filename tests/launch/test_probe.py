@@ -122,7 +122,7 @@ def test_an_unreachable_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = cluster_file(tmp_path, regions=[region], links=[])
     before = path.read_text()
     with pytest.raises(
-        ConfigError, match="'global' has the address 127.0.0.1:0, but eu.example.org is another machine"
+        ConfigError, match=r"'global' has the address 127.0.0.1:0, but eu.example.org is another machine"
     ):
         probe(path, None, SHORT, print)
     region["server"] = {"host": "127.0.0.4", "port": 7}
