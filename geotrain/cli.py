@@ -36,6 +36,11 @@ class DType(StrEnum):
     float16 = "float16"
 
 
+class Objective(StrEnum):
+    speed = "speed"
+    cost = "cost"
+
+
 def main() -> None:
     """Entry point. An error of GeoTrain's own, or of the operating system, is one message and exit code 2."""
     try:
@@ -206,6 +211,39 @@ def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     from geotrain.launch.progress import new_console
 
     show(needs(*files), new_console())
+
+
+@app.command(epilog="Example: geotrain plan model.json configs/clusters/world-inventory.json --out planned")
+def plan(
+    run: Annotated[
+        Path, typer.Argument(metavar="MODEL.json|RUN.json", help="A Hugging Face config, or a run file with pins.")
+    ],
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="Regions with hosts, devices, links.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
+    tokens: Annotated[float | None, typer.Option(min=1, help="To train, as in 1e11.")] = None,
+    objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = Objective.speed,
+    within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
+    pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
+    utilization: Annotated[float, typer.Option(min=0.01, max=1, help="That workers are to reach.")] = 0.95,
+) -> None:
+    """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
+
+    What the run file says under parallel, outer and model.recompute is kept.
+    """
+    from geotrain.launch.planning import plan as make_plan
+
+    make_plan(
+        run,
+        cluster,
+        out,
+        explain=explain,
+        tokens=tokens,
+        objective=objective.value,
+        within_days=within_days,
+        pin_global=pin_global,
+        utilization=utilization,
+    )
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")
