@@ -6,6 +6,7 @@ when its standard input does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -65,7 +66,8 @@ class Site:
 
     def __exit__(self, *_: object) -> None:
         assert self._popen.stdin is not None and self._popen.stdout is not None
-        self._popen.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
         try:
             self._popen.wait(5.0)
         except subprocess.TimeoutExpired:

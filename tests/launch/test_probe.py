@@ -55,7 +55,7 @@ def test_only_the_figures_change() -> None:
     ways = {("eu", "global"): Way(31.0, 0.2, 0.12345678), ("eu", "us"): Way(5.0, 1.0, 2.0)}
     changed = updated(TEXT, parse(ClusterConfig, json.loads(TEXT), "t"), ways, {"cpu": 0.25})
     expected = TEXT.replace(
-        '"gbps": 0.1,   "usd_per_gb": 2e-2}', '"gbps": 0.1235,   "usd_per_gb": 2e-2, "rtt_ms": 31.0}'
+        '"gbps": 0.1,   "usd_per_gb": 2e-2}', '"gbps": 0.1235,   "usd_per_gb": 2e-2,   "rtt_ms": 31.0}'
     )
     expected = expected.replace(
         '"gbps": 0.02}', '"gbps": 0.02},\n    {"regions": ["eu", "us"], "gbps": 1.0, "rtt_ms": 5.0}'
