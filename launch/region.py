@@ -28,7 +28,14 @@ from geotrain.config import (
     load_run,
 )
 from geotrain.launch import wan
-from geotrain.launch.check import check_data, check_ports_are_free, check_together, free_ports, link_to_global
+from geotrain.launch.check import (
+    check_data,
+    check_ports_are_free,
+    check_together,
+    free_ports,
+    link_to_global,
+    links_between,
+)
 from geotrain.launch.progress import Display, last_words, new_console, size
 from geotrain.launch.site import Order, far_site, processes, sites_of, write_files
 from geotrain.launch.started import tail
@@ -63,7 +70,11 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False, only: tuple
     with locked(folder, only), contextlib.ExitStack() as stack:
         _check_folder(run, folder, resume, only)
         emulated = _emulate(cluster, console)
-        links = stack.enter_context(wan.emulated(emulated, folder / WAN_CONTROL)) if emulated else None
+        links = (
+            stack.enter_context(wan.emulated(emulated, between=links_between(cluster), control=folder / WAN_CONTROL))
+            if emulated
+            else None
+        )
         cluster = resolve(cluster, links, tuple(site for site, host in hosts.items() if host is None))
         order = Order(run, cluster, tuple(site for site, host in hosts.items() if host is None), resume)
         write_files(order, folder)

@@ -12,9 +12,9 @@ from geotrain.monitor.monitor import LAUNCHER
 
 
 def event_log(run: RunConfig, folder: Path, sites: tuple[str, ...] = ()) -> EventLog:
-    """In the run's folder on this machine. sites: that the launcher is for; none: all."""
+    """In the run's folder on this machine. sites: of a far launcher, whose folder may be this one."""
     name = "-".join((LAUNCHER, *sites))
-    return EventLog(folder / "events" / f"{name}.jsonl", source=LAUNCHER, enabled=run.monitor.enabled)
+    return EventLog(folder / "events" / f"{name}.jsonl", source=name, enabled=run.monitor.enabled)
 
 
 def writer(events: EventLog) -> Callable[[Process, int | None], None]:

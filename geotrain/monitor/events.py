@@ -102,20 +102,44 @@ class UpdatesLost:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A server has refused a member's message for good. At most one a second for each member is written."""
-
-    member: Member
-    reason: Annotated[str, "why"]
-    count: Annotated[int, "refusals of this member since the server's start"]
-
-
-@dataclass(frozen=True)
 class SnapshotWritten:
     """A server's state is on disk."""
 
     number: Annotated[int, "of the snapshot"]
     seconds: Annotated[float, "from its beginning until it was durable"]
+
+
+@dataclass(frozen=True)
+class SnapshotUploaded:
+    """A snapshot's copy is whole at the URL `checkpoint.snapshots`."""
+
+    number: Annotated[int, "of the snapshot"]
+    size_bytes: Annotated[int, "of the copy"]
+    seconds: Annotated[float, "that it took"]
+
+
+@dataclass(frozen=True)
+class UpdateRefused:
+    """A member sent what this server will not take."""
+
+    member: Member
+    reason: Annotated[str, "why"]
+    offences: Annotated[int, "of its last updates, how many were refused"]
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A member sent too much that was refused: it is refused itself, and its leases go to others."""
+
+    member: Member
+    reason: Annotated[str, "why, the last time"]
+
+
+@dataclass(frozen=True)
+class Pardoned:
+    """A quarantined member may come back, in a new life."""
+
+    member: Member
 
 
 @dataclass(frozen=True)
@@ -155,7 +179,7 @@ class MemberSampled:
     sent_bytes_per_s: Annotated[float, "since the last sample"]
     received_bytes_per_s: Annotated[float, "since the last sample"]
     refused: Annotated[int, "messages refused for good since the server's start"]
-    metrics: Annotated[dict[str, float], "what a region's heartbeat says: queues, retries, memory, its workers"]
+    metrics: Annotated[dict[str, float], "what a region's heartbeat says: workers' numbers, queues, memory"]
 
 
 @dataclass(frozen=True)
@@ -171,6 +195,8 @@ class ServerSampled:
     journal_flushes: Annotated[int, "since the last sample"]
     journal_flush_s: Annotated[float, "seconds they took together"]
     versions: Annotated[list[int], "of every fragment"]
+    wide_area_sent_bytes: Annotated[int, "on links between regions that end here, since the start"] = 0
+    wide_area_received_bytes: Annotated[int, "on these links"] = 0
     in_flight: Annotated[int, "updates without answer (region server)"] = 0
     pending: Annotated[int, "workers' updates not sent up yet (region server)"] = 0
     open_leases: Annotated[int, "given out and not committed (global server)"] = 0
@@ -233,11 +259,14 @@ Event = (
     | Lost
     | Found
     | UpdateApplied
+    | UpdateRefused
+    | Quarantined
+    | Pardoned
     | SentUp
     | Merged
     | UpdatesLost
-    | Refusal
     | SnapshotWritten
+    | SnapshotUploaded
     | JobTrained
     | MemberSampled
     | ServerSampled

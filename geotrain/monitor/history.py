@@ -15,13 +15,15 @@ from geotrain.monitor.events import (
     Left,
     Lost,
     MemberSampled,
+    Pardoned,
+    Quarantined,
     Record,
     Recovery,
-    Refusal,
     ServerSampled,
     SnapshotWritten,
     Trouble,
     UpdateApplied,
+    UpdateRefused,
     UpdatesLost,
 )
 from geotrain.monitor.metrics import time_shares
@@ -65,7 +67,6 @@ class _Member:
     state: str = "away"  # away: not joined yet, or again; up; lost; left
     since_s: float = 0.0
     updates: int = 0
-    loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
@@ -156,8 +157,12 @@ class History:
                     if self._members[name].state != "left":
                         self._members[name].state = "away"
                 self._mark(now_s, "start", "", f"the global server started; {event.replayed} messages replayed")
-            case Refusal():
+            case UpdateRefused():
                 self._mark(now_s, "refused", event.member, event.reason[:200])
+            case Quarantined():
+                self._mark(now_s, "quarantined", event.member, f"quarantined: {event.reason[:200]}")
+            case Pardoned():
+                self._mark(now_s, "pardoned", event.member, "may come back")
             case SnapshotWritten():
                 self._mark(now_s, "snapshot", "", f"snapshot {event.number} in {event.seconds:.1f} s")
             case UpdatesLost():
@@ -179,7 +184,6 @@ class History:
             while len(self._speeds) > 2 and self._speeds[1][0] < now_s - RATE_S:
                 self._speeds.popleft()
         if event.loss is not None:
-            member.loss = event.loss
             at = float(self._order.index(event.member))
             self._recent.append([self._number, now_s, self._tokens, round(event.loss, 5), at])
             if len(self._recent) > MAX_RECENT:
@@ -222,7 +226,9 @@ class History:
 
     def _said(self, name: str, now_s: float) -> dict[str, Any]:
         m = self._members[name]
-        sample, metrics = m.sample, m.metrics
+        sample, metrics = m.sample, dict(m.metrics)
+        if sample is not None and m.sampled_s > (m.updated_s or 0):
+            metrics |= sample.metrics  # its heartbeat is newer than its last update
         fresh = sample is not None and now_s - m.sampled_s < 60 and m.state == "up"
         return {
             "name": name,
@@ -231,7 +237,7 @@ class History:
             "silent_s": sample.silent_s + now_s - m.sampled_s if sample else None,
             "updates": m.updates,
             "updated_s": m.updated_s,
-            "loss": m.loss,
+            "loss": metrics.get("loss"),
             "lr": metrics.get("lr"),
             "grad_norm": metrics.get("grad_norm"),
             "tokens_per_s": metrics.get("tokens_per_s"),

@@ -79,7 +79,7 @@ class HttpServer:
             ) from None
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.5,), name=f"http-{self.port}", daemon=True
+            target=self._server.serve_forever, args=(0.2,), name=f"http-{self.port}", daemon=True
         )
 
     @property
@@ -160,7 +160,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Twice a second: end what takes too long, however slowly it drips."""
+        """A few times a second: end what takes too long, however slowly it drips."""
         now_s = time.monotonic()
         for connection, deadline_s in list(self.deadlines.items()):
             if now_s > deadline_s:

@@ -15,15 +15,17 @@ from geotrain.monitor.events import (
     Lost,
     MemberSampled,
     Merged,
+    Pardoned,
     ProcessEnded,
     ProcessStarted,
+    Quarantined,
     Record,
     Recovery,
-    Refusal,
     SentUp,
     ServerSampled,
     SnapshotWritten,
     UpdateApplied,
+    UpdateRefused,
     UpdatesLost,
 )
 from geotrain.monitor.http import Query, Response
@@ -69,7 +71,8 @@ class Metrics:
         )
         self.link_rate = gauge("link_bytes_per_second", "Rate over the last sample", "member", "direction")
         self.link_capacity = gauge("link_capacity_bytes_per_second", "As the cluster file states it", "member")
-        self.refusals = counter("refusals", "Messages refused for good", "member")
+        self.refusals = counter("refusals", "Updates refused for good", "member")
+        self.quarantined = gauge("quarantined", "1 while the member is refused itself", "member")
         self.said = gauge("member_says", "Numbers in the member's heartbeat", "member", "what")
         self.memory = gauge("memory_bytes", "Resident memory of this process")
         self.disk_free = gauge("disk_free_bytes", "Where this server keeps its state")
@@ -123,8 +126,12 @@ class Metrics:
                 self._add(self.merged)
             case UpdatesLost(updates=updates):
                 self._add(self.updates_lost, updates)
-            case Refusal(member=member, count=count):
-                self._count_to(self.refusals, count, member=member)
+            case UpdateRefused(member=member):
+                self._add(self.refusals, member=member)
+            case Quarantined(member=member):
+                self._set(self.quarantined, 1, member=member)
+            case Pardoned(member=member):
+                self._set(self.quarantined, 0, member=member)
             case SnapshotWritten(seconds=seconds):
                 self._add(self.snapshots)
                 self._set(self.snapshot_s, seconds)
@@ -167,7 +174,6 @@ class Metrics:
     def _on_member(self, event: MemberSampled, time_s: float) -> None:
         member = event.member
         self._set(self.heard, time_s - event.silent_s, member=member)
-        self._count_to(self.refusals, event.refused, member=member)
         for direction, count, rate in (
             ("to", event.sent_bytes, event.sent_bytes_per_s),
             ("from", event.received_bytes, event.received_bytes_per_s),

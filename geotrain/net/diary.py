@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from math import isfinite
 from typing import Any
 
-from geotrain.monitor.events import EventLog, Joined, Left, Merged, Refusal, SentUp, UpdateApplied
+from geotrain.monitor.events import (
+    EventLog,
+    Joined,
+    Left,
+    Merged,
+    Pardoned,
+    Quarantined,
+    SentUp,
+    UpdateApplied,
+    UpdateRefused,
+)
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, UpdatePart
+from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Offence, Pardon, Send, UpdatePart
 from geotrain.outer.region_server import RegionServer
-
-REFUSAL_EVERY_S = 1.0
 
 
 class Diary:
@@ -25,8 +32,6 @@ class Diary:
         self.server, self.events, self.sample_tokens = server, events, sample_tokens
         self._leased: dict[int, int] = {}  # region server: lease → samples
         self._committed = server.book.committed_samples if isinstance(server, GlobalServer) else 0
-        self._refusals: dict[str, int] = {}
-        self._refusal_told_s: dict[str, float] = {}
 
     def watch(self, message: Message, reply: Any) -> None:
         match message:
@@ -34,6 +39,10 @@ class Diary:
                 self.events.write(Joined(message.member, message.part, message.incarnation))
             case Leave():
                 self.events.write(Left(message.member))
+            case Offence():
+                self._refused(message, quarantined=reply)
+            case Pardon():
+                self.events.write(Pardoned(message.member))
             case Lease():
                 self._leased[message.lease] = message.samples
             case UpdatePart() if reply:
@@ -48,13 +57,11 @@ class Diary:
             size = sum(len(d.payload) for d in update.deltas)
             self.events.write(SentUp(update.sequence, [d.fragment for d in update.deltas], update.weight, size))
 
-    def refused(self, member: str, reason: str) -> None:
-        """A message was refused for good."""
-        self._refusals[member] = self._refusals.get(member, 0) + 1
-        now_s = time.monotonic()
-        if now_s - self._refusal_told_s.get(member, -REFUSAL_EVERY_S) >= REFUSAL_EVERY_S:
-            self._refusal_told_s[member] = now_s
-            self.events.write(Refusal(member, reason, self._refusals[member]))
+    def _refused(self, offence: Offence, quarantined: bool) -> None:
+        offences = len(self.server.members[offence.member].offences)
+        self.events.write(UpdateRefused(offence.member, offence.reason, offences))
+        if quarantined:
+            self.events.write(Quarantined(offence.member, offence.reason))
 
     def _applied(self, part: UpdatePart) -> UpdateApplied:
         member, codec = self.server.members[part.member], self.server.up

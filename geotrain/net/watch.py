@@ -16,13 +16,16 @@ from geotrain.net.machine import Machine
 from geotrain.net.meter import Traffic
 from geotrain.net.service import Service
 from geotrain.net.uplink import Uplink
+from geotrain.outer.region_server import mean_metrics
 
 LOOK_S = 1.0
+LIVE = ("loss", "lr", "grad_norm", "tokens_per_s", "compute_s", "communication_s", "waiting_s", "mfu")
 LOST_BEATS = 3  # so many heartbeats without a sign, and a member counts as lost
 
 
 class Watch:
-    """beat_s: how often members say that they live. traffic: bytes with each member by now."""
+    """beat_s: how often members say that they live. traffic: bytes with each member by now; wide_area: of the links
+    between regions that end here."""
 
     def __init__(
         self,
@@ -31,11 +34,13 @@ class Watch:
         events: EventLog,
         folder: Path,
         traffic: Callable[[], dict[str, Traffic]],
+        wide_area: Traffic,
         sample_s: float,
         beat_s: float,
     ) -> None:
         self.machine, self.service, self.events, self.folder = machine, service, events, folder
-        self.traffic, self.sample_s, self.lost_s = traffic, sample_s, LOST_BEATS * beat_s
+        self.traffic, self.wide_area = traffic, wide_area
+        self.sample_s, self.lost_s = sample_s, LOST_BEATS * beat_s
         self.uplink: Uplink | None = None
         self._lost: dict[str, float] = {}  # member → when it was last heard of
         self._before: dict[str, tuple[int, int]] = {}
@@ -76,15 +81,17 @@ class Watch:
 
     def metrics(self) -> dict[str, float]:
         """What a region's heartbeat tells the global server."""
-        status, service = self.machine.status, self.service
-        members = self.machine.server.members.values()
+        status = self.machine.status
+        here = [m for m in status["members"].values() if m["joined"] and not m["left"]]
+        told = mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here])
         return {
-            "workers": float(sum(m.complete and not m.left for m in members)),
+            **told,
+            "workers": float(len(here)),
             "queue": float(self.machine.waiting),
             "in_flight": float(status.get("in_flight", 0)),
             "pending": float(status.get("pending", 0)),
             "region_version": float(max(status["versions"], default=0)),
-            "refused_workers": float(sum(service.refused.values())),
+            "refused_workers": float(sum(m["refused"] for m in status["members"].values())),
             "lost_workers": float(len(self._lost)),
             "retries": float(self.uplink.link.retries if self.uplink else 0),
             "rss_bytes": float(self._process.memory_info().rss),
@@ -103,7 +110,7 @@ class Watch:
                 received,
                 round(max(0, sent - sent_before) / elapsed_s, 1),
                 round(max(0, received - received_before) / elapsed_s, 1),
-                self.service.refused.get(name, 0),
+                self.machine.status["members"][name]["refused"],
                 self.service.beats.get(name, {}),
             )
         )
@@ -125,6 +132,8 @@ class Watch:
                 journal_flushes=flushes - flushes_before,
                 journal_flush_s=round(flush_s - flush_s_before, 6),
                 versions=list(status["versions"]),
+                wide_area_sent_bytes=self.wide_area.sent_bytes,
+                wide_area_received_bytes=self.wide_area.received_bytes,
                 in_flight=status.get("in_flight", 0),
                 pending=status.get("pending", 0),
                 open_leases=status.get("open_leases", 0),

@@ -18,9 +18,9 @@ from geotrain.monitor.events import (
     MemberSampled,
     Record,
     Recovery,
-    Refusal,
     SnapshotWritten,
     UpdateApplied,
+    UpdateRefused,
 )
 from geotrain.monitor.history import Facts, History, facts
 
@@ -78,7 +78,7 @@ def test_a_long_run_stays_within_bounds_and_keeps_its_shape(monkeypatch: pytest.
     epochs = set()
     for i in range(1000):
         made.on(Record(i, "global", merge("ab"[i % 2], 10 - i / 100, 8 * i)))
-        made.on(Record(i, "global", Refusal("a", "no", i)))
+        made.on(Record(i, "global", UpdateRefused("a", "no", i)))
         state = made.state(i)
         epochs.add(state["epoch"])
         assert len(state["points"]) <= 64 and len(state["marks"]) <= history.MAX_MARKS

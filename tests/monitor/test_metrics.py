@@ -22,10 +22,10 @@ from geotrain.monitor.events import (
     ProcessEnded,
     ProcessStarted,
     Record,
-    Refusal,
     ServerSampled,
     SnapshotWritten,
     UpdateApplied,
+    UpdateRefused,
 )
 from geotrain.monitor.metrics import PREFIX, Metrics, time_shares
 
@@ -55,7 +55,8 @@ def test_events_become_metrics() -> None:
     sample = MemberSampled("eu", 2.0, 70, 80, 7.0, 8.0, 1, {"pending": 3.0})
     server = ServerSampled(1, 2, 3, 4, 5, 6, 7, 0.5, [3, 1, 4], retries=2, open_leases=9)
     for event in (
-        Joined("eu", 0, "x"), UPDATE, sample, server, SnapshotWritten(1, 1.5), Refusal("eu", "no", 2), server,
+        Joined("eu", 0, "x"), UPDATE, sample, server, SnapshotWritten(1, 1.5),
+        UpdateRefused("eu", "no", 1), UpdateRefused("eu", "no", 2), server,
         ProcessStarted("eu-0", "worker"), ProcessEnded("eu-0", 3), Joined("us", 0, "x"), Lost("us", 6.0),
         Joined("af", 0, "x"), Left("af"),
     ):  # fmt: skip

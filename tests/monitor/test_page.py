@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.monitoring_chromium import Chromium
 from benchmarks.monitoring_synthetic import synthetic_events, synthetic_facts
-from geotrain.monitor.events import Record, Refusal, Trouble
+from geotrain.monitor.events import (
+    Follower,
+    Joined,
+    MemberSampled,
+    Merged,
+    Record,
+    Recovery,
+    SentUp,
+    ServerSampled,
+    Trouble,
+    UpdateApplied,
+    UpdateRefused,
+)
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
@@ -48,8 +63,51 @@ class Training(threading.Thread):
         self.worker.close()
 
 
+def check_metrics(site: Site) -> None:
+    """Both servers serve them, by the official parser."""
+    for which, member, wanted in (("global", "eu", "geotrain_committed_tokens"), ("eu", "a", "geotrain_merges")):
+        url = site.status(which)["metrics"]
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
+        assert sum(s.value for s in families[wanted].samples if not s.name.endswith("_created")) > 0
+        for name in ("geotrain_staleness_versions", "geotrain_delta_norm", "geotrain_link_bytes"):
+            assert {s.labels["member"] for s in families[name].samples} == {member}, name
+            assert {s.labels["site"] for s in families[name].samples} == {which}
+
+
+def check_events(site: Site, folder: Path) -> None:
+    """What a server writes down has what the schema promises, measured."""
+    for which, member in (("global", "eu"), ("eu", "a")):
+        records = list(Follower(folder / which / "events.jsonl").read())
+        assert {record.source for record in records} == {which}
+        events = [record.event for record in records]
+        kinds = {type(event) for event in events}
+        assert {Recovery, Joined, UpdateApplied, MemberSampled, ServerSampled} <= kinds
+        updates = [event for event in events if isinstance(event, UpdateApplied)]
+        for event in updates:
+            assert len(event.fragment_staleness) == len(event.delta_norms) == len(event.fragments)
+            assert max(event.fragment_staleness) == event.staleness and min(event.delta_norms) > 0
+            assert (event.tokens is not None) == (which == "global")
+        assert max(event.staleness for event in updates) <= max(max(event.versions) for event in updates)
+        samples = [event for event in events if isinstance(event, MemberSampled) and event.member == member]
+        assert samples[-1].received_bytes > sum(event.payload_bytes for event in updates[:-5])
+        assert max(sample.received_bytes_per_s for sample in samples) > 0
+        servers = [event for event in events if isinstance(event, ServerSampled)]
+        assert sum(event.journal_flushes for event in servers) > 0 and servers[-1].calls > len(updates)
+        assert servers[-1].rss_bytes > 1e7 and servers[-1].disk_free_bytes > 0
+    assert kinds >= {SentUp, Merged}
+    sample = [
+        e for r in Follower(folder / "global" / "events.jsonl").read() if isinstance(e := r.event, MemberSampled)
+    ]
+    assert {"loss", "workers", "in_flight", "retries", "rss_bytes"} <= set(sample[-1].metrics)
+
+
 def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None:
     site = Site(tmp_path, train_samples=4000)
+    run = json.loads((tmp_path / "run.json").read_text())
+    run |= {"folder": str(tmp_path), "monitor": {"sample_s": 1.0, "metrics_port": 0, "tensorboard": "boards"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
     try:
         site.serve("global")
         region = site.serve("eu")
@@ -67,6 +125,8 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
         assert float(chromium.evaluate("document.querySelector('#figure-loss dd span').textContent")) > 0
         chromium.wait_for("document.querySelector('.c-link').textContent", good=lambda text: "kB/s" in text)
         training.end()
+        check_metrics(site)
+        check_events(site, tmp_path)
 
         region.send(signal.SIGKILL)
         killed_s = time.monotonic()
@@ -79,6 +139,7 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
 
         assert chromium.complaints == []
         assert {request for request in chromium.requests if not request.startswith(url)} <= {"about:blank"}
+        assert list((tmp_path / "boards").glob("events.out.tfevents.*"))
         site.servers[0].send(signal.SIGKILL)
         chromium.wait_for(HEALTH, 15, good=lambda text: "has not answered" in text)
         assert chromium.evaluate(POINTS) > first, "what was known stays"
@@ -139,7 +200,7 @@ def test_a_name_is_text_and_never_markup(chromium: Chromium) -> None:
     for record in synthetic_events(facts, time.time(), 0.1):
         history.on(record)
     history.on(Record(time.time(), "global", Trouble("<img src=x onerror=alert(1)>")))
-    history.on(Record(time.time(), "global", Refusal("region-00", "<script>alert(1)</script>", 1)))
+    history.on(Record(time.time(), "global", UpdateRefused("region-00", "<script>alert(1)</script>", 1)))
     server = HttpServer("127.0.0.1", 0, page_routes(history))
     server.start()
     try:

@@ -38,7 +38,7 @@ export class WorldMap {
     const narrow = width < 460;
     const size = many ? Math.max(5, Math.min(11, (2.2 * width) / members.length)) : narrow ? 19 : 25;
     const reach = many ? (narrow ? 34 : 82) : narrow ? 52 : 76;
-    const [cx, cy] = [width / 2, height / 2 - (many ? 0 : 8)];
+    let [cx, cy] = [width / 2, height / 2 - (many ? 0 : 8)];
     const [rx, ry] = many
       ? [Math.min(cx, cy) - reach, Math.min(cx, cy) - reach]
       : [Math.min(cx - reach, 300), cy - size - 34];
@@ -47,7 +47,9 @@ export class WorldMap {
     const first = of <= 2 ? Math.PI : of % 2 || many ? Math.PI / 2 : Math.PI / 2 + Math.PI / of;
     const angles = members.map((_, i) => (2 * Math.PI * i) / of - first);
     const wide = Math.max(0.3, ...angles.map((a) => Math.abs(Math.cos(a))));
-    const high = Math.max(0.3, ...angles.map((a) => Math.abs(Math.sin(a))));
+    const [top, bottom] = [Math.min(-0.3, ...angles.map(Math.sin)), Math.max(0.3, ...angles.map(Math.sin))];
+    const high = (bottom - top) / 2;
+    cy -= (ry * (top + bottom)) / 2 / high; // the picture is in the middle, not the hub
     this.nodes = members.map((member, i) => {
       const angle = angles[i];
       const at = [cx + (rx * Math.cos(angle)) / wide, cy + (ry * Math.sin(angle)) / high];

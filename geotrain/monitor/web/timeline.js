@@ -3,7 +3,8 @@ import { clock, colour, html, say, svg, timeTicks, tipOn } from "./format.js";
 
 export const KINDS = {
   joined: ["var(--good)", "joined"], found: ["var(--good)", "back"], lost: ["var(--bad)", "lost"],
-  left: ["var(--faint)", "left"], refused: ["var(--warn)", "refused"], snapshot: ["var(--accent)", "snapshot"],
+  left: ["var(--faint)", "left"], refused: ["var(--warn)", "refused"],
+  quarantined: ["var(--bad)", "quarantined"], pardoned: ["var(--good)", "pardoned"], snapshot: ["var(--accent)", "snapshot"],
   start: ["var(--ink)", "start"], trouble: ["var(--bad)", "trouble"],
 };
 const SHOWN = 60;
@@ -54,7 +55,7 @@ export class Timeline {
     const own = marks.filter((m) => m[3] === member.name);
     for (const [, t, kind] of [...own, [0, end, member.state === "lost" ? "end" : ""]]) {
       if (kind === "lost") from = t;
-      else if (from !== null && kind !== "refused") {
+      else if (from !== null && ["joined", "found", "left", "end"].includes(kind)) {
         const start = Math.max(begin, from);
         if (t > begin) svg("rect", { class: "lost-band", x: x(start), y: y(i + 1) - lane / 2 + 2, width: Math.max(1, x(t) - x(start)), height: lane - 4, rx: 3 }, root);
         from = null;
