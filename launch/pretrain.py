@@ -41,9 +41,9 @@ def main() -> int:
         run = load_run(args.run)
         cluster = load_cluster(args.cluster or args.run.parent / "cluster.json")
         train(run, cluster, args.region, args.worker, args.resume)
-    except (Refused, ValueError) as error:  # ConfigError is a ValueError
+    except ValueError as error:  # ConfigError is one
         return failed(args.region, error, EXIT_FOR_GOOD)
-    except (OSError, TimeoutError, ServerForgot) as error:
+    except (Refused, OSError, TimeoutError, ServerForgot) as error:  # who was quarantined may come back later
         return failed(args.region, error, 1)
     return 0
 

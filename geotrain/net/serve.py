@@ -57,8 +57,8 @@ LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost as
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
 STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
 EVENTS = "events.jsonl"
-FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, Refused, ConfigError, UnsupportedModelError)
-EXPECTED = (*FOR_GOOD, ListenError, StoreError, Unreachable, OutputError)
+FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError)
+EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
 def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool) -> int:
