@@ -48,7 +48,8 @@ import itertools, json, sys, time, urllib.request
 page, *metrics = sys.argv[1:]
 known = {"number": 0, "epoch": ""}
 for turn in itertools.count():
-    with urllib.request.urlopen(f"{page}state.json?since={known['number']}&epoch={known['epoch']}", timeout=10) as answer:
+    url = f"{page}state.json?since={known['number']}&epoch={known['epoch']}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
         known = json.load(answer)
     for url in metrics if turn % 5 == 0 else ():
         with urllib.request.urlopen(url, timeout=10) as answer:
