@@ -44,16 +44,16 @@ from geotrain.outer.messages import Lease, LeaseRequest
 from geotrain.outer.server import identity_of
 
 READER = """
-import sys, time, urllib.request
+import itertools, json, sys, time, urllib.request
 page, *metrics = sys.argv[1:]
-number = 0
-while True:
-    with urllib.request.urlopen(f"{page}state.json?since={number}", timeout=10) as answer:
-        answer.read()
-    for url in metrics if number % 5 == 0 else ():
+known = {"number": 0, "epoch": ""}
+for turn in itertools.count():
+    url = f"{page}state.json?since={known['number']}&epoch={known['epoch']}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        known = json.load(answer)
+    for url in metrics if turn % 5 == 0 else ():
         with urllib.request.urlopen(url, timeout=10) as answer:
             answer.read()
-    number += 1
     time.sleep(1.0)
 """
 REFRESHES = 20

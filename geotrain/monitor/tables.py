@@ -50,8 +50,8 @@ TABLES: dict[str, Callable[[], str]] = {"events": events_table, "metrics": metri
 def renewed(text: str) -> str:
     """The page's text, with what stands between `<!-- NAME -->` and `<!-- end -->` made anew."""
     for name, table in TABLES.items():
-        made = f"<!-- {name} -->\n{table()}\n<!-- end -->"
-        text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, made=made: made, text, flags=re.DOTALL)
+        made = f"<!-- {name} -->\n{table()}\n<!-- end -->".replace("\\", r"\\")
+        text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", made, text, flags=re.DOTALL)
     return text
 
 

@@ -90,9 +90,11 @@ def check_events(site: Site, folder: Path) -> None:
             assert max(event.fragment_staleness) == event.staleness and min(event.delta_norms) > 0
             assert (event.tokens is not None) == (which == "global")
         assert max(event.staleness for event in updates) <= max(max(event.versions) for event in updates)
-        samples = [event for event in events if isinstance(event, MemberSampled) and event.member == member]
-        assert samples[-1].received_bytes > sum(event.payload_bytes for event in updates[:-5])
-        assert max(sample.received_bytes_per_s for sample in samples) > 0
+        samples = [i for i, e in enumerate(events) if isinstance(e, MemberSampled) and e.member == member]
+        last = events[samples[-1]]
+        assert isinstance(last, MemberSampled)
+        before = [event.payload_bytes for event in events[: samples[-1]] if isinstance(event, UpdateApplied)]
+        assert last.received_bytes > sum(before) > 0 and last.received_bytes_per_s > 0
         servers = [event for event in events if isinstance(event, ServerSampled)]
         assert sum(event.journal_flushes for event in servers) > 0 and servers[-1].calls > len(updates)
         assert servers[-1].rss_bytes > 1e7 and servers[-1].disk_free_bytes > 0
