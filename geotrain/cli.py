@@ -171,6 +171,36 @@ def sample(
     print(write(folder, prompt, tokens, temperature, seed))
 
 
+@app.command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")
+def probe(
+    cluster: ClusterFile,
+    run: Annotated[
+        Path | None, typer.Option(help="Measure also how fast accelerators train this run's model.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60.0, help="For each direction of each link.")] = 3.0,
+    bytes_: Annotated[
+        int, typer.Option("--bytes", min=1 << 20, max=16 << 30, help="At most, for each direction of each link.")
+    ] = 256 << 20,
+) -> None:
+    """Measure a cluster's links, and its accelerators, and write the figures into the cluster file.
+
+    Every pair of regions is measured over the channel that training uses, one after another. The servers' ports must
+    be free: probe before the run, not during it.
+    """
+    from geotrain.launch.probe import probe as measure
+    from geotrain.net.probe import Limits
+
+    measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True))
+
+
+@app.command("probe-site", hidden=True)
+def probe_site() -> None:
+    """What `probe` starts on each machine: reads what to measure from standard input."""
+    from geotrain.launch.probe_site import serve_site
+
+    raise typer.Exit(serve_site())
+
+
 @app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
 def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
