@@ -93,9 +93,9 @@ def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     assert torch.equal(worker.anchor[0], large.regions["eu"].server.fragments[0].x)
     assert link.broken == 2
     metered = link.meter.traffic()[f"127.0.0.1:{port}"]
-    assert UPDATE_BYTES < link.moved[way] < 1.3 * UPDATE_BYTES  # from the start each time it would be 1.75 times
+    assert UPDATE_BYTES < link.moved[way] < 1.5 * UPDATE_BYTES  # from the start each time it would be 1.75 times
     wire_bytes = metered.sent_bytes if way == "up" else metered.received_bytes
-    assert UPDATE_BYTES < wire_bytes < 1.3 * UPDATE_BYTES
+    assert UPDATE_BYTES < wire_bytes < 1.5 * UPDATE_BYTES
     assert large.regions["eu"].server.members["a"].updates == (1 if way == "up" else 0)
     assert not large.regions["eu"].service.inbox._halves
     worker.close()
