@@ -314,19 +314,27 @@ class ClusterConfig(Block):
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
-        known = {r.name for r in self.regions} | {"global"}
+        regions = {r.name for r in self.regions}
+        lent = {h.region for r in self.regions for w in r.workers for h in w.hosts if h.region is not None}
+        known = regions | lent | {"global"}  # a region all of whose hosts are lent has no server of its own
         for link in self.links:
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
+        linked = regions | {end for link in self.links for end in link.regions}
         for region in self.regions:
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
-                if host.region is not None and host.region not in known - {"global"}:
+                if host.region is not None and host.region not in linked - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
+
+    @property
+    def serving(self) -> tuple[RegionConfig, ...]:
+        """The regions with workers of their own, and so with a server. Others only lend hosts to these."""
+        return tuple(region for region in self.regions if region.workers)
 
     def region(self, name: str) -> RegionConfig:
         for region in self.regions:
@@ -359,16 +367,16 @@ def load_run(path: str | Path) -> RunConfig:
     Raises ConfigError. Relative data paths are left as they are: relative to the working directory.
     """
     path = Path(path)
-    raw = _read_json(path)
+    raw = read_json(path)
     model = raw.get("model") if isinstance(raw, dict) else None
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": _read_json(path.parent / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(path.parent / model["config"])}}
     return parse(RunConfig, raw, str(path))
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:
     """Read a cluster file. Raises ConfigError."""
-    return parse(ClusterConfig, _read_json(Path(path)), str(path))
+    return parse(ClusterConfig, read_json(Path(path)), str(path))
 
 
 def parse(kind: type[Config], raw: Any, where: str) -> Config:
@@ -398,7 +406,8 @@ def config_digest(run: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Raises ConfigError."""
     try:
         return json.loads(path.read_text())
     except OSError as error:

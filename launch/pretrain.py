@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.launch.world import rank_environment
 from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.server import identity_of
+
+if TYPE_CHECKING:
+    from geotrain.inner.parallel import Mesh
 
 
 def arguments() -> argparse.Namespace:
@@ -57,14 +62,15 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     worker = cluster.worker(region, worker_name)
     folder = run.run_folder
     deepspeed = {**run.deepspeed, **worker.deepspeed}
+    flat = run.outer.levels == 1
+    server = cluster.global_server if flat else cluster.region(region).server
     engine = build_engine(run, worker.parallel or run.parallel, deepspeed)
+    print(_place(engine.mesh, server), flush=True)
     vocab_size = engine.architecture.vocab_size
     source = open_source(Path(run.data.train), open_tokens, run.data.sequence_length, vocab_size, run.seed)
     micro_batch = deepspeed["train_micro_batch_size_per_gpu"]
     loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
     layout = layout_of(run)
-    flat = run.outer.levels == 1
-    server = cluster.global_server if flat else cluster.region(region).server
     trust = trust_between(cluster, "worker", worker.name, *(("global", GLOBAL) if flat else ("region", region)))
     checkpoints = folder / run.checkpoint.folder / worker.name
     with (
@@ -76,6 +82,14 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)
     engine.close()
+
+
+def _place(mesh: Mesh, server: Address) -> str:
+    """What this rank computes, and the address of this machine on the way to the server."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        unsent.connect((server.host, server.port))
+        here = unsent.getsockname()[0]
+    return f"rank {mesh.rank} at {here}: stage {mesh.pp_rank}, replica {mesh.dp_rank}, tensor rank {mesh.tp_rank}"
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
 
     def build() -> GlobalServer:
         layout = layout_of(run)
-        regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.regions}
+        regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.serving}
         samples = run.data.train_samples, run.samples_per_step
         server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples)
         server.incarnation = uuid.uuid4().hex
