@@ -28,6 +28,9 @@ class ConfigError(ValueError):
     """A configuration file is wrong. The message names file, key, value and rule."""
 
 
+EXIT_FOR_GOOD = 2  # exit code of an error that a person must mend: the launcher does not start the process again
+
+
 def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ip_address(host).is_loopback
@@ -301,6 +304,9 @@ class WorkerConfig(Block):
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
     deepspeed: dict[str, Any] = Field({}, description="Keys laid over the run's `deepspeed` block.")
     env: dict[str, str] = Field({}, description="Environment of this worker's processes.")
+    min_step_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="An inner step takes at least so long: for rehearsals that leave the machine to others."
+    )
 
     @property
     def ranks(self) -> int:
@@ -340,6 +346,16 @@ class SecurityConfig(Block):
     folder: str
 
 
+class RestartConfig(Block):
+    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
+    after a life longer than `longest_s`. A configuration error is never tried again."""
+
+    limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
+    window_s: PositiveFloat = 3600.0
+    first_s: PositiveFloat = Field(1.0, description="The pause before a restart, after the first death.")
+    longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
+
+
 class ClusterConfig(Block):
     """The cluster file."""
 
@@ -352,6 +368,7 @@ class ClusterConfig(Block):
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
     emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
     security: SecurityConfig | None = None
+    restart: RestartConfig = RestartConfig()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ClusterConfig:

@@ -45,6 +45,8 @@ class Trainer:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.engine, self.loader, self.client = engine, loader, client
         self.checkpoints = checkpoints
+        self.life = ""  # of this worker: the same on all its ranks, new whenever it is started
+        self.min_step_s = 0.0  # an inner step takes at least so long
         self.report: Callable[[dict[str, Any]], None] = lambda numbers: None
         self.peak_flops_per_token_s: float | None = None  # the worker's peak over the FLOPs of one token
         self.laps = Laps(time.perf_counter, "compute", "communication", "waiting", "checkpoint")
@@ -58,8 +60,8 @@ class Trainer:
         """Until no data is left. resume: with the optimizer state of the newest checkpoint, if there is one."""
         if resume:
             checkpoint.load(self.engine, self.checkpoints)
-        life = self.engine.from_rank_0(f"{self.name}-{time.time_ns():x}")
-        job = wait_for(self.exchange.start(self.identity, life))
+        self.life = self.engine.from_rank_0(f"{self.name}-{time.time_ns():x}")
+        job = wait_for(self.exchange.start(self.identity, self.life))
         self.laps.restart()
         lease = self.client.lease(LeaseRequest(self.name, job)).result()
         while isinstance(lease, Lease):
@@ -81,8 +83,10 @@ class Trainer:
         for step, micro_batches in enumerate(self.loader.steps(lease.start, lease.samples), 1):
             # The rate follows the run's dispatched samples: one schedule step is one batch, whoever trains it.
             schedule_step = lease.start // self.run.samples_per_step + step - 1
+            ends_s = time.perf_counter() + self.min_step_s
             self.laps.lap("waiting")
             results.append(self.engine.train_step(micro_batches, schedule_step))
+            time.sleep(max(0.0, ends_s - time.perf_counter()))
             self.laps.lap("compute")
             due = fragments_due(len(self.layout.fragments), lease.steps, step)
             wait_for(self.exchange.after_step(due, self._metrics(results, begin) if due else {}))

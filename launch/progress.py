@@ -28,7 +28,7 @@ ASK_S = 2.0  # how long one server may take to answer
 
 @dataclass(frozen=True)
 class Row:
-    """One region. None: not known yet. loss: mean over its workers. share: of the run's samples, committed."""
+    """One region. None: not known yet. loss: mean over its workers. restarts: of its workers and its server."""
 
     region: str
     loss: float | None
@@ -40,6 +40,7 @@ class Row:
     staleness: int | None
     workers: int
     workers_here: int
+    restarts: int
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def _row(region: str, workers: list[str], top: Status, server: Status | None) ->
         int(max(stale)) if stale else None,
         len(workers),
         sum(1 for m in members if m["joined"] and not m["left"]),
+        sum(m["restarts"] for m in [*members, *([] if flat else [top["members"][region]])]),
     )
 
 
@@ -156,11 +158,25 @@ def line(row: Row, seen: View) -> str:
     cells = _cells(row, seen)
     return (
         f"{row.region}: loss {cells[1]}, {cells[2]} tokens/s, up {cells[3]}, down {cells[4]}, version {cells[5]} "
-        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, committed {cells[9]}, {cells[10]} left"
+        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, restarts {cells[9]}, "
+        f"committed {cells[10]}, {cells[11]} left"
     )
 
 
-HEADINGS = ("region", "loss", "tokens/s", "up", "down", "version", "global", "stale", "workers", "done", "left")
+HEADINGS = (
+    "region",
+    "loss",
+    "tokens/s",
+    "up",
+    "down",
+    "version",
+    "global",
+    "stale",
+    "workers",
+    "restarts",
+    "done",
+    "left",
+)
 
 
 def new_console() -> Console:
@@ -188,6 +204,7 @@ def _cells(row: Row, seen: View) -> tuple[str, ...]:
         str(row.global_version),
         "–" if row.staleness is None else str(row.staleness),
         f"{row.workers_here}/{row.workers}",
+        str(row.restarts),
         f"{seen.share:.0%}",
         "–" if seen.eta_s is None else f"{seen.eta_s // 60:.0f}:{seen.eta_s % 60:02.0f}",
     )

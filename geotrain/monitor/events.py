@@ -205,6 +205,25 @@ class ServerSampled:
 
 
 @dataclass(frozen=True)
+class Acknowledged:
+    """A member was told that its update is safe."""
+
+    member: Member
+    life: Annotated[str, "of the member, as in Joined"]
+    sequence: Annotated[int, "number of the update"]
+
+
+@dataclass(frozen=True)
+class ProcessDied:
+    """A server or a worker has died before its time; the launcher starts it again, or gives it up."""
+
+    unit: Annotated[str, "the server or worker"]
+    how: Annotated[str, "in words"]
+    pause_s: Annotated[float | None, "until it is started again; none: it is given up"]
+    restarts: Annotated[int, "of it, so far"]
+
+
+@dataclass(frozen=True)
 class Recovery:
     """A server has started."""
 
@@ -252,6 +271,8 @@ Event = (
     | MemberSampled
     | ServerSampled
     | Recovery
+    | Acknowledged
+    | ProcessDied
     | ProcessStarted
     | ProcessEnded
     | Trouble

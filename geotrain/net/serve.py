@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from geotrain.canonical import UnsupportedModelError
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, is_loopback
+from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, ConfigError, RunConfig, is_loopback
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
-from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.events import Acknowledged, EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
 from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
 from geotrain.net import calls
@@ -57,18 +57,8 @@ LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost as
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
 STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
 EVENTS = "events.jsonl"
-EXPECTED = (
-    ListenError,
-    StoreError,
-    JournalDamaged,
-    CertificateError,
-    LayoutError,
-    Unreachable,
-    Refused,
-    ConfigError,
-    UnsupportedModelError,
-    OutputError,
-)
+FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError)
+EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
 def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool) -> int:
@@ -172,7 +162,7 @@ def _monitor(run: RunConfig, place: _Place, events: EventLog) -> Monitor:
 
 def _failed(error: Exception) -> int:
     print(f"geotrain serve: {error}", file=sys.stderr, flush=True)
-    return 1
+    return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
 
 
 @dataclass(frozen=True)
@@ -283,11 +273,13 @@ class _Host:
         if isinstance(self.server, RegionServer):
             trust = Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None
             above = str(self.place.cluster.global_server)
+            name, life = self.server.name, self.server.incarnation
             self.uplink = self.watch.uplink = Uplink(
                 self.machine,
                 above,
                 trust=trust,
                 on_lost=lambda n: self.events.write(UpdatesLost(n)),
+                on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, life, sequence)),
                 metrics=self.watch.metrics,
             )
             tasks.append(asyncio.ensure_future(self.uplink.run()))
@@ -341,7 +333,7 @@ class _Host:
         async with self.saving:
             began_s, updates = time.monotonic(), self._updates()
             try:
-                tensors, meta = await self.machine.read(lambda: begin_snapshot(self.server, self.journal, ended))
+                tensors, meta = await self.machine.alone(lambda: begin_snapshot(self.server, self.journal, ended))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
             self.carried_bytes = self.journal.segment_bytes

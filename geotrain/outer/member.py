@@ -93,6 +93,7 @@ class Member:
         return {
             "joined": self.complete,
             "left": self.left,
+            "restarts": len(self.former),
             "updates": self.updates,
             "sequence": self.sequence,
             "job": self.job,
