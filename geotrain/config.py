@@ -115,6 +115,18 @@ class OverlapConfig(Block):
         return self
 
 
+class LimitsConfig(Block):
+    """What a server refuses, and when it refuses whoever sends it."""
+
+    norm_deviations: PositiveFloat | None = Field(
+        8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
+    )
+    norm_free_updates: PositiveInt = Field(16, description="Updates of a fragment from which the usual is learned.")
+    offences: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
+    offence_window: PositiveInt = Field(64, description="A member's last ones: so many.")
+    quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")
+
+
 class OuterConfig(Block):
     """The outer loop. Each baseline is a setting of this block."""
 
@@ -139,6 +151,7 @@ class OuterConfig(Block):
     local: CodecConfig = Field(CodecConfig(name="fp32"), description="Codec between workers and region server.")
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
@@ -148,6 +161,16 @@ class CheckpointConfig(Block):
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_updates: PositiveInt = Field(64, description="Servers snapshot after this many updates.")
     keep: PositiveInt = 2
+    snapshots: str | None = Field(
+        None,
+        description="URL (s3://bucket/path, file:///path, any of fsspec's) to which servers copy their snapshots.",
+    )
+
+    @model_validator(mode="after")
+    def _snapshots_are_a_url(self) -> CheckpointConfig:
+        if self.snapshots is not None and "://" not in self.snapshots:
+            raise ValueError(f"snapshots = {self.snapshots!r} is no URL; write s3://bucket/path or file:///path")
+        return self
 
 
 class MonitorConfig(Block):

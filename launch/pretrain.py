@@ -51,6 +51,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
     from geotrain.data.loader import LeasedLoader, open_source
+    from geotrain.data.tokens import read_manifest
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
     from geotrain.monitor.events import EventLog, JobTrained
@@ -76,7 +77,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         closing(MemberClient(str(server), trust=trust)) as client,
         EventLog(folder / "events" / f"{worker.name}.jsonl") as events,
     ):
-        trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
+        identity = identity_of(run, layout, read_manifest(Path(run.data.train)).sha256)
+        trainer = Trainer(run, worker.name, identity, layout, engine, loader, client, checkpoints)
         trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         trainer.train(resume)
     engine.close()

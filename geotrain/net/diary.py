@@ -5,10 +5,20 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, UpdateApplied
+from geotrain.monitor.events import (
+    EventLog,
+    Joined,
+    Left,
+    Merged,
+    Pardoned,
+    Quarantined,
+    SentUp,
+    UpdateApplied,
+    UpdateRefused,
+)
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, UpdatePart
+from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Offence, Pardon, Send, UpdatePart
 from geotrain.outer.region_server import RegionServer
 
 
@@ -26,6 +36,10 @@ class Diary:
                 self.events.write(Joined(message.member, message.part, message.incarnation))
             case Leave():
                 self.events.write(Left(message.member))
+            case Offence():
+                self._refused(message, quarantined=reply)
+            case Pardon():
+                self.events.write(Pardoned(message.member))
             case Lease():
                 self._leased[message.lease] = message.samples
             case UpdatePart() if reply:
@@ -39,6 +53,12 @@ class Diary:
         if isinstance(update, UpdatePart):
             size = sum(len(d.payload) for d in update.deltas)
             self.events.write(SentUp(update.sequence, [d.fragment for d in update.deltas], update.weight, size))
+
+    def _refused(self, offence: Offence, quarantined: bool) -> None:
+        offences = len(self.server.members[offence.member].offences)
+        self.events.write(UpdateRefused(offence.member, offence.reason, offences))
+        if quarantined:
+            self.events.write(Quarantined(offence.member, offence.reason))
 
     def _applied(self, part: UpdatePart) -> UpdateApplied:
         member, codec = self.server.members[part.member], self.server.up

@@ -21,6 +21,9 @@ from geotrain.outer.messages import (
     LeaseRequest,
     Leave,
     Message,
+    Offence,
+    Over,
+    Pardon,
     Refused,
     Release,
     Send,
@@ -51,6 +54,10 @@ def take(server: AnyServer, message: Message) -> Any:
             return server.on_lease_request(message)
         case Silence():
             return server.on_silence(message)
+        case Offence():
+            return server.on_offence(message)
+        case Pardon():
+            return server.on_pardon(message)
     if isinstance(server, RegionServer):
         match message:
             case Welcome():
@@ -61,6 +68,8 @@ def take(server: AnyServer, message: Message) -> Any:
                 return server.on_lease(message)
             case Leave() if message.member == server.name:
                 return server.on_farewell()
+            case Over():
+                return server.on_over()
     if isinstance(message, Release) and isinstance(server, GlobalServer):
         return server.on_release(message)
     if isinstance(message, Leave):

@@ -21,11 +21,13 @@ from geotrain.net.machine import Machine
 from geotrain.outer.messages import (
     Answer,
     Finished,
+    Join,
     Lease,
     LeaseRequest,
     Leave,
     Message,
     NotJoined,
+    Over,
     Refused,
     Release,
     Send,
@@ -60,7 +62,7 @@ class Uplink:
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
-        self._leases: deque[LeaseRequest | Release] = deque()
+        self._leases: deque[Join | LeaseRequest | Release] = deque()  # Join: the data is known now
         self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.layout.numel + 65536
 
@@ -69,7 +71,7 @@ class Uplink:
         message = send.message
         if isinstance(message, UpdatePart | Leave):
             self._updates.append(message)
-        elif isinstance(message, Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
+        elif isinstance(message, Join | Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
             self._leases.append(message)
         self._work.set()
 
@@ -129,6 +131,10 @@ class Uplink:
     async def _run_leases(self) -> None:
         while True:
             message = await self._next(self._leases)
+            if isinstance(message, Join):
+                await self._persist(partial(self.link.join, message))
+                self._leases.popleft()
+                continue
             try:
                 if isinstance(message, Release):
                     await self._persist(_certain(self.link.release, message))
@@ -148,7 +154,8 @@ class Uplink:
     async def _run_beats(self) -> None:
         while True:
             await asyncio.sleep(calls.BEAT_S)
-            await self._persist(_certain(self.link.beat, 0))
+            if await self._persist(partial(self.link.beat, 0)) and not self.server.over:
+                await self._tell(Over())
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:
