@@ -376,20 +376,17 @@ class ClusterConfig(Block):
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
-        regions = {r.name for r in self.regions}
-        lent = {h.region for r in self.regions for w in r.workers for h in w.hosts if h.region is not None}
-        known = regions | lent | {"global"}  # a region all of whose hosts are lent has no server of its own
+        known = {r.name for r in self.regions} | {"global"}
         for link in self.links:
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
-        linked = regions | {end for link in self.links for end in link.regions}
         for region in self.regions:
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
-                if host.region is not None and host.region not in linked - {"global"}:
+                if host.region is not None and host.region not in known - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
 
