@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from geotrain.config import LimitsConfig
 from geotrain.net.machine import take
 from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, NormLimits, norm
-from geotrain.outer.messages import GLOBAL, LeaseRequest, Leave, Offence, Pardon, Refused, Release, Silence
+from geotrain.outer.messages import (
+    GLOBAL,
+    Finished,
+    Lease,
+    LeaseRequest,
+    Leave,
+    Offence,
+    Pardon,
+    Refused,
+    Release,
+    Silence,
+)
 from geotrain.outer.region_server import RegionServer
 from tests.net.test_net_journal import same_state
 from tests.outer.test_lives import saved_and_loaded
