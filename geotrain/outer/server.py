@@ -156,13 +156,13 @@ class Server:
         if not self.wants(part):
             return False
         member = self.members[part.member]
-        member.silent = False
         parts = member.arriving.setdefault(part.sequence, {})
         parts[part.part] = part
-        if len(parts) < member.parts:
-            return False
-        self._apply(part.member, member, [parts[i] for i in range(member.parts)])
-        return True
+        whole = len(parts) == member.parts
+        if whole:
+            self._apply(part.member, member, [parts[i] for i in range(member.parts)])
+        member.silent = False
+        return whole
 
     def wants(self, part: UpdatePart) -> bool:
         """Whether `on_part` would take this part; False: it is here already. Of payloads only the sizes are read.

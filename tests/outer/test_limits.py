@@ -104,16 +104,19 @@ def test_an_exploded_update_is_refused_whole_and_changes_nothing():
     region, worker = world.regions["eu"], world.workers["a"][1]
     deltas = random_deltas(world, 99)
     half = {**deltas, 0: 1e4 * deltas[0]}  # one fragment of it
+    region.on_silence(Silence("a", "life-1"))
     before = [(state.x.clone(), state.version) for state in region.fragments]
-    norms = region.norms.state()
     parts = worker.parts(half)
     region.on_part(parts[0])
+    assert not region.members["a"].silent
+    region.on_silence(Silence("a", "life-1"))
+    norms = region.norms.state()
     with pytest.raises(
         Refused, match=r"a: fragment 0: the update's norm of .* up to .* is usual here.*norm_deviations"
     ):
         region.on_part(parts[1])
     assert all(torch.equal(s.x, x) and s.version == v for s, (x, v) in zip(region.fragments, before, strict=True))
-    assert region.norms.state() == norms
+    assert region.norms.state() == norms and region.members["a"].silent
     worker.sequence -= 1
     assert [region.on_part(p) for p in worker.parts(deltas)] == [False, True]  # its number is still free
 
