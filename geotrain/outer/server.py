@@ -158,11 +158,11 @@ class Server:
         member = self.members[part.member]
         parts = member.arriving.setdefault(part.sequence, {})
         parts[part.part] = part
-        whole = len(parts) == member.parts
-        if whole:
-            self._apply(part.member, member, [parts[i] for i in range(member.parts)])
-        member.silent = False
-        return whole
+        if len(parts) < member.parts:
+            member.silent = False
+            return False
+        self._apply(part.member, member, [parts[i] for i in range(member.parts)])
+        return True
 
     def wants(self, part: UpdatePart) -> bool:
         """Whether `on_part` would take this part; False: it is here already. Of payloads only the sizes are read.
@@ -397,6 +397,7 @@ class Server:
             raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
         deltas = [self.decode_update(name, member, [p.deltas[i] for p in parts]) for i in range(len(fragments))]
         self._check_norms(name, fragments, deltas, first.weight)
+        member.silent = False  # what is refused is no sign of life
         staleness = 0
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
