@@ -10,17 +10,19 @@ from typing import Annotated
 
 import typer
 
+from geotrain import cli_operate
+
 app = typer.Typer(
     name="geotrain",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Pretrain language models on GPU clusters in different regions, joined by slow links.",
-    epilog="Each command has its own --help, with examples.",
+    epilog="Each command has its own --help, with examples. Completion: geotrain --install-completion.",
 )
 serve = typer.Typer(no_args_is_help=True, help="Run one server by hand; `launch` does it for you.")
 app.add_typer(serve, name="serve")
+cli_operate.register(app)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
@@ -122,21 +124,6 @@ def serve_region(
     from geotrain.launch.serving import run_region
 
     raise typer.Exit(run_region(region, run, cluster, resume))
-
-
-@app.command(epilog="Example: geotrain status runs/mine")
-def status(
-    folder: RunFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
-) -> None:
-    """Show how a run goes, or went."""
-    from geotrain.launch.progress import new_console, status_of_run, table, view
-
-    cluster, statuses = status_of_run(folder)
-    if as_json:
-        print(json.dumps(statuses, indent=2))
-    else:
-        new_console().print(table(view(cluster, statuses)))
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")

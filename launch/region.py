@@ -4,6 +4,7 @@ goes, and ends with the run's exit code."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, config_digest, load_cluster, load_run
+from geotrain.files import whole_file
 from geotrain.launch import wan
 from geotrain.launch.check import check_data, check_ports_are_free, check_together, free_ports, link_to_global
 from geotrain.launch.progress import Display, new_console, size
@@ -22,6 +24,7 @@ from geotrain.launch.supervise import Outcome, Supervisor, tail
 from geotrain.launch.world import this_machine
 from geotrain.outer.messages import GLOBAL
 
+OUTCOME = "outcome.json"  # in the run's folder, once its launcher has ended: exit code and reason
 DRAIN_S = 900.0  # servers flush and write their last snapshot
 
 
@@ -45,6 +48,7 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
         order = Order(run, cluster, tuple(s for s, host in sites_of(run, cluster).items() if host is None), resume)
         write_files(order, folder)
         inside = links.namespaces if links else {}
+        (folder / OUTCOME).unlink(missing_ok=True)
         starting = [links.process] if links else []
         starting += processes(order, folder, this_machine(), inside)
         starting += [far_site(order, site, host) for site, host in sites_of(run, cluster).items() if host]
@@ -55,6 +59,7 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
         stack.enter_context(display)
         outcome = supervisor.wait(display.show, run.monitor.every_s)
         display.finish(folder)
+        _write_outcome(folder, outcome)
     if links:
         _tell_pump(folder / "logs" / f"{links.process.name}.log", console)
     _tell(outcome)
@@ -160,6 +165,11 @@ def _tell_pump(log: Path, console: Console) -> None:
         said = json.loads(tail(log)[-1])
         share, carried = said["cpu_s"] / said["wall_s"], size(said["carried_bytes"])
         console.print(f"emulated links carried {carried} with {share:.1%} of a core", highlight=False)
+
+
+def _write_outcome(folder: Path, outcome: Outcome) -> None:
+    with whole_file(folder / OUTCOME) as file:
+        json.dump(dataclasses.asdict(outcome), file)
 
 
 def _tell(outcome: Outcome) -> None:

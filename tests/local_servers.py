@@ -45,7 +45,7 @@ class LocalServers:
                         self.top.on_part(update)
                         self._answer_region(update.sequence, tuple(d.fragment for d in update.deltas))
                     case LeaseRequest() as request:
-                        self.region.on_lease(self.top.on_lease_request(request))
+                        self.region.on_lease(granted(self.top.on_lease_request(request)))
                     case Lease() | Finished() as lease:
                         leases[send.to] = lease
                     case Release() as release:
@@ -93,3 +93,8 @@ def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+def granted(lease: Lease | Finished | None) -> Lease | Finished:
+    assert lease is not None, "nobody pauses this run"
+    return lease

@@ -15,7 +15,7 @@ LAYERS = [
     {"outer"},
     {"inner", "net", "data", "plan", "simulate", "monitor", "export", "sample", "evaluate"},
     {"trainer", "launch", "quickstart"},
-    {"cli", "__main__"},
+    {"cli", "cli_operate", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {"deepspeed": "inner", "megatron": "inner", "apex": "inner", "transformer_engine": "inner", "grpc": "net"}

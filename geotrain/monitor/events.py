@@ -101,6 +101,14 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class Steered:
+    """A person told the run to pause, resume, drain a region, or stop."""
+
+    what: str
+    region: str
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Something that a person should know of."""
 
@@ -108,7 +116,17 @@ class Trouble:
 
 
 Event = (
-    Joined | Left | UpdateApplied | SentUp | Merged | UpdatesLost | SnapshotWritten | Recovery | JobTrained | Trouble
+    Joined
+    | Left
+    | UpdateApplied
+    | SentUp
+    | Merged
+    | UpdatesLost
+    | SnapshotWritten
+    | Recovery
+    | JobTrained
+    | Steered
+    | Trouble
 )
 
 

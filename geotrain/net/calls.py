@@ -9,15 +9,14 @@ release   ReleaseLeases              Ack
 leave     SayLeave                   Ack
 beat      Beat                       Ack
 status    nothing                    JSON
-control   Control                    Ack
+control   Control                    Told
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import grpc
+from typing import Any
 
 from geotrain.net import wire
 from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release
@@ -103,9 +102,17 @@ class Beat:
 
 @dataclass(frozen=True)
 class Control:
-    """what: "snapshot", or "stop" (snapshot and end)."""
+    """From the operator. what: "snapshot", of any server; of the global server also what `Steer` may say."""
 
     what: str
+    region: str = ""
+
+
+@dataclass(frozen=True)
+class Told:
+    """It is done. text: for the operator; of a snapshot, where it lies."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -122,8 +129,8 @@ class Refusal:
         return (NotJoined if self.join_first else Refused)(self.reason, self.retry_s)
 
 
-def refusal_of(error: grpc.aio.AioRpcError) -> Refused | None:
-    """What the server said; None when the call failed for another reason."""
+def refusal_of(error: Any) -> Refused | None:
+    """What the server said, by the gRPC error; None when the call failed for another reason."""
     for key, value in error.trailing_metadata() or ():
         if key == REFUSAL_KEY:
             refusal: Refusal = wire.unpack(value, Refusal)

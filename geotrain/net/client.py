@@ -91,8 +91,10 @@ class MemberClient:
         return self._start(self._pull(sequence, fragments))
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]:
+        """Waits for as long as the run is paused."""
+        link = self._live()
         return self._start(
-            self._live().persist(lambda: self._live().lease(request), self.deadline_s, rejoin=self._rejoin)
+            link.persist(lambda: link.lease(request), self.deadline_s, rejoin=self._rejoin, patient=True)
         )
 
     def status(self) -> dict[str, Any]:

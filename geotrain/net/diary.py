@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, UpdateApplied
+from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, Steered, UpdateApplied
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, UpdatePart
+from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, Steer, UpdatePart
 from geotrain.outer.region_server import RegionServer
 
 
@@ -26,6 +26,8 @@ class Diary:
                 self.events.write(Joined(message.member, message.part, message.incarnation))
             case Leave():
                 self.events.write(Left(message.member))
+            case Steer():
+                self.events.write(Steered(message.what, message.region))
             case Lease():
                 self._leased[message.lease] = message.samples
             case UpdatePart() if reply:

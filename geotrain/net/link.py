@@ -146,8 +146,10 @@ class Link:
     async def status(self) -> dict[str, Any]:
         return json.loads(await self._raw_unary("status", b"", REPLY_S))
 
-    async def control(self, what: str) -> None:
-        await self._unary("control", wire.pack(calls.Control(what)), calls.Ack, within_s=ANSWER_S)
+    async def control(self, what: str, region: str = "") -> str:
+        """What the server says to the operator."""
+        told = await self._unary("control", wire.pack(calls.Control(what, region)), calls.Told, within_s=ANSWER_S)
+        return str(told.text)
 
     # -- again and again
 
@@ -156,10 +158,11 @@ class Link:
         attempt: Callable[[], Awaitable[T | None]],
         deadline_s: float,
         rejoin: Callable[[], Awaitable[None]] | None = None,
+        patient: bool = False,
     ) -> T:
         """Repeat an attempt until it gives a value: after losses with growing pauses, after a refusal that says when
         to try again, after "not yet" at once. rejoin: called when the server does not know this life; without it,
-        NotJoined is raised.
+        NotJoined is raised. patient: "not yet" is a sign of life, from which the deadline counts anew.
 
         Raises Refused (for good), wire.WireError, Unreachable when `deadline_s` is over.
         """
@@ -177,6 +180,7 @@ class Link:
                     if value is not None:
                         return value
                     pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
+                    deadline = loop.time() + deadline_s if patient else deadline
                     continue
             except (Lost, wire.DamagedError) as lost:
                 trouble, wait_s = str(lost), pause_s * random.uniform(0.5, 1.0)

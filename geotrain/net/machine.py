@@ -25,6 +25,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     Silence,
+    Steer,
     UpdatePart,
     Welcome,
 )
@@ -61,8 +62,12 @@ def take(server: AnyServer, message: Message) -> Any:
                 return server.on_lease(message)
             case Leave() if message.member == server.name:
                 return server.on_farewell()
-    if isinstance(message, Release) and isinstance(server, GlobalServer):
-        return server.on_release(message)
+    if isinstance(server, GlobalServer):
+        match message:
+            case Release():
+                return server.on_release(message)
+            case Steer():
+                return server.on_steer(message)
     if isinstance(message, Leave):
         return server.on_leave(message.member)
     raise Refused(f"a {type(message).__name__} means nothing to this server")

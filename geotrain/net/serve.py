@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -203,7 +204,7 @@ class _Host:
         self.machine = Machine(self.server, self.journal, self._deliver, self.diary.watch)
         self.service = Service(
             self.machine,
-            self._control,
+            self._snapshot,
             self._status,
             member_role=self.place.member_role,
             silent_s=REGION_SILENT_S if self.place.member_role == "region" else WORKER_SILENT_S,
@@ -278,8 +279,8 @@ class _Host:
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
         return self._updates() - self.saved_updates >= self.every_updates or journal_bytes >= enough_bytes
 
-    async def _snapshot(self, ended: bool = False) -> None:
-        """Copy the state between two messages, write the copy beside the work. Raises StoreError."""
+    async def _snapshot(self, ended: bool = False) -> str:
+        """Copy the state between two messages, write the copy beside the work; says where. Raises StoreError."""
         async with self.saving:
             began_s, updates = time.monotonic(), self._updates()
             try:
@@ -291,6 +292,7 @@ class _Host:
             number = await asyncio.get_running_loop().run_in_executor(self.disk, write)
             self.saved_updates = updates
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
+            return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
     def _is_over(self) -> bool:
         """Everyone has left in good order."""
@@ -306,12 +308,6 @@ class _Host:
                 self.uplink.deliver(send)
         else:
             self.service.deliver(send)
-
-    async def _control(self, what: str) -> None:
-        if what == "stop":
-            self.stop.set()  # a snapshot comes with the end
-        else:
-            await self._snapshot()
 
     def _is_wide_area(self, peer: str) -> bool:
         """A region server's wide-area link is the one to the global server; the global server's are all it has."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,7 +22,19 @@ from geotrain.net.deadline import within
 from geotrain.net.machine import Machine
 from geotrain.net.pulse import WORKER_SILENT_S, Pulse
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Refused, Release, Send, UpdatePart
+from geotrain.outer.messages import (
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    NotJoined,
+    Refused,
+    Release,
+    Send,
+    Steer,
+    UpdatePart,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +52,7 @@ class ListenError(OSError):
 class Service:
     """Runs until `stop`. All methods belong to the event loop that it was started in.
 
-    control: what to do on "snapshot" and "stop". extra_status: more for the status, from whoever runs the service.
+    snapshot: writes one, and says where. extra_status: more for the status, from whoever runs the service.
     member_role: of those who may join. silent_s: after so long without a sign, a member is taken for dead.
     credentials: None means plaintext, where everyone is who he says.
     """
@@ -46,14 +60,14 @@ class Service:
     def __init__(
         self,
         machine: Machine,
-        control: Callable[[str], Awaitable[None]],
+        snapshot: Callable[[], Awaitable[str]],
         extra_status: Callable[[], dict[str, Any]] = dict,
         *,
         member_role: Role = "worker",
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
     ) -> None:
-        self.machine, self._control, self._extra_status = machine, control, extra_status
+        self.machine, self._snapshot, self._extra_status = machine, snapshot, extra_status
         self.member_role, self.credentials = member_role, credentials
         self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
@@ -169,10 +183,11 @@ class Service:
             raise Refused(f"{ask.member} cannot ask for the data of {ask.request.worker!r}")
         job = ask.request.job
         lease = await self.machine.say(ask.request)
-        if lease is None:  # a region server has to ask for it first
-            lease = await self.machine.until(
-                lambda: self._granted_for(ask.request.worker, job), min(ask.wait_s, calls.MAX_WAIT_S)
-            )
+        wait_s = min(ask.wait_s, calls.MAX_WAIT_S)
+        if lease is None and isinstance(self.machine.server, GlobalServer):
+            lease = await self._when_resumed(self.machine.server, ask.request, wait_s)
+        elif lease is None:  # a region server has to ask for it first
+            lease = await self.machine.until(lambda: self._granted_for(ask.request.worker, job), wait_s)
         return wire.pack(lease or calls.NotYet())
 
     async def _release(self, request: bytes, context: Any) -> bytes:
@@ -213,13 +228,31 @@ class Service:
 
     async def _on_control(self, request: bytes, context: Any) -> bytes:
         self._speaks(context, "operator", OPERATOR)
-        what = wire.unpack(request, calls.Control).what
-        if what not in ("snapshot", "stop"):
-            raise Refused(f"control {what[:40]!r} is unknown; known: snapshot, stop")
-        await self._control(what)
-        return wire.pack(calls.Ack(0))
+        if self.credentials is None and not is_this_machine(_plain_peer(context.peer())):
+            raise Refused("without TLS, a run is steered from the server's own machine only; see `geotrain certs`")
+        control = wire.unpack(request, calls.Control)
+        if control.what == "snapshot":
+            try:
+                return wire.pack(calls.Told(await self._snapshot()))
+            except OSError as error:
+                raise Refused(str(error)) from None
+        if not isinstance(self.machine.server, GlobalServer):
+            raise Refused(f"a region's server can only be told to snapshot, not to {control.what[:40]!r}")
+        await self.machine.say(Steer(control.what[:40], control.region[:40]))
+        return wire.pack(calls.Told(self.machine.server.phase))
 
     # -- inside
+
+    async def _when_resumed(
+        self, server: GlobalServer, request: LeaseRequest, wait_s: float
+    ) -> Lease | Finished | None:
+        def goes_on() -> bool | None:
+            return not server.paused or server.leaves(request.worker) or None
+
+        if await self.machine.until(goes_on, wait_s) is None:
+            return None
+        lease: Lease | Finished | None = await self.machine.say(request)
+        return lease
 
     def _granted_for(self, worker: str, job: int) -> Lease | Finished | None:
         granted = self._granted.get(worker)
@@ -289,6 +322,20 @@ def _plain_peer(peer: str) -> str:
     """gRPC's "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5" as the meter writes it."""
     plain = unquote(peer.partition(":")[2]).replace("[", "").replace("]", "")
     return plain.removeprefix("::ffff:")
+
+
+EMULATED = ipaddress.ip_network("198.18.0.0/15")  # never routed: the links that this machine emulates for itself
+
+
+def is_this_machine(peer: str) -> bool:
+    """Whether a peer, "host:port", has one of this machine's own addresses."""
+    host = ipaddress.ip_address(peer.rpartition(":")[0])
+    if host.is_loopback or host in EMULATED:
+        return True
+    with socket.socket(socket.AF_INET6 if host.version == 6 else socket.AF_INET) as probe, suppress(OSError):
+        probe.bind((str(host), 0))
+        return True
+    return False
 
 
 def _check_free(address: Address) -> None:

@@ -75,7 +75,7 @@ class Store:
         """Write the next snapshot and drop the oldest; returns its number. Raises StoreError."""
         numbers = self.numbers()
         number = max(numbers, default=0) + 1
-        final, temporary = self._path(number), self.folder / f".{number:08d}.partial"
+        final, temporary = self.path(number), self.folder / f".{number:08d}.partial"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -91,7 +91,7 @@ class Store:
                 "the older ones are whole; make room or repair the disk"
             ) from error
         for old in (*numbers, number)[: -self.keep]:
-            shutil.rmtree(self._path(old), ignore_errors=True)
+            shutil.rmtree(self.path(old), ignore_errors=True)
         return number
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
@@ -104,7 +104,7 @@ class Store:
             try:
                 return self._load(number, names), faults
             except (DamagedSnapshot, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                faults.append(f"{self._path(number)}: damaged, passed over: {error}")
+                faults.append(f"{self.path(number)}: damaged, passed over: {error}")
         return None, faults
 
     def numbers(self) -> list[int]:
@@ -123,11 +123,11 @@ class Store:
         except (DamagedSnapshot, OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self.folder}: a snapshot is damaged: {error}") from error
 
-    def _path(self, number: int) -> Path:
+    def path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
     def _load(self, number: int, names: tuple[str, ...] | None) -> Snapshot:
-        path = self._path(number)
+        path = self.path(number)
         saved = json.loads(_checked((path / META).read_bytes()))
         wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
         tensors = {name: _read(path / _file(name), *stated) for name, stated in wanted.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 from geotrain.config import OuterConfig
 from geotrain.outer.layout import Layout
 from geotrain.outer.leases import LeaseBook
-from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Refused, Release, UpdatePart
+from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Refused, Release, Steer, UpdatePart, Welcome
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server import Identity, Server
 
@@ -31,17 +31,53 @@ class GlobalServer(Server):
     ) -> None:
         workers = {w: (w,) for names in regions.values() for w in names}
         self.workers_of = workers if config.levels == 1 else regions
+        self.members_of = regions if config.levels == 1 else {name: (name,) for name in regions}
         self.workers = frozenset(workers)
         members = tuple(self.workers_of)
         super().__init__(identity, layout, global_rule(config, members), members, config.up, config.down)
         rounds = tuple(workers) if config.rule == "sync" else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
+        self.paused = self.stopping = False
+        self.draining: set[str] = set()  # members that are to leave, or have left for that reason
 
-    def on_lease_request(self, request: LeaseRequest) -> Lease | Finished:
-        """Raises Refused when the worker is none of this run's."""
+    def on_steer(self, steer: Steer) -> None:
+        """Raises Refused."""
+        match steer.what:
+            case "pause" | "resume":
+                self.paused = steer.what == "pause"
+            case "stop":
+                self.stopping = True
+            case "drain":
+                if steer.region not in self.members_of:
+                    raise Refused(f"no region is called {steer.region!r} here; known: {', '.join(self.members_of)}")
+                if self.book.rounds is not None:
+                    raise Refused("each round of a synchronous run needs every worker: stop the run instead")
+                self.draining.update(self.members_of[steer.region])
+            case _:
+                raise Refused(f"{steer.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop")
+
+    def on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
+        """None: the run is paused, ask again. Raises Refused when the worker is none of this run's."""
         if request.worker not in self.workers:
             raise Refused(f"no worker of this run is called {request.worker!r}")
-        return self.book.grant(request)
+        leaves = self.leaves(request.worker)
+        granted = self.book.grant(request, new=not (self.paused or leaves))
+        return self.book.dismiss(request) if granted is None and leaves else granted
+
+    def leaves(self, worker: str) -> bool:
+        """Whether the worker is to finish what it has, and leave."""
+        return self.stopping or any(worker in self.workers_of[name] for name in self.draining)
+
+    def on_join(self, join: Join) -> Welcome:
+        """A member that was drained, and comes back, takes part again."""
+        before = self.members.get(join.member)
+        back = before is not None and before.left and before.incarnation != join.incarnation
+        welcome = super().on_join(join)
+        if back and join.member in self.draining:
+            self.draining.remove(join.member)
+            for worker in self.workers_of[join.member]:
+                self.book.dismissed.pop(worker, None)
+        return welcome
 
     def on_release(self, release: Release) -> None:
         self.book.release(release.leases)
@@ -63,15 +99,27 @@ class GlobalServer(Server):
     def begin_again(self) -> None:
         super().begin_again()
         self.book.dismissed.clear()
+        self.paused = self.stopping = False
+        self.draining.clear()
 
     @property
     def finished(self) -> bool:
         """Every member left: the run is over."""
         return self.empty
 
+    @property
+    def phase(self) -> str:
+        if self.finished:
+            return "ended"
+        return "stopping" if self.stopping else "paused" if self.paused else "running"
+
     def status(self) -> dict[str, Any]:
+        """complete: no data is left, and none is out."""
         return {
             **super().status(),
+            "phase": self.phase,
+            "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
+            "complete": self.book.finished,
             "train_samples": self.book.train_samples,
             "committed_samples": self.book.committed_samples,
             "dispatched_samples": self.book.next_start,
@@ -81,8 +129,12 @@ class GlobalServer(Server):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
         meta["leases"] = self.book.state()
+        meta["steered"] = {"paused": self.paused, "stopping": self.stopping, "draining": sorted(self.draining)}
         return tensors, meta
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.book.load(meta["leases"])
+        steered = meta.get("steered", {})  # older snapshots have none
+        self.paused, self.stopping = steered.get("paused", False), steered.get("stopping", False)
+        self.draining = set(steered.get("draining", ()))

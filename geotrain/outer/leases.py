@@ -57,8 +57,11 @@ class LeaseBook:
         """Nothing left to hand out, nothing out."""
         return not self.open and not self._left()
 
-    def grant(self, request: LeaseRequest) -> Lease | Finished:
+    def grant(self, request: LeaseRequest, new: bool = True) -> Lease | Finished | None:
         """The lease for this worker's job; the same one again when asked again.
+
+        new: whether more data may be handed out; otherwise None stands for what would have been a new lease. A round
+        that some worker has begun is not new: the others would wait for those who are left out.
 
         Finished does not wait for leases that are out with others: should one come back, its worker's next life
         asks for it.
@@ -71,10 +74,17 @@ class LeaseBook:
         if 0 < request.step_s < inf:
             self._note_speed(request.worker, request.step_s)
         if self.rounds is not None:
-            return self._grant_round(request)
+            return self._grant_round(request, new)
         if not self._left():
-            return self._dismiss(request)
+            return self.dismiss(request)
+        if not new:
+            return None
         return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step))
+
+    def dismiss(self, request: LeaseRequest) -> Finished:
+        """This worker gets no more data."""
+        self.dismissed[request.worker] = request.job
+        return Finished(request.worker, request.job)
 
     def commit(self, leases: tuple[int, ...]) -> int:
         """These leases are trained for good. Returns the samples committed; unknown or committed ones count 0."""
@@ -153,15 +163,17 @@ class LeaseBook:
         self.next_start = min(start + samples, self.train_samples)
         return start, self.next_start - start
 
-    def _grant_round(self, request: LeaseRequest) -> Lease | Finished:
+    def _grant_round(self, request: LeaseRequest, new: bool) -> Lease | Finished | None:
         assert self.rounds is not None
         if request.worker not in self.rounds:
             raise Refused(f"worker {request.worker!r} is not one of this synchronous run's: {', '.join(self.rounds)}")
         newest = max(self.laid_out, default=0)
+        if newest < request.job and not new and self.next_start < self.train_samples:
+            return None
         while newest < request.job and self._lay_out(newest + 1):
             newest += 1
         if newest < request.job:
-            return self._dismiss(request)
+            return self.dismiss(request)
         if request.job not in self.laid_out:
             raise Refused(f"worker {request.worker!r} asks for round {request.job}; the run is at round {newest}")
         return self._open(request, *self.laid_out[request.job][request.worker])
@@ -188,10 +200,6 @@ class LeaseBook:
         if lease:
             del self._held[lease.worker, lease.job]
         return lease
-
-    def _dismiss(self, request: LeaseRequest) -> Finished:
-        self.dismissed[request.worker] = request.job
-        return Finished(request.worker, request.job)
 
     def _open(self, request: LeaseRequest, start: int, samples: int) -> Lease:
         steps = samples // self.samples_per_step

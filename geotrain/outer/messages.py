@@ -164,7 +164,16 @@ class Silence:
     incarnation: str
 
 
-Message = Join | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Leave | Silence
+@dataclass(frozen=True)
+class Steer:
+    """What a person wants of the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region`
+    finish what they have, flush and leave) or "stop" (all workers do)."""
+
+    what: str
+    region: str = ""
+
+
+Message = Join | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Leave | Silence | Steer
 
 
 @dataclass(frozen=True)

@@ -216,11 +216,11 @@ def test_what_a_server_says_and_does_without_workers(site):
 
     async def control() -> None:
         link = Link(site.address("global"), "operator", "")
-        await link.control("snapshot")
-        await link.control("stop")
+        assert (await link.control("snapshot")).endswith(f"{site.folder}/global/snapshots/00000002")
         await link.close()
 
     asyncio.run(control())
+    top.send(signal.SIGTERM)
     assert top.ended() == (0, "")
     assert [e["event"] for e in site.events("global")].count("SnapshotWritten") == 3
 
