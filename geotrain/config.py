@@ -152,6 +152,11 @@ class CheckpointConfig(Block):
 
 class MonitorConfig(Block):
     every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
+    validate_every_samples: PositiveInt | None = Field(
+        None,
+        description="Committed samples between two validations of the global weights; at least 4 times "
+        "data.validation_samples, so that they cost at most a twelfth of the compute. null: none.",
+    )
 
 
 class RunConfig(Block):
@@ -175,6 +180,18 @@ class RunConfig(Block):
             value = self.deepspeed.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _validation_is_affordable(self) -> RunConfig:
+        every = self.monitor.validate_every_samples
+        if every is not None and self.data.validation is None:
+            raise ValueError("monitor.validate_every_samples needs data.validation, the prefix of its .bin/.idx pair")
+        if every is not None and every < 4 * self.data.validation_samples:
+            raise ValueError(
+                f"monitor.validate_every_samples = {every} is below 4 times data.validation_samples = "
+                f"{self.data.validation_samples}: validation would cost more than a twelfth of the compute"
+            )
         return self
 
     @property

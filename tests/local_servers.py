@@ -11,7 +11,18 @@ from geotrain.config import RunConfig
 from geotrain.initial import initial_tensor
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import Layout, layout_of
-from geotrain.outer.messages import Answer, Finished, Join, Lease, LeaseRequest, Leave, Release, UpdatePart, Welcome
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    Release,
+    UpdatePart,
+    Validated,
+    Welcome,
+)
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.server import identity_of
 
@@ -28,9 +39,10 @@ class LocalServers:
         self.layout = layout_of(run)
         self.identity = identity_of(run, self.layout)
         samples, batch = run.data.train_samples, run.samples_per_step
-        self.top = GlobalServer(self.identity, self.layout, run.outer, {"eu": workers}, samples, batch)
+        every = run.monitor.validate_every_samples
+        self.top = GlobalServer(self.identity, self.layout, run.outer, {"eu": workers}, samples, batch, every)
         self.top.set_weights(first_weights(self.layout, run.seed))
-        self.region = RegionServer("eu", self.identity, self.layout, run.outer, workers)
+        self.region = RegionServer("eu", self.identity, self.layout, run.outer, workers, every is not None)
         self.region.incarnation = "life-1"
         self.top.on_join(self.region.join_message())
         self._answer_region(0, tuple(range(len(self.layout.fragments))))
@@ -50,6 +62,8 @@ class LocalServers:
                         leases[send.to] = lease
                     case Release() as release:
                         self.top.on_release(release)
+                    case Validated() as result:
+                        self.top.on_validated(result)
                     case Leave() as leave:
                         self.top.on_leave(leave.member)
         return leases
@@ -83,6 +97,13 @@ class LocalClient:
     def lease(self, request: LeaseRequest) -> Future[Any]:
         lease = self.servers.region.on_lease_request(request)
         return done(lease or self.servers.pump()[request.worker])
+
+    def global_weights(self, number: int) -> Future[Answer]:
+        return done(self.servers.region.weights_to_validate(self.name, self.incarnation, 0, number))
+
+    def validated(self, result: Validated) -> None:
+        self.servers.region.on_validated(result)
+        self.servers.pump()
 
     def leave(self) -> None:
         self.servers.region.on_leave(self.name)

@@ -101,6 +101,18 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class ValidationDone:
+    """A worker has evaluated the global weights. samples: committed by then. loss: nats a token."""
+
+    worker: str
+    number: int
+    version: int
+    loss: float
+    seconds: float
+    samples: int
+
+
+@dataclass(frozen=True)
 class Steered:
     """A person told the run to pause, resume, drain a region, or stop."""
 
@@ -125,6 +137,7 @@ Event = (
     | SnapshotWritten
     | Recovery
     | JobTrained
+    | ValidationDone
     | Steered
     | Trouble
 )

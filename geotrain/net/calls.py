@@ -6,6 +6,8 @@ push      UpdatePart, streamed       Ack or Refusal, which may come before the w
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
+weights   PullGlobal                 Answer, streamed; empty when the server has none
+validated SayValidated               Ack
 leave     SayLeave                   Ack
 beat      Beat                       Ack
 status    nothing                    JSON
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from geotrain.net import wire
-from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release
+from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release, Validated
 
 SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
@@ -78,6 +80,23 @@ class ReleaseLeases:
     member: str
     incarnation: str
     release: Release
+
+
+@dataclass(frozen=True)
+class PullGlobal:
+    """The global weights that validation `number` speaks of, please."""
+
+    member: str
+    incarnation: str
+    part: int
+    number: int
+
+
+@dataclass(frozen=True)
+class SayValidated:
+    member: str
+    incarnation: str
+    result: Validated
 
 
 @dataclass(frozen=True)

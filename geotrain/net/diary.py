@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, Steered, UpdateApplied
+from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, Steered, UpdateApplied, ValidationDone
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, Steer, UpdatePart
+from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, Steer, UpdatePart, Validated
 from geotrain.outer.region_server import RegionServer
 
 
@@ -26,6 +27,9 @@ class Diary:
                 self.events.write(Joined(message.member, message.part, message.incarnation))
             case Leave():
                 self.events.write(Left(message.member))
+            case Validated() if reply:
+                said = ValidationDone(**asdict(message), samples=self.server.book.committed_samples)  # type: ignore[union-attr]
+                self.events.write(said)
             case Steer():
                 self.events.write(Steered(message.what, message.region))
             case Lease():

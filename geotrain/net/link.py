@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     UpdatePart,
+    Validated,
     Welcome,
 )
 
@@ -109,7 +110,15 @@ class Link:
     ) -> Answer | None:
         """The answer to update `sequence`; None when there is none yet after `wait_s`."""
         request = calls.Pull(self.member, self.incarnation, part, sequence, fragments, wait_s)
-        call = self._channel.unary_stream(f"/{calls.SERVICE}/pull")(wire.pack(request))
+        return await self._streamed("pull", request, limit_bytes, wait_s)
+
+    async def global_weights(self, part: int, number: int, limit_bytes: int) -> Answer | None:
+        """What validation `number` speaks of."""
+        request = calls.PullGlobal(self.member, self.incarnation, part, number)
+        return await self._streamed("weights", request, limit_bytes, calls.MAX_WAIT_S)
+
+    async def _streamed(self, method: str, request: Any, limit_bytes: int, wait_s: float) -> Answer | None:
+        call = self._channel.unary_stream(f"/{calls.SERVICE}/{method}")(wire.pack(request))
         reader = wire.Reader(Answer, calls.NotYet, limit_bytes=limit_bytes)
         try:
             within_s = wait_s + REPLY_S
@@ -133,6 +142,11 @@ class Link:
     async def release(self, release: Release) -> None:
         await self._unary(
             "release", wire.pack(calls.ReleaseLeases(self.member, self.incarnation, release)), calls.Ack
+        )
+
+    async def validated(self, result: Validated) -> None:
+        await self._unary(
+            "validated", wire.pack(calls.SayValidated(self.member, self.incarnation, result)), calls.Ack
         )
 
     async def leave(self, part: int, sequence: int) -> None:

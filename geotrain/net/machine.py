@@ -27,6 +27,7 @@ from geotrain.outer.messages import (
     Silence,
     Steer,
     UpdatePart,
+    Validated,
     Welcome,
 )
 from geotrain.outer.region_server import RegionServer
@@ -52,6 +53,8 @@ def take(server: AnyServer, message: Message) -> Any:
             return server.on_lease_request(message)
         case Silence():
             return server.on_silence(message)
+        case Validated():
+            return server.on_validated(message)
     if isinstance(server, RegionServer):
         match message:
             case Welcome():

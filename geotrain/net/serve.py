@@ -73,7 +73,8 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
         layout = layout_of(run)
         regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.regions}
         samples = run.data.train_samples, run.samples_per_step
-        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples)
+        every = run.monitor.validate_every_samples
+        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every)
         server.incarnation = uuid.uuid4().hex
         return server
 
@@ -90,7 +91,8 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
     def build() -> RegionServer:
         layout = layout_of(run)
         workers = tuple(w.name for w in cluster.region(region).workers)
-        server = RegionServer(region, identity_of(run, layout), layout, run.outer, workers)
+        validates = run.monitor.validate_every_samples is not None
+        server = RegionServer(region, identity_of(run, layout), layout, run.outer, workers, validates)
         server.incarnation = uuid.uuid4().hex
         return server
 

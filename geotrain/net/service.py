@@ -86,6 +86,8 @@ class Service:
             "push": grpc.stream_stream_rpc_method_handler(self._handled(self._push)),
             "pull": streamed(self._handled(self._pull)),
             "lease": unary(self._handled(self._lease)),
+            "weights": streamed(self._handled(self._weights)),
+            "validated": unary(self._handled(self._validated)),
             "release": unary(self._handled(self._release)),
             "leave": unary(self._handled(self._leave)),
             "beat": unary(self._handled(self._beat)),
@@ -198,6 +200,24 @@ class Service:
             held = await self.machine.read(lambda: server.holds(release.member))
             leases = tuple(n for n in release.release.leases if n in held)
             await self.machine.say(Release(leases))
+        return wire.pack(calls.Ack(member.sequence))
+
+    async def _weights(self, request: bytes, context: Any) -> None:
+        pull = wire.unpack(request, calls.PullGlobal)
+        self._speaks(context, self.member_role, pull.member)
+        server = self.machine.server
+        answer = await self.machine.read(
+            lambda: server.weights_to_validate(pull.member, pull.incarnation, pull.part, pull.number)
+        )
+        for frame in wire.frames(answer):
+            await within(calls.STALL_S, context.write(frame))
+
+    async def _validated(self, request: bytes, context: Any) -> bytes:
+        said = wire.unpack(request, calls.SayValidated)
+        member = await self._check_life(context, said.member, said.incarnation)
+        if said.result.worker not in self._workers_of(said.member):
+            raise Refused(f"{said.member} cannot speak for {said.result.worker!r}")
+        await self.machine.say(said.result)
         return wire.pack(calls.Ack(member.sequence))
 
     async def _leave(self, request: bytes, context: Any) -> bytes:

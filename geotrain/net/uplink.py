@@ -30,6 +30,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     UpdatePart,
+    Validated,
 )
 from geotrain.outer.region_server import RegionServer
 
@@ -60,7 +61,7 @@ class Uplink:
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
-        self._leases: deque[LeaseRequest | Release] = deque()
+        self._leases: deque[LeaseRequest | Release | Validated] = deque()
         self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.layout.numel + 65536
 
@@ -69,7 +70,9 @@ class Uplink:
         message = send.message
         if isinstance(message, UpdatePart | Leave):
             self._updates.append(message)
-        elif isinstance(message, Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
+        elif isinstance(message, Release | Validated) or (
+            isinstance(message, LeaseRequest) and self._is_new(message)
+        ):
             self._leases.append(message)
         self._work.set()
 
@@ -132,6 +135,8 @@ class Uplink:
             try:
                 if isinstance(message, Release):
                     await self._persist(_certain(self.link.release, message))
+                elif isinstance(message, Validated):
+                    await self._persist(_certain(self.link.validated, message))
                 else:
                     lease: Lease | Finished = await self._persist(partial(self.link.lease, message))
                     await self._tell(lease)

@@ -9,9 +9,21 @@ from torch import Tensor
 from geotrain.config import OuterConfig
 from geotrain.outer.layout import Layout
 from geotrain.outer.leases import LeaseBook
-from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Refused, Release, Steer, UpdatePart, Welcome
+from geotrain.outer.messages import (
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    Refused,
+    Release,
+    Steer,
+    UpdatePart,
+    Validated,
+    Welcome,
+)
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server import Identity, Server
+from geotrain.outer.validation import Validations
 
 
 class GlobalServer(Server):
@@ -28,6 +40,7 @@ class GlobalServer(Server):
         regions: dict[str, tuple[str, ...]],
         train_samples: int,
         samples_per_step: int,
+        validate_every_samples: int | None = None,
     ) -> None:
         workers = {w: (w,) for names in regions.values() for w in names}
         self.workers_of = workers if config.levels == 1 else regions
@@ -37,6 +50,7 @@ class GlobalServer(Server):
         super().__init__(identity, layout, global_rule(config, members), members, config.up, config.down)
         rounds = tuple(workers) if config.rule == "sync" else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
+        self.validations = Validations(validate_every_samples)
         self.paused = self.stopping = False
         self.draining: set[str] = set()  # members that are to leave, or have left for that reason
 
@@ -61,8 +75,22 @@ class GlobalServer(Server):
         if request.worker not in self.workers:
             raise Refused(f"no worker of this run is called {request.worker!r}")
         leaves = self.leaves(request.worker)
-        granted = self.book.grant(request, new=not (self.paused or leaves))
+        task = self.validations.task_for(request.worker, self.book)
+        granted = self.book.grant(request, not (self.paused or leaves), task)
+        if task and isinstance(granted, Lease) and granted.validate == task:
+            self.validations.handed_out(self.book.committed_samples)
         return self.book.dismiss(request) if granted is None and leaves else granted
+
+    def on_validated(self, result: Validated) -> bool:
+        """Whether it is news. Raises Refused."""
+        self.frozen = None
+        return self.validations.on_validated(result)
+
+    def validation_weights(self) -> list[Tensor]:
+        return [state.x for state in self.fragments]
+
+    def global_version_of(self, fragment: int) -> int:
+        return self.fragments[fragment].version
 
     def leaves(self, worker: str) -> bool:
         """Whether the worker is to finish what it has, and leave."""
@@ -120,6 +148,7 @@ class GlobalServer(Server):
             "phase": self.phase,
             "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
             "complete": self.book.finished,
+            "validation": self.validations.latest,
             "train_samples": self.book.train_samples,
             "committed_samples": self.book.committed_samples,
             "dispatched_samples": self.book.next_start,
@@ -129,12 +158,15 @@ class GlobalServer(Server):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
         meta["leases"] = self.book.state()
+        meta["validations"] = self.validations.state()
         meta["steered"] = {"paused": self.paused, "stopping": self.stopping, "draining": sorted(self.draining)}
         return tensors, meta
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.book.load(meta["leases"])
+        if "validations" in meta:
+            self.validations.load(meta["validations"])
         steered = meta.get("steered", {})  # older snapshots have none
         self.paused, self.stopping = steered.get("paused", False), steered.get("stopping", False)
         self.draining = set(steered.get("draining", ()))

@@ -124,7 +124,10 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class Lease:
-    """Samples [start, start + samples) of the run, to be trained in `steps` inner steps."""
+    """Samples [start, start + samples) of the run, to be trained in `steps` inner steps.
+
+    validate: number of a validation of the global weights, to be done first; 0: none.
+    """
 
     worker: str
     job: int
@@ -132,6 +135,7 @@ class Lease:
     start: int
     samples: int
     steps: int
+    validate: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,18 @@ class Silence:
 
 
 @dataclass(frozen=True)
+class Validated:
+    """A worker has evaluated the global weights. version: the newest of its fragments' global versions.
+    loss: nats a token. seconds: that it took."""
+
+    worker: str
+    number: int
+    version: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Steer:
     """What a person wants of the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region`
     finish what they have, flush and leave) or "stop" (all workers do)."""
@@ -173,7 +189,20 @@ class Steer:
     region: str = ""
 
 
-Message = Join | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Leave | Silence | Steer
+Message = (
+    Join
+    | Welcome
+    | UpdatePart
+    | Answer
+    | LeaseRequest
+    | Lease
+    | Finished
+    | Release
+    | Leave
+    | Silence
+    | Validated
+    | Steer
+)
 
 
 @dataclass(frozen=True)

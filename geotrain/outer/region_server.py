@@ -25,6 +25,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     UpdatePart,
+    Validated,
     Welcome,
 )
 from geotrain.outer.rules import RegionRule, region_rule
@@ -40,7 +41,13 @@ class RegionServer(Server):
     rule: RegionRule
 
     def __init__(
-        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, workers: tuple[str, ...]
+        self,
+        name: str,
+        identity: Identity,
+        layout: Layout,
+        config: OuterConfig,
+        workers: tuple[str, ...],
+        validates: bool = False,
     ) -> None:
         super().__init__(identity, layout, region_rule(config, workers), workers, config.local, config.local)
         self.name = name
@@ -55,6 +62,7 @@ class RegionServer(Server):
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs that wait for their lease
         self.reserved_to = dict.fromkeys(workers, 0)  # the last job whose lease was asked for in this life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
+        self.newest: list[Tensor] | None = [] if validates else None  # global weights, for validation
         self.gone = False  # said goodbye to the global server
         self.done = False  # and it said goodbye: this region has nothing left to do
         self._outgoing: list[Send] = []
@@ -105,6 +113,10 @@ class RegionServer(Server):
         if not first and answer.sequence not in self.in_flight:
             return  # a second copy: a change must not be added to the mirror twice
         vectors = [self.decode_weights(w) for w in answer.weights]
+        if self.newest is not None:
+            self.newest = self.newest or [torch.empty(0) for _ in self.layout.fragments]
+            for weights, vector in zip(answer.weights, vectors, strict=True):
+                self.newest[weights.fragment] = vector.clone()
         if first:
             self.set_weights([v.clone() for v in vectors])
             self.global_versions = [w.version for w in answer.weights]
@@ -148,6 +160,19 @@ class RegionServer(Server):
         if lease.job in self.wanted[lease.worker]:
             self.wanted[lease.worker].discard(lease.job)
             self._outgoing.append(Send(lease.worker, lease))
+
+    # -- validation
+
+    def on_validated(self, result: Validated) -> None:
+        self.frozen = None
+        self._outgoing.append(Send(GLOBAL, result))
+
+    def validation_weights(self) -> list[Tensor]:
+        newest = self.newest or []
+        return newest if all(vector.numel() for vector in newest) else []
+
+    def global_version_of(self, fragment: int) -> int:
+        return self.global_versions[fragment]
 
     # -- members
 
@@ -209,7 +234,7 @@ class RegionServer(Server):
             "done": self.done,
             "global_versions": list(self.global_versions),
             "leases": [
-                [v.worker, v.job, v.lease, v.start, v.samples, v.steps]
+                [v.worker, v.job, v.lease, v.start, v.samples, v.steps, v.validate]
                 for jobs in self.leases.values()
                 for v in jobs.values()
             ],
