@@ -153,6 +153,61 @@ def sample(
     print(write(folder, prompt, tokens, temperature, seed))
 
 
+@app.command("eval", epilog="Example: geotrain eval exported --data data/mine/validation --tasks hellaswag,arc_easy")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
+    data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
+    tasks: Annotated[str, typer.Option(metavar="TASK,…", help="Of lm-evaluation-harness: pip install lm-eval.")] = "",
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample, with --data.")] = 1024,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples, or examples a task, at most.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="At a time.")] = 16,
+) -> None:
+    """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
+    from geotrain import evaluate as measure
+
+    if data is None and not tasks:
+        raise typer.BadParameter("say what to measure: --data PREFIX, --tasks TASK,…, or both")
+    said: dict[str, object] = {}
+    if data is not None:
+        said["loss"] = measure.evaluate(folder, data, limit, sequence_length, batch)
+    if tasks:
+        said["tasks"] = measure.run_tasks(folder, tasks.split(","), limit, batch)
+    print(json.dumps(said, indent=2))
+
+
+@app.command(
+    epilog="Example: geotrain simulate configs/runs/1b.json configs/clusters/four-regions-ssh.json --tflops 150 "
+    "--codec int4 --picture run.svg",
+)
+def simulate(
+    run: RunFile,
+    cluster: ClusterFile,
+    tflops: Annotated[float | None, typer.Option(help="What one rank really reaches.")] = None,
+    step_s: Annotated[float | None, typer.Option("--step-s", help="Or: measured seconds of an inner step.")] = None,
+    local_steps: Annotated[int | None, typer.Option("--local-steps", "-H", min=1, help="What if: H.")] = None,
+    updates: Annotated[int | None, typer.Option("--updates-per-send", "-K", min=1, help="What if: K.")] = None,
+    codec: Annotated[str | None, typer.Option(help="What if: codec of both directions between regions.")] = None,
+    without: Annotated[str | None, typer.Option(metavar="REGION", help="What if: one region less.")] = None,
+    loss_curve: Annotated[bool, typer.Option("--loss-curve", help="Also train a stand-in model: minutes.")] = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures, as JSON.")] = False,
+) -> None:
+    """Run a run in a simulated world: hours, utilization, bytes of each link; and what if. Nothing is started."""
+    from geotrain.simulate.run import WhatIf, told
+    from geotrain.simulate.run import simulate as start
+
+    report = start(
+        run,
+        cluster,
+        step_s=step_s,
+        tflops=tflops,
+        what_if=WhatIf(local_steps, updates, codec, without),
+        loss_curve=loss_curve,
+        picture=picture,
+    )
+    print(json.dumps(report, indent=2) if as_json else told(report))
+
+
 @app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
 def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
@@ -182,13 +237,22 @@ def certs(
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")
-def schema(out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema")) -> None:
-    """Write the JSON Schema of run and cluster files, for editors."""
+def schema(
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema"),
+    docs: Annotated[Path, typer.Option(help="The reference to write.")] = Path("docs/configuration.md"),
+) -> None:
+    """Write the JSON Schema of run and cluster files, for editors, and their reference as Markdown."""
     from geotrain.config import ClusterConfig, RunConfig, json_schema
     from geotrain.files import whole_file
+    from geotrain.reference import reference
 
-    out.mkdir(parents=True, exist_ok=True)
-    for name, kind in (("run", RunConfig), ("cluster", ClusterConfig)):
-        with whole_file(out / f"{name}.json") as file:
-            file.write(json.dumps(json_schema(kind), indent=2) + "\n")
-        print(out / f"{name}.json")
+    texts = {
+        out / "run.json": json.dumps(json_schema(RunConfig), indent=2),
+        out / "cluster.json": json.dumps(json_schema(ClusterConfig), indent=2),
+        docs: reference(RunConfig, ClusterConfig),
+    }
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            file.write(text + "\n")
+        print(path)

@@ -52,6 +52,8 @@ class Seen:
         if top.get("draining"):
             words.append(f"draining {', '.join(top['draining'])}")
         words.append(f"{share_of(top):.1%} committed")
+        if validated := top.get("validation"):
+            words.append(f"validation loss {validated['loss']:.4f} (at {validated['samples']:,} samples)")
         if self.reason:
             words.append(self.reason)
         return "; ".join(words)

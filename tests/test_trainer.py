@@ -87,7 +87,7 @@ def try_outer_loops() -> dict[str, Any]:
                 client = LocalClient(servers)
                 trainer = Trainer(run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
                 trainer.report = reports.append
-                trainer.validation = list(loader.steps(0, BATCH))[0]
+                trainer.validation = next(iter(loader.steps(0, BATCH)))
                 checked = check_validations(engine, servers, client, trainer.validation)
                 trainer.train(resume=False)
             masters = torch.cat([s.master for s in engine.shards()])
@@ -162,9 +162,9 @@ def test_validation_sees_the_global_weights_and_changes_no_bit_of_training(resul
     assert results[VALIDATED]["losses"] == results["halos"]["losses"]
     assert results[VALIDATED]["weights"] == results["halos"]["weights"]
     validations = results[VALIDATED]["validations"]
-    assert [number for number, _, _ in validations] == [1, 2]
+    assert [number for number, _, _ in validations] == [1]  # the first update commits half of the run
     for _, loss, by_hand in validations:
         assert loss == by_hand
     latest = results[VALIDATED]["status"]["validation"]
-    assert (latest["number"], latest["loss"], latest["worker"]) == (2, validations[1][1], "w")
+    assert (latest["number"], latest["loss"], latest["worker"]) == (1, validations[0][1], "w")
     assert results["halos"]["validations"] == [] and results["halos"]["status"]["validation"] is None

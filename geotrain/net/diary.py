@@ -28,8 +28,7 @@ class Diary:
             case Leave():
                 self.events.write(Left(message.member))
             case Validated() if reply:
-                said = ValidationDone(**asdict(message), samples=self.server.book.committed_samples)  # type: ignore[union-attr]
-                self.events.write(said)
+                self.events.write(ValidationDone(**asdict(message), samples=self._committed))
             case Steer():
                 self.events.write(Steered(message.what, message.region))
             case Lease():

@@ -84,7 +84,7 @@ class GlobalServer(Server):
     def on_validated(self, result: Validated) -> bool:
         """Whether it is news. Raises Refused."""
         self.frozen = None
-        return self.validations.on_validated(result)
+        return self.validations.on_validated(result, self.book.committed_samples)
 
     def validation_weights(self) -> list[Tensor]:
         return [state.x for state in self.fragments]

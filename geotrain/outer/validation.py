@@ -39,13 +39,13 @@ class Validations:
         self.number += 1
         self.due_samples = (committed_samples // self.every_samples + 1) * self.every_samples
 
-    def on_validated(self, result: Validated) -> bool:
+    def on_validated(self, result: Validated, committed_samples: int) -> bool:
         """Whether it is news. Raises Refused."""
         if not 0 < result.number <= self.number or not isfinite(result.loss):
             raise Refused(f"{result.worker}: validation {result.number} with loss {result.loss} was not asked for")
         if self.latest is not None and result.number <= self.latest["number"]:
             return False
-        self.latest = asdict(result)
+        self.latest = {**asdict(result), "samples": committed_samples}
         return True
 
     def state(self) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def test_only_what_was_asked_for_counts_and_the_newest_stays() -> None:
     tasks = Validations(EVERY)
     tasks.handed_out(EVERY)
     tasks.handed_out(2 * EVERY)
-    assert tasks.on_validated(Validated("a", 2, 9, 3.5, 1.0))
-    assert not tasks.on_validated(Validated("b", 1, 8, 4.0, 1.0))  # late
-    assert tasks.latest is not None and tasks.latest["loss"] == 3.5
+    assert tasks.on_validated(Validated("a", 2, 9, 3.5, 1.0), 40)
+    assert not tasks.on_validated(Validated("b", 1, 8, 4.0, 1.0), 44)  # late
+    assert tasks.latest is not None and (tasks.latest["loss"], tasks.latest["samples"]) == (3.5, 40)
     for number, loss in ((3, 1.0), (0, 1.0), (2, math.nan)):
         with pytest.raises(Refused, match="was not asked for"):
-            tasks.on_validated(Validated("a", number, 1, loss, 1.0))
+            tasks.on_validated(Validated("a", number, 1, loss, 1.0), 44)
 
 
 def test_a_lease_keeps_its_task_through_a_restart_and_for_every_rank() -> None:
