@@ -153,6 +153,19 @@ def sample(
     print(write(folder, prompt, tokens, temperature, seed))
 
 
+@app.command(epilog="Example: geotrain picture runs/quickstart quickstart.svg")
+def picture(
+    folder: RunFolder,
+    output: Annotated[Path, typer.Argument(metavar="FILE", help=".png, .svg or .pdf.")],
+) -> None:
+    """Draw what a run's events tell: losses over tokens, and what its links carried."""
+    from geotrain.config import load_run
+    from geotrain.monitor.picture import picture as draw
+
+    draw(folder, load_run(folder / "run.json").data.sequence_length, output)
+    print(output)
+
+
 @app.command("eval", epilog="Example: geotrain eval exported --data data/mine/validation --tasks hellaswag,arc_easy")
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
