@@ -1,8 +1,8 @@
 """Every command in README and docs: run, where a block says so, or checked against the real command line.
 
 A block that begins with ```sh run is executed, line by line, in one folder; ```json NAME is saved there as NAME. Of
-other ```sh blocks, and of commands within sentences, program, subcommand, options and files are checked by the parsers
-that would take them.
+other ```sh blocks, and of commands within sentences, program, subcommand, options and files are checked by the
+parsers that would take them.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def check_deepspeed(words: list[str]) -> None:
 def test_the_tutorial_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its commands in their order, in a folder of their own, on less data. `launch` as the process that it is; the rest
-    in this one, which has imported what is slow to import."""
+    """Its commands in their order, in a folder of their own, on less data. `launch` as the process that it is; the
+    rest in this one, which has imported what is slow to import."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     ran = 0

@@ -116,7 +116,7 @@ def check_validations(engine: Any, servers: LocalServers, client: LocalClient, b
         own = [shard.master.clone() for shard in engine.shards()]
         assert servers.region.frozen is not None
         [weights] = servers.region.frozen.weights
-        write(engine, dict(servers.layout.split(0, weights.float())))
+        write(engine, {name: view.clone() for name, view in servers.layout.split(0, weights.float())})
         found.append((result.number, result.loss, engine.evaluate(batches)))
         for shard, values in zip(engine.shards(), own, strict=True):
             shard.master.copy_(values)
