@@ -38,6 +38,11 @@ class DType(StrEnum):
     float16 = "float16"
 
 
+class Objective(StrEnum):
+    speed = "speed"
+    cost = "cost"
+
+
 def main() -> None:
     """Entry point. An error of GeoTrain's own, or of the operating system, is one message and exit code 2."""
     try:
@@ -221,6 +226,36 @@ def simulate(
     print(json.dumps(report, indent=2) if as_json else told(report))
 
 
+@app.command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")
+def probe(
+    cluster: ClusterFile,
+    run: Annotated[
+        Path | None, typer.Option(help="Measure also how fast accelerators train this run's model.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60.0, help="For each direction of each link.")] = 3.0,
+    bytes_: Annotated[
+        int, typer.Option("--bytes", min=1 << 20, max=16 << 30, help="At most, for each direction of each link.")
+    ] = 256 << 20,
+) -> None:
+    """Measure a cluster's links, and its accelerators, and write the figures into the cluster file.
+
+    Every pair of regions is measured over the channel that training uses, one after another. The servers' ports must
+    be free: probe before the run, not during it.
+    """
+    from geotrain.launch.probe import probe as measure
+    from geotrain.net.probe import Limits
+
+    measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True))
+
+
+@app.command("probe-site", hidden=True)
+def probe_site() -> None:
+    """What `probe` starts on each machine: reads what to measure from standard input."""
+    from geotrain.launch.probe_site import serve_site
+
+    raise typer.Exit(serve_site())
+
+
 @app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
 def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
@@ -231,6 +266,39 @@ def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     from geotrain.launch.progress import new_console
 
     show(needs(*files), new_console())
+
+
+@app.command(epilog="Example: geotrain plan model.json configs/clusters/world-inventory.json --out planned")
+def plan(
+    run: Annotated[
+        Path, typer.Argument(metavar="MODEL.json|RUN.json", help="A Hugging Face config, or a run file with pins.")
+    ],
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="Regions with hosts, devices, links.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
+    tokens: Annotated[float | None, typer.Option(min=1, help="To train, as in 1e11.")] = None,
+    objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = Objective.speed,
+    within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
+    pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
+    utilization: Annotated[float, typer.Option(min=0.01, max=1, help="That workers are to reach.")] = 0.95,
+) -> None:
+    """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
+
+    What the run file says under parallel, outer and model.recompute is kept.
+    """
+    from geotrain.launch.planning import plan as make_plan
+
+    make_plan(
+        run,
+        cluster,
+        out,
+        explain=explain,
+        tokens=tokens,
+        objective=objective.value,
+        within_days=within_days,
+        pin_global=pin_global,
+        utilization=utilization,
+    )
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")

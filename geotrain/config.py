@@ -115,6 +115,18 @@ class OverlapConfig(Block):
         return self
 
 
+class LimitsConfig(Block):
+    """What a server refuses, and when it refuses whoever sends it."""
+
+    norm_deviations: PositiveFloat | None = Field(
+        8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
+    )
+    norm_free_updates: PositiveInt = Field(16, description="Updates of a fragment from which the usual is learned.")
+    offences: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
+    offence_window: PositiveInt = Field(64, description="A member's last ones: so many.")
+    quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")
+
+
 class OuterConfig(Block):
     """The outer loop. Each baseline is a setting of this block."""
 
@@ -139,6 +151,7 @@ class OuterConfig(Block):
     local: CodecConfig = Field(CodecConfig(name="fp32"), description="Codec between workers and region server.")
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
@@ -148,6 +161,16 @@ class CheckpointConfig(Block):
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_updates: PositiveInt = Field(64, description="Servers snapshot after this many updates.")
     keep: PositiveInt = 2
+    snapshots: str | None = Field(
+        None,
+        description="URL (s3://bucket/path, file:///path, any of fsspec's) to which servers copy their snapshots.",
+    )
+
+    @model_validator(mode="after")
+    def _snapshots_are_a_url(self) -> CheckpointConfig:
+        if self.snapshots is not None and "://" not in self.snapshots:
+            raise ValueError(f"snapshots = {self.snapshots!r} is no URL; write s3://bucket/path or file:///path")
+        return self
 
 
 class MonitorConfig(Block):
@@ -308,19 +331,27 @@ class ClusterConfig(Block):
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
-        known = {r.name for r in self.regions} | {"global"}
+        regions = {r.name for r in self.regions}
+        lent = {h.region for r in self.regions for w in r.workers for h in w.hosts if h.region is not None}
+        known = regions | lent | {"global"}  # a region all of whose hosts are lent has no server of its own
         for link in self.links:
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
+        linked = regions | {end for link in self.links for end in link.regions}
         for region in self.regions:
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
-                if host.region is not None and host.region not in known - {"global"}:
+                if host.region is not None and host.region not in linked - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
+
+    @property
+    def serving(self) -> tuple[RegionConfig, ...]:
+        """The regions with workers of their own, and so with a server. Others only lend hosts to these."""
+        return tuple(region for region in self.regions if region.workers)
 
     def region(self, name: str) -> RegionConfig:
         for region in self.regions:
@@ -353,16 +384,16 @@ def load_run(path: str | Path) -> RunConfig:
     Raises ConfigError. Relative data paths are left as they are: relative to the working directory.
     """
     path = Path(path)
-    raw = _read_json(path)
+    raw = read_json(path)
     model = raw.get("model") if isinstance(raw, dict) else None
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": _read_json(path.parent / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(path.parent / model["config"])}}
     return parse(RunConfig, raw, str(path))
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:
     """Read a cluster file. Raises ConfigError."""
-    return parse(ClusterConfig, _read_json(Path(path)), str(path))
+    return parse(ClusterConfig, read_json(Path(path)), str(path))
 
 
 def parse(kind: type[Config], raw: Any, where: str) -> Config:
@@ -392,7 +423,8 @@ def config_digest(run: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Raises ConfigError."""
     try:
         return json.loads(path.read_text())
     except OSError as error:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.launch.world import rank_environment
 from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.server import identity_of
+
+if TYPE_CHECKING:
+    from geotrain.inner.parallel import Mesh
 
 
 def arguments() -> argparse.Namespace:
@@ -46,6 +51,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
     from geotrain.data.loader import LeasedLoader, open_source, validation_batches
+    from geotrain.data.tokens import read_manifest
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
     from geotrain.monitor.events import EventLog, JobTrained
@@ -56,21 +62,23 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     worker = cluster.worker(region, worker_name)
     folder = run.run_folder
     deepspeed = {**run.deepspeed, **worker.deepspeed}
+    flat = run.outer.levels == 1
+    server = cluster.global_server if flat else cluster.region(region).server
     engine = build_engine(run, worker.parallel or run.parallel, deepspeed)
+    print(_place(engine.mesh, server), flush=True)
     vocab_size = engine.architecture.vocab_size
     source = open_source(Path(run.data.train), open_tokens, run.data.sequence_length, vocab_size, run.seed)
     micro_batch = deepspeed["train_micro_batch_size_per_gpu"]
     loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
     layout = layout_of(run)
-    flat = run.outer.levels == 1
-    server = cluster.global_server if flat else cluster.region(region).server
     trust = trust_between(cluster, "worker", worker.name, *(("global", GLOBAL) if flat else ("region", region)))
     checkpoints = folder / run.checkpoint.folder / worker.name
     with (
         closing(MemberClient(str(server), trust=trust)) as client,
         EventLog(folder / "events" / f"{worker.name}.jsonl") as events,
     ):
-        trainer = Trainer(run, worker.name, identity_of(run, layout), layout, engine, loader, client, checkpoints)
+        identity = identity_of(run, layout, read_manifest(Path(run.data.train)).sha256)
+        trainer = Trainer(run, worker.name, identity, layout, engine, loader, client, checkpoints)
         trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
         if run.monitor.validate_every_samples is not None and run.data.validation is not None:
             held_out = open_source(Path(run.data.validation), open_tokens, run.data.sequence_length, vocab_size, None)
@@ -78,6 +86,14 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             trainer.validation = validation_batches(held_out, *sizes)
         trainer.train(resume)
     engine.close()
+
+
+def _place(mesh: Mesh, server: Address) -> str:
+    """What this rank computes, and the address of this machine on the way to the server."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        unsent.connect((server.host, server.port))
+        here = unsent.getsockname()[0]
+    return f"rank {mesh.rank} at {here}: stage {mesh.pp_rank}, replica {mesh.dp_rank}, tensor rank {mesh.tp_rank}"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class View:
 
 def addresses(run: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
     """Every server of the run: site → host:port."""
-    regions = {r.name: str(r.server) for r in cluster.regions} if run.outer.levels == 2 else {}
+    regions = {r.name: str(r.server) for r in cluster.serving} if run.outer.levels == 2 else {}
     return {GLOBAL: str(cluster.global_server), **regions}
 
 
@@ -94,7 +94,7 @@ def view(cluster: ClusterConfig, statuses: Mapping[str, Status], eta_s: float | 
     top = statuses.get(GLOBAL, {})
     rows = tuple(
         _row(region.name, [w.name for w in region.workers], top, statuses.get(region.name))
-        for region in cluster.regions
+        for region in cluster.serving
     )
     return View(rows, share_of(top), max(top.get("versions", []), default=0), eta_s)
 

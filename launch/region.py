@@ -17,7 +17,14 @@ from rich.console import Console
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, config_digest, load_cluster, load_run
 from geotrain.files import whole_file
 from geotrain.launch import wan
-from geotrain.launch.check import check_data, check_ports_are_free, check_together, free_ports, link_to_global
+from geotrain.launch.check import (
+    check_data,
+    check_ports_are_free,
+    check_together,
+    free_ports,
+    link_to_global,
+    links_between,
+)
 from geotrain.launch.progress import Display, new_console, size
 from geotrain.launch.site import Order, far_site, processes, sites_of, write_files
 from geotrain.launch.supervise import Outcome, Supervisor, tail
@@ -42,7 +49,7 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False) -> int:
     with locked(folder), contextlib.ExitStack() as stack:
         _check_folder(run, folder, resume)
         emulated = _emulate(cluster, console)
-        links = stack.enter_context(wan.emulated(emulated)) if emulated else None
+        links = stack.enter_context(wan.emulated(emulated, between=links_between(cluster))) if emulated else None
         cluster = resolve(cluster, links)
         display = Display(run, cluster, console)
         order = Order(run, cluster, tuple(s for s, host in sites_of(run, cluster).items() if host is None), resume)

@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig
 from geotrain.files import whole_file
 from geotrain.launch.check import free_ports
 from geotrain.launch.supervise import Process, guarded
-from geotrain.launch.world import FIRST_MASTER_PORT, Job, Machine, Place, place_local, world
+from geotrain.launch.wan import DEVICE
+from geotrain.launch.world import FIRST_MASTER_PORT, Job, Machine, Place, place_local, regions_of, world
 from geotrain.outer.messages import GLOBAL
 
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
@@ -78,29 +79,44 @@ def write_files(order: Order, folder: Path) -> None:
 def processes(
     order: Order, folder: Path, machine: Machine, namespaces: Mapping[str, int] | None = None
 ) -> list[Process]:
-    """What to start here for the sites of the order; hostfiles are written. folder: the run's, absolute.
+    """What to start here for the sites of the order; hostfiles are written. folder: the run's, absolute. Of a worker
+    that spans regions, each site starts the ranks on its own hosts; DeepSpeed's own launchers start all from the
+    worker's.
 
     namespaces: by region, the network namespace (file descriptor) its processes run in. Raises ConfigError.
     """
     inside = namespaces or {}
-    regions = [region for region in order.cluster.regions if region.name in order.sites]
-    placed = place_local({w.name: w for region in regions for w in region.workers}, machine)
+    regions = [region for region in order.cluster.serving if region.name in order.sites]
+    workers = [(region.name, worker) for region in order.cluster.regions for worker in region.workers]
+    placed = place_local(dict(filter(None, (_part_here(order.sites, *pair) for pair in workers))), machine)
     started = [_server(order, folder, GLOBAL, None)] if GLOBAL in order.sites else []
     if order.run.outer.levels == 2:
         started += [_server(order, folder, region.name, inside.get(region.name)) for region in regions]
     ports = free_ports(len(placed))
-    numbers = {w.name: i for i, w in enumerate(w for r in order.cluster.regions for w in r.workers)}
-    for region in regions:
-        for worker in region.workers:
-            devices, threads = placed.get(worker.name, ((), 1))
-            port = ports.pop() if worker.name in placed else FIRST_MASTER_PORT + numbers[worker.name]
-            made = world(Place(folder, port, devices, threads, order.resume), region.name, worker)
-            for name, text in made.files.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                with whole_file(folder / name) as file:
-                    file.write(text)
-            started += [_worker(job, inside.get(region.name)) for job in made.jobs]
+    for number, (region, worker) in enumerate(workers):
+        devices, threads = placed.get(worker.name, ((), 1))
+        where = regions_of(region, worker)
+        whole_here = worker.name in placed and set(where) <= set(order.sites)
+        port = ports.pop() if whole_here else FIRST_MASTER_PORT + number
+        master, interface = None, "lo"
+        if len(where) > 1 and where[0] in inside:
+            master, interface = order.cluster.region(where[0]).server.host, DEVICE
+        elif worker.launcher == "local" and not whole_here:
+            master = worker.hosts[0].host
+        made = world(Place(folder, port, devices, threads, order.resume, master, interface), region, worker)
+        mine = [job for job in made.jobs if job.region in order.sites]
+        for name, text in made.files.items() if mine else ():
+            (folder / name).parent.mkdir(exist_ok=True)
+            with whole_file(folder / name) as file:
+                file.write(text)
+        started += [_worker(job, inside.get(job.region)) for job in mine]
     return started
+
+
+def _part_here(sites: Sequence[str], region: str, worker: WorkerConfig) -> tuple[str, WorkerConfig] | None:
+    """The worker with those of its hosts that these sites start."""
+    hosts = tuple(host for host in worker.hosts if (host.region or region) in sites)
+    return (worker.name, worker.model_copy(update={"hosts": hosts})) if hosts else None
 
 
 def far_site(order: Order, site: str, host: str) -> Process:
@@ -109,7 +125,7 @@ def far_site(order: Order, site: str, host: str) -> Process:
     Its processes have their logs there; the log here has what ssh and that launcher say.
     """
     folder = order.cluster.global_folder if site == GLOBAL else order.cluster.region(site).folder
-    command = (_python(folder), "-m", "geotrain", "launch-site")
+    command = (python_there(folder), "-m", "geotrain", "launch-site")
     only = Order(order.run, order.cluster, (site,), order.resume)
     role = "server" if site == GLOBAL else "worker"
     return Process(f"{site}.ssh", over_ssh(host, folder, command), hello=only.to_line(), role=role)  # type: ignore[arg-type]
@@ -138,7 +154,7 @@ def _worker(job: Job, netns: int | None) -> Process:
     return Process(job.name, over_ssh(job.host, None, guard, job.env))
 
 
-def _python(folder: str | None) -> str:
+def python_there(folder: str | None) -> str:
     """Python on the other machine: at the same place within its checkout, or the same path."""
     here = Path(sys.executable)
     if folder is not None and here.is_relative_to(Path.cwd()):

@@ -75,6 +75,39 @@ class SnapshotWritten:
 
 
 @dataclass(frozen=True)
+class SnapshotUploaded:
+    """A snapshot's copy is whole at the URL `checkpoint.snapshots`."""
+
+    number: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UpdateRefused:
+    """A member sent what this server will not take. offences: of its last updates, how many were refused."""
+
+    member: str
+    reason: str
+    offences: int
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A member sent too much that was refused: it is refused itself, and its leases go to others."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pardoned:
+    """A quarantined member may come back, in a new life."""
+
+    member: str
+
+
+@dataclass(frozen=True)
 class JobTrained:
     """A worker trained a lease: its inner steps are done, its deltas on their way. start: its first sample.
 
@@ -131,10 +164,14 @@ Event = (
     Joined
     | Left
     | UpdateApplied
+    | UpdateRefused
+    | Quarantined
+    | Pardoned
     | SentUp
     | Merged
     | UpdatesLost
     | SnapshotWritten
+    | SnapshotUploaded
     | Recovery
     | JobTrained
     | ValidationDone

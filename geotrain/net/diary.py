@@ -6,10 +6,34 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, Steered, UpdateApplied, ValidationDone
+from geotrain.monitor.events import (
+    EventLog,
+    Joined,
+    Left,
+    Merged,
+    Pardoned,
+    Quarantined,
+    SentUp,
+    Steered,
+    UpdateApplied,
+    UpdateRefused,
+    ValidationDone,
+)
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, Steer, UpdatePart, Validated
+from geotrain.outer.messages import (
+    Answer,
+    Join,
+    Lease,
+    Leave,
+    Message,
+    Offence,
+    Pardon,
+    Send,
+    Steer,
+    UpdatePart,
+    Validated,
+)
 from geotrain.outer.region_server import RegionServer
 
 
@@ -31,6 +55,10 @@ class Diary:
                 self.events.write(ValidationDone(**asdict(message), samples=self._committed))
             case Steer():
                 self.events.write(Steered(message.what, message.region))
+            case Offence():
+                self._refused(message, quarantined=reply)
+            case Pardon():
+                self.events.write(Pardoned(message.member))
             case Lease():
                 self._leased[message.lease] = message.samples
             case UpdatePart() if reply:
@@ -44,6 +72,12 @@ class Diary:
         if isinstance(update, UpdatePart):
             size = sum(len(d.payload) for d in update.deltas)
             self.events.write(SentUp(update.sequence, [d.fragment for d in update.deltas], update.weight, size))
+
+    def _refused(self, offence: Offence, quarantined: bool) -> None:
+        offences = len(self.server.members[offence.member].offences)
+        self.events.write(UpdateRefused(offence.member, offence.reason, offences))
+        if quarantined:
+            self.events.write(Quarantined(offence.member, offence.reason))
 
     def _applied(self, part: UpdatePart) -> UpdateApplied:
         member, codec = self.server.members[part.member], self.server.up

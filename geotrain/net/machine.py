@@ -21,6 +21,9 @@ from geotrain.outer.messages import (
     LeaseRequest,
     Leave,
     Message,
+    Offence,
+    Over,
+    Pardon,
     Refused,
     Release,
     Send,
@@ -55,6 +58,10 @@ def take(server: AnyServer, message: Message) -> Any:
             return server.on_silence(message)
         case Validated():
             return server.on_validated(message)
+        case Offence():
+            return server.on_offence(message)
+        case Pardon():
+            return server.on_pardon(message)
     if isinstance(server, RegionServer):
         match message:
             case Welcome():
@@ -65,6 +72,8 @@ def take(server: AnyServer, message: Message) -> Any:
                 return server.on_lease(message)
             case Leave() if message.member == server.name:
                 return server.on_farewell()
+            case Over():
+                return server.on_over()
     if isinstance(server, GlobalServer):
         match message:
             case Release():

@@ -34,6 +34,7 @@ from geotrain.net.machine import AnyServer, Machine
 from geotrain.net.meter import Meter, Traffic
 from geotrain.net.pulse import REGION_SILENT_S, WORKER_SILENT_S
 from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_snapshot, recover
+from geotrain.net.remote import Remote, Uploader
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
 from geotrain.net.uplink import Uplink
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 SNAPSHOT_RETRY_S = 30.0
 MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
+LAST_UPLOAD_S = 120.0  # at the end
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
 STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
@@ -71,7 +73,7 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
 
     def build() -> GlobalServer:
         layout = layout_of(run)
-        regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.regions}
+        regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.serving}
         samples = run.data.train_samples, run.samples_per_step
         every = run.monitor.validate_every_samples
         server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every)
@@ -138,12 +140,15 @@ def _serve(
         with alone_in(folder), EventLog(folder / EVENTS) as events:
             if not resume and (Store(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*"))):
                 raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
-            recovered = recover(build, begin, folder, run.checkpoint.keep)
+            remote = place.remote(run)
+            if not resume and remote is not None and remote.numbers():
+                raise StoreError(f"{remote.url}: holds the state of a run already; resume it, or choose another URL")
+            recovered = recover(build, begin, folder, run.checkpoint.keep, remote)
             for fault in recovered.faults:
                 log.error("%s", fault)
                 events.write(Trouble(fault))
             events.write(Recovery(recovered.replayed))
-            host = _Host(recovered, events, folder, run.checkpoint.every_updates, place, credentials)
+            host = _Host(recovered, events, folder, run.checkpoint.every_updates, place, credentials, remote)
             asyncio.run(host.run())
     except EXPECTED as error:
         return _failed(error)
@@ -176,6 +181,11 @@ class _Place:
         security = self.cluster.security
         return load_credentials(Path(security.folder), self.role, self.name) if security else None
 
+    def remote(self, run: RunConfig) -> Remote | None:
+        """Where copies of this server's snapshots go. Raises ConfigError."""
+        url = run.checkpoint.snapshots
+        return Remote(f"{url.rstrip('/')}/{run.name}/{self.name}", run.checkpoint.keep) if url else None
+
 
 class _Host:
     """One server's parts in one event loop."""
@@ -188,12 +198,14 @@ class _Host:
         every_updates: int,
         place: _Place,
         credentials: Credentials | None,
+        remote: Remote | None,
     ) -> None:
-        self.place, self.credentials = place, credentials
+        self.place, self.credentials, self.remote = place, credentials, remote
         self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
         self.events, self.folder, self.every_updates = events, folder, every_updates
         self.diary = Diary(self.server, events)
         self.uplink: Uplink | None = None
+        self.uploader: Uploader | None = None
         self.saved_updates = self._updates()
         self.carried_bytes = 0  # what the journal's open segment began with
         self.stop = asyncio.Event()
@@ -212,6 +224,8 @@ class _Host:
             silent_s=REGION_SILENT_S if self.place.member_role == "region" else WORKER_SILENT_S,
             credentials=self.credentials,
         )
+        if self.remote is not None:
+            self.uploader = Uploader(self.store, self.remote, self.events.write)
         address = self.place.address
         self.meter = Meter(self._is_wide_area)
         if not self.store.numbers():
@@ -224,10 +238,14 @@ class _Host:
         if self.credentials is None and not _is_loopback(address):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
+        uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
         try:
             await self._until_over()
             await self._snapshot(ended=self._is_over())
+            await self._last_upload()
         finally:
+            if uploading is not None:
+                uploading.cancel()
             listening.unlink(missing_ok=True)
             await self.service.stop(LINGER_S)
             self.machine.close()
@@ -260,6 +278,15 @@ class _Host:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _last_upload(self) -> None:
+        """What is not copied is on this machine's disk: no reason to fail."""
+        if self.uploader is not None:
+            try:
+                await self.uploader.finish(LAST_UPLOAD_S)
+            except StoreError as error:
+                log.error("%s", error)
+                self.events.write(Trouble(str(error)))
 
     async def _finished(self, server: GlobalServer) -> None:
         await self.machine.until(lambda: server.finished or None, float("inf"))
@@ -294,6 +321,8 @@ class _Host:
             number = await asyncio.get_running_loop().run_in_executor(self.disk, write)
             self.saved_updates = updates
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
+            if self.uploader is not None:
+                self.uploader.wake()
             return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
     def _is_over(self) -> bool:
@@ -337,6 +366,7 @@ class _Host:
             },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,
+            "snapshots": self.uploader.status() if self.uploader else None,
         }
 
 

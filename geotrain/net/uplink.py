@@ -21,11 +21,13 @@ from geotrain.net.machine import Machine
 from geotrain.outer.messages import (
     Answer,
     Finished,
+    Join,
     Lease,
     LeaseRequest,
     Leave,
     Message,
     NotJoined,
+    Over,
     Refused,
     Release,
     Send,
@@ -61,7 +63,7 @@ class Uplink:
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
-        self._leases: deque[LeaseRequest | Release | Validated] = deque()
+        self._leases: deque[Join | LeaseRequest | Release | Validated] = deque()  # Join: the data is known now
         self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.layout.numel + 65536
 
@@ -70,10 +72,8 @@ class Uplink:
         message = send.message
         if isinstance(message, UpdatePart | Leave):
             self._updates.append(message)
-        elif isinstance(message, Release | Validated) or (
-            isinstance(message, LeaseRequest) and self._is_new(message)
-        ):
-            self._leases.append(message)
+        elif not isinstance(message, LeaseRequest) or self._is_new(message):
+            self._leases.append(message)  # type: ignore[arg-type]
         self._work.set()
 
     async def run(self) -> None:
@@ -132,6 +132,10 @@ class Uplink:
     async def _run_leases(self) -> None:
         while True:
             message = await self._next(self._leases)
+            if isinstance(message, Join):
+                await self._persist(partial(self.link.join, message))
+                self._leases.popleft()
+                continue
             try:
                 if isinstance(message, Release):
                     await self._persist(_certain(self.link.release, message))
@@ -153,7 +157,8 @@ class Uplink:
     async def _run_beats(self) -> None:
         while True:
             await asyncio.sleep(calls.BEAT_S)
-            await self._persist(_certain(self.link.beat, 0))
+            if await self._persist(partial(self.link.beat, 0)) and not self.server.over:
+                await self._tell(Over())
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:

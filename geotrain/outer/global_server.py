@@ -47,7 +47,8 @@ class GlobalServer(Server):
         self.members_of = regions if config.levels == 1 else {name: (name,) for name in regions}
         self.workers = frozenset(workers)
         members = tuple(self.workers_of)
-        super().__init__(identity, layout, global_rule(config, members), members, config.up, config.down)
+        rule = global_rule(config, members)
+        super().__init__(identity, layout, rule, members, config.up, config.down, config.limits)
         rounds = tuple(workers) if config.rule == "sync" else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
         self.validations = Validations(validate_every_samples)
@@ -74,6 +75,8 @@ class GlobalServer(Server):
         """None: the run is paused, ask again. Raises Refused when the worker is none of this run's."""
         if request.worker not in self.workers:
             raise Refused(f"no worker of this run is called {request.worker!r}")
+        if request.worker in self.members:
+            self.members[request.worker].silent = False
         leaves = self.leaves(request.worker)
         task = self.validations.task_for(request.worker, self.book)
         granted = self.book.grant(request, not (self.paused or leaves), task)
@@ -132,8 +135,13 @@ class GlobalServer(Server):
 
     @property
     def finished(self) -> bool:
-        """Every member left: the run is over."""
-        return self.empty
+        """The run is over: every member left, or all data is trained and nobody else is at work."""
+        return self.empty or (self.over and self.idle)
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to do for anybody: all data is trained; or the run is to stop, and no lease is out."""
+        return self.book.finished or (self.stopping and not self.book.open)
 
     @property
     def phase(self) -> str:
