@@ -77,6 +77,7 @@ setup(
             "ruff>=0.9",
             "mypy>=1.14",
             "pre-commit>=4",
+            "pdoc>=15",
             "s3fs>=2025.1",
             "moto[server]>=5.1",
         ],

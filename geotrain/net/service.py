@@ -253,8 +253,9 @@ class Service:
         answer = await self.machine.read(
             lambda: server.weights_to_validate(pull.member, pull.incarnation, pull.part, pull.number)
         )
+        pace = self._pace(pull.member)
         for frame in wire.frames(answer):
-            await within(calls.STALL_S, context.write(frame))
+            await pace.frame(context.write(frame))
 
     async def _validated(self, request: bytes, context: Any) -> bytes:
         said = wire.unpack(request, calls.SayValidated)

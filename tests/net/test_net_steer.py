@@ -16,7 +16,12 @@ from geotrain.net.client import MemberClient
 from geotrain.net.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.service import is_this_machine
 from geotrain.net.status import ask_status, command
-from geotrain.outer.messages import Lease, LeaseRequest, Refused
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import from_bytes
+from geotrain.outer.layout import numel, scatter
+from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
+from geotrain.outer.server import VALIDATION_CODEC
+from geotrain.outer.validation import Validations
 from tests.net.net_worlds import Cluster, FakeWorker, clusters, halves, outer, wait_for, whole
 
 PLAN = {"eu": {"a": whole, "b": halves}, "us": {"c": whole}}
@@ -159,7 +164,7 @@ def _stop_after(cluster: Cluster, samples: int) -> None:
 
 def test_a_region_server_takes_no_such_word(make: Callable[..., Cluster]) -> None:
     cluster = make(outer(), PLAN)
-    with pytest.raises(Refused, match="can only be told to snapshot"):
+    with pytest.raises(Refused, match="can be told to snapshot and to pardon"):
         command(cluster.regions["eu"].address, calls.Control("stop"), 5.0)
     with pytest.raises(Refused, match="no region is called 'mars'"):
         tell(cluster, "drain", "mars")
@@ -169,3 +174,34 @@ def test_without_tls_only_this_machine_steers() -> None:
     assert is_this_machine("127.0.0.1:5") and is_this_machine("::1:5")
     assert is_this_machine("198.18.0.1:5")  # emulated links
     assert not is_this_machine("203.0.113.7:5") and not is_this_machine("2001:db8::7:5")
+
+
+def test_a_validation_goes_out_with_a_lease_and_its_loss_comes_up(make: Callable[..., Cluster]) -> None:
+    cluster = make(outer(), PLAN, train_samples=64)
+    top, region = cluster.top.server, cluster.regions["eu"].server
+    top.validations = Validations(4)
+    worker = cluster.worker("b")
+    worker.join()
+    first = worker.lease()
+    assert first is not None and first.validate == 0
+    top.book.committed_samples, top.book.step_s = 4, {"b": 1.0}
+    worker.job += 1
+    task = worker.lease()
+    assert task is not None and task.validate == 1
+    assert worker.clients[0].global_weights(1).result(10).weights == ()  # it keeps none
+    region.newest = [state.x + 1 for state in top.fragments]
+    seen = [torch.zeros(f.numel) for f in cluster.layout.fragments]
+    for part, client in enumerate(worker.clients):
+        for told in client.global_weights(2).result(10).weights:
+            cut = worker.slicings[part][told.fragment]
+            scatter(
+                make_codec(VALIDATION_CODEC).decode(from_bytes(told.payload), numel(cut)), cut, seen[told.fragment]
+            )
+        region.newest = [torch.zeros_like(vector) for vector in region.newest]  # newer ones change nothing
+    for state, vector in zip(top.fragments, seen, strict=True):
+        assert torch.equal(vector, (state.x + 1).bfloat16().float())
+    worker.clients[0].validated(Validated("b", 1, 0, 3.25, 0.5))
+    wait_for(lambda: top.validations.latest)
+    status = ask_status(cluster.top.address, 5.0)
+    assert status is not None and status["validation"]["loss"] == 3.25
+    worker.close()
