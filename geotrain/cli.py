@@ -92,14 +92,24 @@ def prepare(
 
 
 @app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
-def launch(run: RunFile, cluster: ClusterFile, resume: Resume = False) -> None:
+def launch(
+    run: RunFile,
+    cluster: ClusterFile,
+    resume: Resume = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="Start only this region, or 'global', and here. May be given again."),
+    ] = None,
+) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
-    The run's folder holds the files as resolved, and one log file a process.
+    What dies is started again (`restart` in the cluster file). The run's folder holds the files as resolved, and one
+    log file a process. With --only, each region is started by hand or by a job of its own, also long after the
+    others; --resume then begins what has not begun, so that one command line serves a job that is requeued.
     """
     from geotrain.launch.region import launch as start
 
-    raise typer.Exit(start(run, cluster, resume))
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ())))
 
 
 @app.command("launch-site", hidden=True)

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
-from geotrain.launch.progress import Eta, Status, addresses, ask, last_words, share_of, table, view
+from geotrain.launch.progress import Eta, Status, addresses, ask, last_words, page_line, share_of, table, view
 from geotrain.launch.region import OUTCOME
 from geotrain.net import calls
 from geotrain.net.certs import OPERATOR, trust_between
@@ -180,4 +180,6 @@ def draw(run: Run, seen: Seen, eta: Eta | None = None) -> Group:
     if not seen.statuses:
         where = ", ".join(f"{site} at {address}" for site, address in run.servers.items())
         return Group(text, Text(f"no server answers ({where}), and none has left its last status"))
-    return Group(text, table(view(run.cluster, seen.statuses, left_s)))
+    page = seen.statuses.get(GLOBAL, {}).get("page")
+    more = [Text(page_line(run.cluster, page))] if page and seen.state is State.RUNNING else []
+    return Group(text, table(view(run.cluster, seen.statuses, left_s)), *more)
