@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
 COMMANDS = (
     "quickstart", "prepare", "launch", "serve global", "serve region", "status", "logs", "pause", "resume", "drain",
-    "snapshot", "stop", "export", "picture", "eval", "sample", "dry-run", "plan", "probe", "simulate", "certs", "schema",
+    "snapshot", "stop", "export", "picture", "eval", "sample", "dry-run", "plan", "probe", "simulate", "certs",
+    "schema",
 )  # fmt: skip
 
 

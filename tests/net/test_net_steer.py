@@ -193,7 +193,7 @@ def test_a_validation_goes_out_with_a_lease_and_its_loss_comes_up(make: Callable
     seen = [torch.zeros(f.numel) for f in cluster.layout.fragments]
     for part, client in enumerate(worker.clients):
         for told in client.global_weights(2).result(10).weights:
-            cut = worker.slicings[part][told.fragment]
+            cut = worker.slicing[part][told.fragment]
             scatter(
                 make_codec(VALIDATION_CODEC).decode(from_bytes(told.payload), numel(cut)), cut, seen[told.fragment]
             )
