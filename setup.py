@@ -44,7 +44,7 @@ setup(
     python_requires=">=3.11",
     packages=PACKAGES,
     package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch"},
-    package_data={"geotrain": ["py.typed"]},
+    package_data={"geotrain": ["py.typed", "monitor/web/*"]},
     ext_modules=[CPU_KERNELS],
     install_requires=[
         "torch>=2.11",
@@ -68,6 +68,7 @@ setup(
         "tensorboard>=2.18",
         "psutil>=6",
         "matplotlib>=3.9",
+        "prometheus_client>=0.21",
     ],
     extras_require={
         "dev": [

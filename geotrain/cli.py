@@ -90,14 +90,24 @@ def prepare(
 
 
 @app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
-def launch(run: RunFile, cluster: ClusterFile, resume: Resume = False) -> None:
+def launch(
+    run: RunFile,
+    cluster: ClusterFile,
+    resume: Resume = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="Start only this region, or 'global', and here. May be given again."),
+    ] = None,
+) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
-    The run's folder holds the files as resolved, and one log file a process.
+    What dies is started again (`restart` in the cluster file). The run's folder holds the files as resolved, and one
+    log file a process. With --only, each region is started by hand or by a job of its own, also long after the
+    others; --resume then begins what has not begun, so that one command line serves a job that is requeued.
     """
     from geotrain.launch.region import launch as start
 
-    raise typer.Exit(start(run, cluster, resume))
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ())))
 
 
 @app.command("launch-site", hidden=True)
@@ -135,13 +145,16 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
 ) -> None:
     """Show how a run goes, or went."""
-    from geotrain.launch.progress import new_console, status_of_run, table, view
+    from geotrain.launch.progress import new_console, page_line, status_of_run, table, view
 
     cluster, statuses = status_of_run(folder)
     if as_json:
         print(json.dumps(statuses, indent=2))
-    else:
-        new_console().print(table(view(cluster, statuses)))
+        return
+    console, page = new_console(), statuses.get("global", {}).get("page")
+    console.print(table(view(cluster, statuses)))
+    if page:
+        console.print(page_line(cluster, page), highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -25,6 +26,16 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
 class ConfigError(ValueError):
     """A configuration file is wrong. The message names file, key, value and rule."""
+
+
+EXIT_FOR_GOOD = 2  # exit code of an error that a person must mend: the launcher does not start the process again
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Block(BaseModel):
@@ -173,8 +184,45 @@ class CheckpointConfig(Block):
         return self
 
 
+class WandbConfig(Block):
+    """Weights & Biases, from the global server; the package must be installed."""
+
+    project: str
+    entity: str | None = None
+    group: str | None = None
+
+
 class MonitorConfig(Block):
+    """What shows how the run goes: events, the status page, metrics for Prometheus, TensorBoard."""
+
     every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
+    enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
+    sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
+    host: str = Field("127.0.0.1", description="Where page and metrics listen; beyond loopback needs token_file.")
+    page_port: Port | None = Field(0, description="Of the global server's status page; 0: a free one; null: no page.")
+    metrics_port: Port | None = Field(
+        None,
+        description="Prometheus: the global server's; +1: the launcher's; +2, +3, …: the region servers', in the "
+        "cluster's order; 0: free ones; null: none.",
+    )
+    token_file: str | None = Field(
+        None, description="File whose first line lets in those who show it; on each machine that serves."
+    )
+    tensorboard: str | None = Field(
+        None,
+        description="Folder, relative to the run's, for TensorBoard files that the global server writes.",
+    )
+    wandb: WandbConfig | None = None
+
+    @model_validator(mode="after")
+    def _strangers_need_a_token(self) -> MonitorConfig:
+        serves = self.enabled and (self.page_port is not None or self.metrics_port is not None)
+        if serves and self.token_file is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} can be reached from other machines: set token_file, or page_port and "
+                "metrics_port to null"
+            )
+        return self
 
 
 class RunConfig(Block):
@@ -256,6 +304,9 @@ class WorkerConfig(Block):
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
     deepspeed: dict[str, Any] = Field({}, description="Keys laid over the run's `deepspeed` block.")
     env: dict[str, str] = Field({}, description="Environment of this worker's processes.")
+    min_step_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="An inner step takes at least so long: for rehearsals that leave the machine to others."
+    )
 
     @property
     def ranks(self) -> int:
@@ -295,6 +346,16 @@ class SecurityConfig(Block):
     folder: str
 
 
+class RestartConfig(Block):
+    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
+    after a life longer than `longest_s`. A configuration error is never tried again."""
+
+    limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
+    window_s: PositiveFloat = 3600.0
+    first_s: PositiveFloat = Field(1.0, description="The pause before a restart, after the first death.")
+    longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
+
+
 class ClusterConfig(Block):
     """The cluster file."""
 
@@ -307,6 +368,7 @@ class ClusterConfig(Block):
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
     emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
     security: SecurityConfig | None = None
+    restart: RestartConfig = RestartConfig()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ClusterConfig:

@@ -16,7 +16,7 @@ A call that is refused ends with a gRPC status and a `Refusal` in its trailing m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -27,7 +27,9 @@ SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
 MAX_WAIT_S = 20.0  # a server holds a call that has no answer yet at most so long
 KEEPALIVE_S = 10.0
-BEAT_S = 5.0  # how often a member says that it lives
+BEAT_S = 5.0  # how often a worker's rank says that it lives
+REGION_BEAT_S = 2.0  # and a region
+MAX_METRICS = 32  # numbers in a beat
 
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_FRAME_BYTES),
@@ -119,11 +121,12 @@ class SayLeave:
 
 @dataclass(frozen=True)
 class Beat:
-    """This rank lives."""
+    """This rank lives. metrics: plain numbers for people."""
 
     member: str
     incarnation: str
     part: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

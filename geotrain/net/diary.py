@@ -23,10 +23,13 @@ from geotrain.outer.region_server import RegionServer
 
 
 class Diary:
-    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up."""
+    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up.
 
-    def __init__(self, server: GlobalServer | RegionServer, events: EventLog) -> None:
-        self.server, self.events = server, events
+    sample_tokens: tokens in one sample.
+    """
+
+    def __init__(self, server: GlobalServer | RegionServer, events: EventLog, sample_tokens: int) -> None:
+        self.server, self.events, self.sample_tokens = server, events, sample_tokens
         self._leased: dict[int, int] = {}  # region server: lease → samples
         self._committed = server.book.committed_samples if isinstance(server, GlobalServer) else 0
 
@@ -65,6 +68,8 @@ class Diary:
         fragments = [d.fragment for d in part.deltas]
         size = sum(codec.encoded_bytes(numel(join.pushes[f])) for join in member.joined.values() for f in fragments)
         metrics = {name: value for name, value in member.metrics.items() if isfinite(value)}
+        samples = self._samples(part.leases)
+        top = isinstance(self.server, GlobalServer)
         return UpdateApplied(
             part.member,
             part.sequence,
@@ -72,10 +77,13 @@ class Diary:
             fragments,
             [state.version for state in self.server.fragments],
             int(metrics.pop("staleness", 0)),
-            self._samples(part.leases),
+            samples,
             size,
             metrics.get("loss"),
             metrics,
+            [member.staleness[f] for f in fragments],
+            [member.norms[f] for f in fragments],
+            self._committed * self.sample_tokens if top else None,
         )
 
     def _samples(self, leases: tuple[int, ...]) -> int:

@@ -74,6 +74,7 @@ class Link:
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
+        self.retries = 0  # attempts that failed on their way and were repeated
         self._up, self._down = Pace(), Pace()
         self._broken: dict[int, int] = {}  # part → checksum of the header of its update that was broken off
         self._arriving: dict[tuple[int, int, tuple[int, ...]], _Arriving] = {}  # answers that were broken off
@@ -201,9 +202,10 @@ class Link:
         leave = calls.SayLeave(self.member, self.incarnation, part, sequence)
         await self._unary("leave", wire.pack(leave), calls.Ack, within_s=calls.MAX_WAIT_S + REPLY_S)
 
-    async def beat(self, part: int) -> bool:
-        """Whether all data of the run is trained for good."""
-        ack = await self._unary("beat", wire.pack(calls.Beat(self.member, self.incarnation, part)), calls.Ack)
+    async def beat(self, part: int, metrics: dict[str, float] | None = None) -> bool:
+        """Whether all data of the run is trained for good. metrics: numbers for people."""
+        beat = calls.Beat(self.member, self.incarnation, part, metrics or {})
+        ack = await self._unary("beat", wire.pack(beat), calls.Ack)
         return bool(ack.over)
 
     async def status(self) -> dict[str, Any]:
@@ -242,6 +244,7 @@ class Link:
                     pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
                     continue
             except (Lost, wire.DamagedError) as lost:
+                self.retries += 1
                 trouble, wait_s = str(lost), pause_s * random.uniform(0.5, 1.0)
                 pause_s = min(2 * pause_s, LAST_BACKOFF_S)
             except NotJoined as refused:

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from math import isfinite
 from typing import Any
 from urllib.parse import unquote
 
@@ -73,6 +74,7 @@ class Service:
         self.member_role, self.credentials = member_role, credentials
         self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
+        self.beats: dict[str, dict[str, float]] = {}  # member → what its last heartbeat said
         self.inbox = Inbox(machine.server.up.encoded_bytes(machine.server.layout.numel))
         self.rates = Rates()
         self._paces: dict[str, Pace] = {}  # member → how fast frames go, both ways
@@ -261,6 +263,8 @@ class Service:
         beat = wire.unpack(request, calls.Beat)
         member = await self._check_life(context, beat.member, beat.incarnation)
         self.pulse.heard(beat.member, beat.part)
+        if beat.metrics:
+            self.beats[beat.member] = _finite(beat.metrics)
         server = self.machine.server
         over = isinstance(server, GlobalServer) and server.book.finished
         return wire.pack(calls.Ack(member.sequence, over))
@@ -357,6 +361,12 @@ async def _next_frame(arriving: Awaitable[Any]) -> bytes:
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
     return bytes(frame)
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """What another machine says, within bounds."""
+    told = [(name[:40], float(value)) for name, value in metrics.items() if isfinite(value)]
+    return dict(told[: calls.MAX_METRICS])
 
 
 def _plain_peer(peer: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -362,8 +363,22 @@ class RegionServer(Server):
         return complete
 
     def _mean_metrics(self) -> dict[str, float]:
-        losses = [m.metrics["loss"] for m in self.members.values() if "loss" in m.metrics]
-        return {"loss": sum(losses) / len(losses)} if losses else {}
+        """Of the workers that are here; at the end, of those that were here."""
+        here = [m for m in self.members.values() if not m.left] or list(self.members.values())
+        return mean_metrics([m.metrics for m in here])
+
+
+def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A region's numbers for people, from its workers': their rates together, the mean of the rest."""
+    told: dict[str, list[float]] = {}
+    for metrics in workers:
+        for name, value in metrics.items():
+            told.setdefault(name, []).append(value)
+    told.pop("staleness", None)  # counted in the region's versions
+    return {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in told.items()}
+
+
+_ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))
 
 
 def _numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:

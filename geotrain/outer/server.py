@@ -295,6 +295,7 @@ class Server:
                 scatter(self.up.decode(from_bytes(delta.payload), numel(slices)), slices, vector)
             except ValueError as error:
                 raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
+        member.norms[fragment] = norm(vector)
         return vector
 
     def encode_weights(self, member: Member, part: int, fragment: int) -> FragmentWeights:
@@ -407,14 +408,15 @@ class Server:
         self._begin_answer(member, first.sequence, set(fragments))
         for fragment, delta, sent in zip(fragments, deltas, first.deltas, strict=True):
             state = self.fragments[fragment]
-            staleness = max(staleness, state.version - sent.anchor_version)
+            member.staleness[fragment] = state.version - sent.anchor_version
+            staleness = max(staleness, member.staleness[fragment])
             self.answer_members(self.rule.on_delta(state, name, delta, first.weight), fragment)
         member.metrics = {**first.metrics, "staleness": float(staleness)}
         self.on_applied(first)
 
     def _check_norms(self, name: str, fragments: list[int], deltas: list[Tensor], weight: int) -> None:
         if self.norms is not None:
-            sizes = [norm(delta) for delta in deltas]
+            sizes = [self.members[name].norms[fragment] for fragment in fragments]
             for fragment, size in zip(fragments, sizes, strict=True):
                 self.norms.check(name, fragment, size, weight)
             for fragment, size in zip(fragments, sizes, strict=True):
