@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig
-from geotrain.outer.codec import make_codec
+from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.messages import FragmentWeights
 
 ABSOLUTE = ("fp32", "bf16")  # weights themselves survive these; anything coarser carries changes only
@@ -50,6 +50,12 @@ class WeightsReceiver:
         self.codec = make_codec(config)
         self.plain = make_codec(CodecConfig(name="fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
+
+    def check(self, weights: FragmentWeights, numel: int) -> None:
+        """Raises CodecError unless `decode` can take them here."""
+        if weights.increment and (not self.changes or weights.fragment not in self.mirror):
+            raise CodecError(f"a change of fragment {weights.fragment} came, but not what it changes")
+        (self.codec if weights.increment else self.plain).check(from_bytes(weights.payload), numel)
 
     def decode(self, weights: FragmentWeights, numel: int, device: torch.device | str = "cpu") -> Tensor:
         """The weights as fp32, 1-D. The caller may not write to them."""
