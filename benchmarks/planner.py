@@ -9,7 +9,7 @@ second over what they could reach without any waiting, by model.
 With root, on emulated links (planner_runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
-    python benchmarks/planner.py [--only search | runs] [--quick]
+    python benchmarks/planner.py [--only search | runs] [--quick] [--note TEXT]
 """
 
 from __future__ import annotations
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="one run only, to see that it works; nothing is recorded"
     )
+    parser.add_argument("--note", default="", help="goes with what is recorded, as in: other jobs ran beside it")
     args = parser.parse_args()
     from common import record
 
@@ -193,7 +194,7 @@ def main() -> None:
     if args.only != "runs":
         searches(report)
         if not args.quick:
-            record("planner", report, unit)
+            record("planner", report, unit, args.note)
     if args.only != "search":
         import planner_runs
 
@@ -203,7 +204,7 @@ def main() -> None:
             sys.exit(f"links cannot be emulated here: {reason}; --only search works without")
         report.update(planner_runs.measure(args.quick))
         if not args.quick:
-            record("planner", {k: v for k, v in report.items() if k in RUNS}, unit)
+            record("planner", {k: v for k, v in report.items() if k in RUNS}, unit, args.note)
     json.dump(report, sys.stdout)
     print(flush=True)
 
