@@ -67,6 +67,7 @@ setup(
         "pyarrow>=18",
         "tensorboard>=2.18",
         "psutil>=6",
+        "matplotlib>=3.9",
         "prometheus_client>=0.21",
     ],
     extras_require={
@@ -83,7 +84,6 @@ setup(
             "moto[server]>=5.1",
         ],
         "s3": ["s3fs>=2025.1"],
-        "plots": ["matplotlib>=3.9"],
     },
     entry_points={"console_scripts": ["geotrain = geotrain.cli:main"]},
 )
