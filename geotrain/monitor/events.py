@@ -62,6 +62,18 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class LinkTraffic:
+    """Bytes on a server's wide-area links since the event before this one (or the server's start), up towards the
+    global server and down from it; the peaks are the most within one second."""
+
+    seconds: float
+    up_bytes: int
+    down_bytes: int
+    peak_up_bytes_per_s: int
+    peak_down_bytes_per_s: int
+
+
+@dataclass(frozen=True)
 class UpdatesLost:
     """The global server was restored from a state older than what it had acknowledged."""
 
@@ -108,7 +120,17 @@ class Trouble:
 
 
 Event = (
-    Joined | Left | UpdateApplied | SentUp | Merged | UpdatesLost | SnapshotWritten | Recovery | JobTrained | Trouble
+    Joined
+    | Left
+    | UpdateApplied
+    | SentUp
+    | Merged
+    | LinkTraffic
+    | UpdatesLost
+    | SnapshotWritten
+    | Recovery
+    | JobTrained
+    | Trouble
 )
 
 

@@ -24,7 +24,7 @@ from geotrain.canonical import UnsupportedModelError
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
-from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.events import EventLog, LinkTraffic, Recovery, SnapshotWritten, Trouble, UpdatesLost
 from geotrain.net.certs import CertificateError, Credentials, Role, Trust, identity, load_credentials
 from geotrain.net.diary import Diary
 from geotrain.net.journal import JournalDamaged, JournalFull
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 SNAPSHOT_RETRY_S = 30.0
 MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
+TRAFFIC_EVENT_S = 5.0
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
 STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
@@ -237,6 +238,7 @@ class _Host:
             self.machine.failure,
             asyncio.ensure_future(self.stop.wait()),
             asyncio.ensure_future(self._snapshots()),
+            asyncio.ensure_future(self._tell_traffic()),
         ]
         if isinstance(self.server, RegionServer):
             trust = Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None
@@ -272,6 +274,20 @@ class _Host:
                 log.error("%s", error)
                 self.events.write(Trouble(str(error)))
                 await asyncio.sleep(SNAPSHOT_RETRY_S)
+
+    async def _tell_traffic(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await asyncio.sleep(TRAFFIC_EVENT_S)
+            finally:  # the last one tells of the time until the end
+                recent = self.meter.take_recent()
+                seconds = round(time.monotonic() - began_s, 3)
+                sent, received = recent.sent_bytes, recent.received_bytes
+                peaks = recent.peak_sent_bytes, recent.peak_received_bytes
+                if self.place.role == "global":
+                    sent, received, peaks = received, sent, peaks[::-1]
+                self.events.write(LinkTraffic(seconds, sent, received, *peaks))
 
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
