@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -14,6 +14,7 @@ from grpc import aio
 from geotrain.net import calls, wire
 from geotrain.net.certs import Trust
 from geotrain.net.deadline import within
+from geotrain.net.tally import Tally
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -63,6 +64,7 @@ class Link:
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
+        self.tally = Tally()
         if trust is None:
             self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -81,7 +83,7 @@ class Link:
         """Returns the last update of this member that the server has applied."""
         call = self._channel.stream_stream(f"/{calls.SERVICE}/push")()
         replied = asyncio.Event()
-        writing = asyncio.create_task(_write(call, part, replied))
+        writing = asyncio.create_task(_write(call, self.tally.sending(part), replied))
         reading = asyncio.create_task(call.read())
         try:
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,6 +113,7 @@ class Link:
         request = calls.Pull(self.member, self.incarnation, part, sequence, fragments, wait_s)
         call = self._channel.unary_stream(f"/{calls.SERVICE}/pull")(wire.pack(request))
         reader = wire.Reader(Answer, calls.NotYet, limit_bytes=limit_bytes)
+        count: Callable[[bytes], None] | None = None
         try:
             within_s = wait_s + REPLY_S
             while not reader.complete:
@@ -118,6 +121,10 @@ class Link:
                 if frame is aio.EOF:
                     raise Lost("the answer ended early")
                 reader.feed(frame)
+                if count is None:
+                    count = self.tally.receiving(reader.header)
+                else:
+                    count(frame)
                 within_s = calls.STALL_S
             return None if isinstance(reader.message, calls.NotYet) else reader.message
         except (aio.AioRpcError, TimeoutError) as error:
@@ -227,9 +234,9 @@ class Link:
         return Lost(f"{error.code().name.lower()}: {error.details()}")
 
 
-async def _write(call: Any, message: Any, replied: asyncio.Event) -> None:
-    """Send the message's frames, until the other side has replied."""
-    for frame in wire.frames(message):
+async def _write(call: Any, frames: Iterator[bytes], replied: asyncio.Event) -> None:
+    """Send a message's frames, until the other side has replied."""
+    for frame in frames:
         if replied.is_set():
             break
         await within(calls.STALL_S, call.write(frame))

@@ -35,6 +35,7 @@ from geotrain.net.pulse import REGION_SILENT_S, WORKER_SILENT_S
 from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
+from geotrain.net.tally import Tally
 from geotrain.net.uplink import Uplink
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import Layout, LayoutError, layout_of
@@ -334,14 +335,19 @@ class _Host:
         return self.place.role == "global" or peer.rpartition(":")[2] == str(self.place.cluster.global_server.port)
 
     def _status(self) -> dict[str, Any]:
-        """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
-        rates over a second. peers: bytes with each member."""
+        """links: bytes on the wide-area links, up towards the global server and down from it, their highest rates
+        over a second, and what of them each fragment moved. peers: bytes with each member, likewise."""
         traffic = self.meter.traffic()
         members: dict[str, Traffic] = {}
         for peer, member in self.service.peers.items():
             if peer in traffic:
                 members.setdefault(member, Traffic()).join(traffic[peer])
         total = self.meter.total
+        fragments = Tally()
+        layout, tallies = self.server.layout, self.service.tallies
+        above = [self.uplink.link.tally] if self.uplink else []
+        for tally in tallies.values() if self.place.role == "global" else above:
+            fragments.add(tally)
         sent, received = ("up", "down") if self.place.role == "region" else ("down", "up")
         return {
             "links": {
@@ -349,9 +355,15 @@ class _Host:
                 f"{received}_bytes": total.received_bytes,
                 f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
                 f"peak_{received}_bytes_per_s": total.peak_received_bytes,
+                "fragments": fragments.status(layout),
             },
             "peers": {
-                name: {"sent_bytes": t.sent_bytes, "received_bytes": t.received_bytes} for name, t in members.items()
+                name: {
+                    "sent_bytes": t.sent_bytes,
+                    "received_bytes": t.received_bytes,
+                    "fragments": tallies.get(name, Tally()).status(layout),
+                }
+                for name, t in members.items()
             },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,

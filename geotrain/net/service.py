@@ -19,6 +19,7 @@ from geotrain.net.certs import OPERATOR, Credentials, Role, identity
 from geotrain.net.deadline import within
 from geotrain.net.machine import Machine
 from geotrain.net.pulse import WORKER_SILENT_S, Pulse
+from geotrain.net.tally import Tally
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Refused, Release, Send, UpdatePart
 
@@ -57,6 +58,7 @@ class Service:
         self.member_role, self.credentials = member_role, credentials
         self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
+        self.tallies: dict[str, Tally] = {}  # member → its bytes by fragment
         self.refused: dict[str, int] = {}  # member → messages refused for good
         self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
         self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
@@ -144,8 +146,11 @@ class Service:
         wanted = await self._refusable(part.member, self.machine.read(lambda: server.wants(part)))
         if wanted:
             self._only_one(part.member, part.part)
+            count = self._tally(part.member).receiving(part)
             while not reader.complete:
-                reader.feed(await _next_frame(context, calls.STALL_S))
+                frame = await _next_frame(context, calls.STALL_S)
+                reader.feed(frame)
+                count(frame)
                 self.pulse.heard(part.member, part.part)
             await self._refusable(part.member, self.machine.say(reader.message))
         return calls.Ack(server.members[part.member].sequence)
@@ -159,7 +164,7 @@ class Service:
             ),
             min(pull.wait_s, calls.MAX_WAIT_S),
         )
-        for frame in wire.frames(calls.NotYet() if answer is None else answer):
+        for frame in self._tally(pull.member).sending(calls.NotYet() if answer is None else answer):
             await within(calls.STALL_S, context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
@@ -220,6 +225,9 @@ class Service:
         return wire.pack(calls.Ack(0))
 
     # -- inside
+
+    def _tally(self, member: str) -> Tally:
+        return self.tallies.setdefault(member, Tally())
 
     def _granted_for(self, worker: str, job: int) -> Lease | Finished | None:
         granted = self._granted.get(worker)

@@ -1,0 +1,64 @@
+"""Bytes of each fragment, counted frame by frame where they are handed to a connection, or come from it.
+
+Every attempt counts. Messages without fragments, headers, and what gRPC, HTTP/2 and TLS add are in the meter's figures
+only: a fragment's bytes are its payload and that payload's checksums.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from geotrain.net import wire
+from geotrain.outer.layout import Layout
+from geotrain.outer.messages import Answer, UpdatePart
+
+
+@dataclass
+class Tally:
+    """One link's bytes by fragment: deltas go up, weights come down."""
+
+    up: Counter[int] = field(default_factory=Counter)
+    down: Counter[int] = field(default_factory=Counter)
+
+    def sending(self, message: Any) -> Iterator[bytes]:
+        """The message's frames, each counted when it is taken."""
+        frames, owners, counts = wire.frames(message), _owners(message), self._counts(message)
+        yield next(frames)
+        for frame, fragment in zip(frames, owners, strict=True):
+            counts[fragment] += len(frame)
+            yield frame
+
+    def receiving(self, header: Any) -> Callable[[bytes], None]:
+        """What counts the frames that follow this header; see `wire.Reader.header`."""
+        owners, counts = _owners(header), self._counts(header)
+
+        def count(frame: bytes) -> None:
+            counts[next(owners)] += len(frame)
+
+        return count
+
+    def add(self, other: Tally) -> None:
+        self.up.update(other.up)
+        self.down.update(other.down)
+
+    def status(self, layout: Layout) -> dict[str, dict[str, int]]:
+        """By the fragment's name."""
+        return {
+            fragment.name: {"up_bytes": self.up[fragment.index], "down_bytes": self.down[fragment.index]}
+            for fragment in layout.fragments
+        }
+
+    def _counts(self, message: Any) -> Counter[int]:
+        return self.up if isinstance(message, UpdatePart) else self.down
+
+
+def _owners(message: Any) -> Iterator[int]:
+    """The fragment that each frame after the header belongs to; of a payload only the length is read."""
+    pieces = message.deltas if isinstance(message, UpdatePart) else ()
+    pieces = message.weights if isinstance(message, Answer) else pieces
+    for piece in pieces:
+        for _ in range(0, len(piece.payload), wire.CHUNK_BYTES):
+            yield piece.fragment
