@@ -1,7 +1,7 @@
 """Bytes of each fragment, counted frame by frame where they are handed to a connection, or come from it.
 
-Every attempt counts. Messages without fragments, headers, and what gRPC, HTTP/2 and TLS add are in the meter's figures
-only: a fragment's bytes are its payload and that payload's checksums.
+Every attempt counts. A fragment's bytes are its payload and that payload's checksums; headers, messages without
+fragments, and what gRPC, HTTP/2 and TLS add are in the meter's figures only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from geotrain.net import wire
 from geotrain.outer.layout import Layout
-from geotrain.outer.messages import Answer, UpdatePart
+from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, UpdatePart
 
 
 @dataclass
@@ -57,8 +57,12 @@ class Tally:
 
 def _owners(message: Any) -> Iterator[int]:
     """The fragment that each frame after the header belongs to; of a payload only the length is read."""
-    pieces = message.deltas if isinstance(message, UpdatePart) else ()
-    pieces = message.weights if isinstance(message, Answer) else pieces
+    pieces: tuple[FragmentDelta | FragmentWeights, ...] = ()
+    match message:
+        case UpdatePart():
+            pieces = message.deltas
+        case Answer():
+            pieces = message.weights
     for piece in pieces:
         for _ in range(0, len(piece.payload), wire.CHUNK_BYTES):
             yield piece.fragment

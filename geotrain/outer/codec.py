@@ -24,6 +24,13 @@ class NonFiniteError(ValueError):
     """What was to be encoded holds infinities or NaN. Names the parameter or fragment."""
 
 
+def refusal(what: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{what}: holds infinities or NaN and cannot be sent; "
+        "skip this delta and look for a diverged loss or a too high learning rate"
+    )
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A coded tensor.
@@ -44,10 +51,7 @@ class Encoded:
         CPU tensors are checked when they are encoded. On a GPU, call this before the payload is sent.
         """
         if not bool(self.finite):
-            raise NonFiniteError(
-                f"{self.what or 'a tensor'}: holds infinities or NaN and cannot be sent; "
-                "skip this delta and look for a diverged loss or a too high learning rate"
-            )
+            raise refusal(self.what or "a tensor")
         return self
 
 

@@ -6,12 +6,17 @@ difference and goes with the next one: error feedback without a residual.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.staging import on_host
+
+Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]  # (payload, its check in host memory) → where it is used
 
 ABSOLUTE = ("fp32", "bf16")  # weights themselves survive these; anything coarser carries changes only
 
@@ -51,14 +56,18 @@ class WeightsReceiver:
         self.plain = make_codec(CodecConfig(name="fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
 
-    def decode(self, weights: FragmentWeights, numel: int, device: torch.device | str = "cpu") -> Tensor:
-        """The weights as fp32, 1-D. The caller may not write to them."""
-        payload = from_bytes(weights.payload).to(device)
+    def decode(self, weights: FragmentWeights, numel: int, bring: Bring = on_host) -> Tensor:
+        """The weights as fp32, 1-D, where `bring` puts the payload. The caller may not write to them.
+
+        Raises CodecError; then nothing has changed.
+        """
+        codec = self.codec if weights.increment else self.plain
+        payload = bring(weights.payload, lambda host: codec.check(host, numel))
         if weights.increment:
             mirror = self.mirror[weights.fragment]
-            self.codec.decode_accumulate(payload, mirror)
+            codec.decode_accumulate(payload, mirror, checked=True)
             return mirror
-        vector = self.plain.decode(payload, numel)
+        vector = codec.decode(payload, numel, checked=True)
         if self.changes:
             self.mirror[weights.fragment] = vector
         return vector

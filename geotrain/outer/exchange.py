@@ -13,17 +13,10 @@ from typing import Any, Protocol, TypeVar
 from geotrain.config import OverlapConfig
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
+from geotrain.outer.staging import Pending
 
-T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 Waiting = Generator["Pending[Any]", Any, T]
-
-
-class Pending(Protocol[T_co]):
-    """A future."""
-
-    def done(self) -> bool: ...
-    def result(self) -> T_co: ...
 
 
 class Client(Protocol):
@@ -41,7 +34,8 @@ class Weights(Protocol):
     def pushes(self) -> tuple[tuple[Any, ...], ...]: ...
     @property
     def holds(self) -> tuple[tuple[Any, ...], ...]: ...
-    def make_delta(self, fragment: int, seed: int) -> FragmentDelta: ...
+    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]: ...
+    def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]: ...
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None: ...
 
 
@@ -179,18 +173,16 @@ class Exchange:
             yield from self._adopt_all()
         self.rank.settle()  # the masters must hold every step
         deltas = tuple(self.weights.make_delta(f, self.sequence) for f in due)
-        part = UpdatePart(
-            self.name,
-            self.incarnation,
-            self.sequence,
-            self.rank.rank,
-            deltas,
-            job=self.job,
-            leases=self._leases_complete_with(due),
-            metrics=metrics,
-        )
+        leases = self._leases_complete_with(due)
+        header = (self.name, self.incarnation, self.sequence, self.rank.rank)
+
+        def push() -> Pending[None]:
+            made = tuple(delta.result() for delta in deltas)
+            return self.client.push(UpdatePart(*header, made, job=job, leases=leases, metrics=metrics))
+
+        job = self.job
         self.pushes = [push for push in self.pushes if not _succeeded(push)]
-        self.pushes.append(self.client.push(part))
+        self.pushes.append(self.weights.when_made(push))
         answer = self.client.pull(self.sequence, due)
         self.travelling.append(_Travelling(answer, due, self.step + self.overlap.steps))
         self.sequence += 1

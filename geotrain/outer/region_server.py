@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.outer.codec import make_codec
+from geotrain.outer.codec import NonFiniteError, make_codec, refusal
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import (
@@ -254,8 +254,12 @@ class RegionServer(Server):
             if fragment not in self.residuals:
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
-        what = f"delta of fragment {fragment} of region {self.name}"
-        return to_bytes(self.up_codec.encode(delta, residual=residual, seed=self.sequence, what=what).payload)
+        try:
+            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=self.sequence).payload)
+        except NonFiniteError:
+            parameter = self.layout.not_finite(fragment, delta)
+            what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
+            raise refusal(f"region {self.name}: {what}") from None
 
     def decode_weights(self, weights: FragmentWeights) -> Tensor:
         return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)

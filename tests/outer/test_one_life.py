@@ -76,7 +76,10 @@ class OneRank:
         return done(answer)
 
     def make_delta(self, fragment: int, seed: int) -> Any:
-        return None
+        return done(None)
+
+    def when_made(self, call: Any) -> Any:
+        return call()
 
     def on_weights(self, weights: Any, start: bool = False) -> None:
         pass
