@@ -24,10 +24,10 @@ from acco_ranks import HEAVY, LONG, SMALL, Job
 from common import hardware, record, versions
 
 from geotrain.config import AccoConfig, LinkConfig
-from geotrain.inner.acco_forms import FORMS
 from geotrain.launch.check import free_ports
 from geotrain.launch.supervise import Process, Supervisor, guarded
 from geotrain.launch.wan import cannot_emulate, emulated
+from geotrain.sharing.acco_forms import FORMS
 
 HERE = Path(__file__).parent
 DEFAULT = AccoConfig().prediction

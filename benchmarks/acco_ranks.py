@@ -127,9 +127,9 @@ class Rank:
         from geotrain.inner import engine as inner
         from geotrain.inner import platform
         from geotrain.inner.acco_engine import AccoEngine
-        from geotrain.inner.acco_forms import FORMS
         from geotrain.inner.model import build_model, placements
         from geotrain.inner.optimizer import build_adamw, parameter_groups
+        from geotrain.sharing.acco_forms import FORMS
 
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
         settings = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

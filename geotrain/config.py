@@ -206,6 +206,9 @@ class DeviceConfig(Block):
     efficiency: Annotated[float, Field(gt=0, le=1)] = Field(
         0.4, description="Share of the peak that training reaches; `geotrain probe` measures it."
     )
+    host_gbps: PositiveFloat = Field(
+        256.0, description="Rate between two of them in one host, each way; as given, that of PCIe 4 with 16 lanes."
+    )
     usd_per_hour: Annotated[float, Field(ge=0)] | None = Field(None, description="Price of one accelerator.")
 
 

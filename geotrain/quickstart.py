@@ -154,7 +154,7 @@ def _loss(run: RunConfig, checkpoint: Path) -> float:
 
 
 def _layouts(run: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
-    from geotrain.inner.parallel import zero_stage
+    from geotrain.sharing.checks import zero_stage
 
     sizes = check_together(run, cluster)
     return {

@@ -44,7 +44,7 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
 
 def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     """The worker's data-parallel size. Raises ConfigError."""
-    from geotrain.inner.parallel import check_layout  # imports torch: not needed to say what is wrong in a file
+    from geotrain.sharing.checks import check_layout
 
     block = {**run.deepspeed, **worker.deepspeed}
     if block["train_batch_size"] != run.samples_per_step:

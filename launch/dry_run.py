@@ -12,6 +12,7 @@ from geotrain.launch.check import architecture_of, check_together
 from geotrain.launch.progress import size
 from geotrain.outer.codec import make_codec
 from geotrain.outer.layout import Layout, layout_of
+from geotrain.plan.memory import rank_memory
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
 def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> int:
     """Parameters of the fullest rank. Raises LayoutError unless the ranks' shards lie in the layout and speak for
     each of its elements exactly once (counted, not located: the large models' elements do not fit here)."""
-    from geotrain.inner.mapping import local_parameters
+    from geotrain.sharing.mapping import local_parameters
 
     architecture, spoken_for, fullest = architecture_of(run), 0, 0
     for stage in range(parallel.pipeline):
@@ -85,22 +86,10 @@ def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> in
 
 
 def _worker(run: RunConfig, layout: Layout, region: str, name: str, cluster: ClusterConfig, dp: int) -> WorkerNeeds:
-    from geotrain.inner.memory import memory_per_rank
-    from geotrain.inner.parallel import zero_stage
+    from geotrain.sharing.checks import zero_stage
 
     worker = cluster.worker(region, name)
     parallel, block = worker.parallel or run.parallel, {**run.deepspeed, **worker.deepspeed}
-    memory = memory_per_rank(
-        architecture_of(run), parallel, worker.ranks, block, run.data.sequence_length, run.model.recompute
-    )
-    parts = {
-        "weights": memory.weights_bytes,
-        "gradients": memory.gradients_bytes,
-        "optimizer": memory.optimizer_bytes,
-        "buffers": memory.buffers_bytes,
-        "activations": memory.activations_bytes,
-        "anchor": 4 * -(-memory.parameters // dp),
-    }
     outer = run.outer
     up, down = (outer.local, outer.local) if outer.levels == 2 else (outer.up, outer.down)
     return WorkerNeeds(
@@ -109,7 +98,7 @@ def _worker(run: RunConfig, layout: Layout, region: str, name: str, cluster: Clu
         describe(parallel, dp, zero_stage(block)),
         worker.ranks,
         check_shards(layout, run, parallel),
-        parts,
+        rank_memory(run, architecture_of(run), worker),
         sum(make_codec(up).encoded_bytes(f.numel) for f in layout.fragments),
         sum(make_codec(down).encoded_bytes(f.numel) for f in layout.fragments),
     )

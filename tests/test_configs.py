@@ -104,7 +104,7 @@ def test_bytes_of_an_exchange() -> None:
 
 
 def test_shards_that_leave_something_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from geotrain.inner import mapping
+    from geotrain.sharing import mapping
 
     run, _ = pair("quickstart", "local-wan")
     whole = mapping.local_parameters

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from geotrain import kernels
 from geotrain.inner import platform
 from geotrain.inner.acco_flat import Buffers, flat_plan
-from geotrain.inner.acco_forms import Form
 from geotrain.inner.acco_lane import AccoError, Journey, Lane
 from geotrain.inner.acco_predict import Prediction
-from geotrain.inner.mapping import LocalParameter
 from geotrain.inner.optimizer import MOMENTS, set_step_count, step_count
 from geotrain.inner.parallel import Mesh
 from geotrain.kernels import AdamStep
+from geotrain.sharing.acco_forms import Form
+from geotrain.sharing.mapping import LocalParameter
 
 with platform.quiet_imports():
     from deepspeed.runtime.base_optimizer import ZeROOptimizer

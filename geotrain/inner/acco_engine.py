@@ -11,10 +11,10 @@ from torch import Tensor
 
 from geotrain.config import AccoConfig
 from geotrain.inner.acco import AccoOptimizer, Outcome
-from geotrain.inner.acco_forms import FORMS, first_part
 from geotrain.inner.engine import GeoEngine
 from geotrain.inner.shards import OwnedShard
 from geotrain.inner.step import StepResult
+from geotrain.sharing.acco_forms import FORMS, first_part
 
 More = Callable[[], Tensor | None]
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from geotrain.inner.acco_forms import CODE_BLOCK
+from geotrain.sharing.acco_forms import CODE_BLOCK
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from geotrain import kernels
-from geotrain.inner.acco_forms import CODE_BLOCK, Form
 from geotrain.inner.acco_lane import Lane
 from geotrain.kernels.layout import Spec
+from geotrain.sharing.acco_forms import CODE_BLOCK, Form
 
 _SPEC = Spec("int4", block=CODE_BLOCK, scale="bf16")
 _PIECE = 1 << 20  # elements coded at once: bounds the fp32 scratch; a multiple of CODE_BLOCK

@@ -14,13 +14,14 @@ from geotrain.canonical import Architecture, architecture_from_hf
 from geotrain.config import ParallelConfig, RunConfig
 from geotrain.inner import parallel as layout
 from geotrain.inner import platform
-from geotrain.inner.acco_forms import check_acco
-from geotrain.inner.mapping import LocalParameter
 from geotrain.inner.model import build_model, placements
-from geotrain.inner.optimizer import adamw_settings, build_adamw, parameter_groups
+from geotrain.inner.optimizer import build_adamw, parameter_groups
 from geotrain.inner.parallel import Mesh
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.inner.step import StepResult
+from geotrain.sharing import checks
+from geotrain.sharing.acco_forms import check_acco
+from geotrain.sharing.mapping import LocalParameter
 
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -316,12 +317,12 @@ def build_engine(
     if not isinstance(run.model.config, dict):
         raise TypeError("run.model.config must be inline: load the run with geotrain.config.load_run")
     architecture = architecture_from_hf(run.model.config)
-    sequence_length, bf16 = run.data.sequence_length, layout.trains_in_bf16(deepspeed_block)
+    sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
     ranks = layout.join(timeout_s)
-    dp = layout.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
+    dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:
-        check_acco(run.acco, deepspeed_block, layout.accumulation_steps(deepspeed_block, dp))
-    mesh, settings = layout.initialize(parallel, timeout_s), adamw_settings(deepspeed_block)
+        check_acco(run.acco, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
+    mesh, settings = layout.initialize(parallel, timeout_s), checks.adamw_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
         model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
@@ -341,12 +342,12 @@ def _completed(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, An
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device at each micro-batch
-    if layout.trains_in_bf16(config):
+    if checks.trains_in_bf16(config):
         config["bf16"]["immediate_grad_update"] = True  # the schedule, not the engine, runs backward
-    stage = layout.zero_stage(config)
+    stage = checks.zero_stage(config)
     if stage == 1:
         config["zero_optimization"]["overlap_comm"] = False  # one reduction a step, after the schedule
     if stage > 0:  # DeepSpeed allocates the bucket whole, however small the model
-        bucket = layout.reduction_bucket(config, parameters)
+        bucket = checks.reduction_bucket(config, parameters)
         config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
     return config

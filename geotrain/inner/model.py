@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from geotrain.canonical import Architecture
 from geotrain.config import ParallelConfig
 from geotrain.inner import platform
-from geotrain.inner.mapping import LocalParameter, local_parameters
 from geotrain.inner.parallel import Mesh
+from geotrain.sharing.mapping import LocalParameter, local_parameters
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -191,5 +191,5 @@ def placements(
     sizes, wanted = {n: p.numel() for n, p in own.items()}, {p.name: p.numel for p in places}
     if sizes != wanted:
         wrong = sorted(n for n in sizes.keys() | wanted.keys() if sizes.get(n) != wanted.get(n))
-        raise RuntimeError(f"Megatron-core's model and geotrain.inner.mapping disagree on {', '.join(wrong)}")
+        raise RuntimeError(f"Megatron-core's model and geotrain.sharing.mapping disagree on {', '.join(wrong)}")
     return [(own[place.name], place) for place in places]

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geotrain.config import ConfigError
 from geotrain.inner import platform
-from geotrain.inner.mapping import LocalParameter
+from geotrain.sharing.mapping import LocalParameter
 
-_KNOWN = ("lr", "betas", "eps", "weight_decay")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -31,20 +29,6 @@ def parameter_groups(
     for parameter, place in placed:
         groups[0 if place.decays else 2 if place.sums_over_tp else 1]["params"].append(parameter)  # type: ignore[attr-defined]
     return [group for group in groups if group["params"]]
-
-
-def adamw_settings(deepspeed_block: dict[str, Any]) -> dict[str, Any]:
-    """lr, betas, eps and weight_decay of `deepspeed.optimizer.params`. Raises ConfigError for anything else."""
-    params = deepspeed_block["optimizer"].get("params", {})
-    for key in params:
-        if key not in _KNOWN:
-            raise ConfigError(f"deepspeed.optimizer.params.{key} is not supported; known: {', '.join(_KNOWN)}")
-    return {
-        "lr": params.get("lr", 1e-3),
-        "betas": tuple(params.get("betas", (0.9, 0.95))),
-        "eps": params.get("eps", 1e-8),
-        "weight_decay": params.get("weight_decay", 0.0),
-    }
 
 
 def build_adamw(groups: list[dict[str, Any]], settings: dict[str, Any], on_cpu: bool) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from geotrain.canonical import Run, clip_runs
-from geotrain.inner.mapping import LocalParameter
+from geotrain.sharing.mapping import LocalParameter
 
 
 @dataclass(frozen=True)

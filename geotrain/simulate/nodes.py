@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -101,7 +102,7 @@ class Uplink:
             promise.keep(answer)
 
 
-class Node:
+class Node(ABC):
     """A server and its members' uplinks."""
 
     server: GlobalServer | RegionServer
@@ -145,8 +146,8 @@ class Node:
             self.server.on_leave(message.member)
         self.after_message()
 
-    def on_lease_request(self, request: LeaseRequest) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def on_lease_request(self, request: LeaseRequest) -> None: ...
 
     def after_message(self) -> None:
         """The state machine has taken a message: something may be due now."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from geotrain.canonical import canonical_parameters
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.inner.acco_flat import flat_plan
-from geotrain.inner.mapping import local_parameters
+from geotrain.sharing.mapping import local_parameters
 
 MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": {**QWEN, "num_hidden_layers": 2}}
 SYNCHRONOUS = 2

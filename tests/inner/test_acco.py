@@ -13,7 +13,7 @@ from acco_worlds import MODELS, Case, Step, canonical, distance, masters, oracle
 from inner_worlds import BATCH, SEQUENCE, run_world
 
 from geotrain.config import AccoConfig
-from geotrain.inner.acco_forms import first_part
+from geotrain.sharing.acco_forms import first_part
 
 PER_STEP = 1e-6
 

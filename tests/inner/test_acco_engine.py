@@ -28,7 +28,7 @@ from inner_worlds import (
 )
 
 from geotrain.config import AccoConfig, ConfigError, ParallelConfig
-from geotrain.inner.acco_forms import bytes_per_parameter, check_acco, first_part
+from geotrain.sharing.acco_forms import bytes_per_parameter, check_acco, first_part
 
 FIRST, THEN, LAST = range(5), range(5, 9), range(9, 11)
 MODEL = {**QWEN, "num_hidden_layers": 2}

@@ -12,8 +12,8 @@ from inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 
 from geotrain.canonical import canonical_parameters
 from geotrain.config import ConfigError, ParallelConfig
-from geotrain.inner.mapping import local_parameters
-from geotrain.inner.parallel import check_layout
+from geotrain.sharing.checks import check_layout
+from geotrain.sharing.mapping import local_parameters
 
 
 def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False) -> ParallelConfig:

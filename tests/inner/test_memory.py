@@ -10,7 +10,7 @@ from inner_worlds import LLAMA, QWEN, architecture, deepspeed_block, micro_batch
 
 from geotrain.canonical import architecture_from_hf
 from geotrain.config import ConfigError, ParallelConfig
-from geotrain.inner.memory import activation_bytes, memory_per_rank
+from geotrain.sharing.memory import activation_bytes, memory_per_rank
 
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 2}
 BF16 = {"bf16": {"enabled": True}}

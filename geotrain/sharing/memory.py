@@ -7,8 +7,8 @@ from typing import Any
 
 from geotrain.canonical import Architecture
 from geotrain.config import ParallelConfig
-from geotrain.inner.mapping import local_parameters
-from geotrain.inner.parallel import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
+from geotrain.sharing.checks import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
+from geotrain.sharing.mapping import stage_parameters
 
 _FP32_BYTES = 4
 
@@ -67,7 +67,7 @@ def _of_stage(
     recompute: str,
     stage: int,
 ) -> MemoryPerRank:
-    parameters = sum(p.numel for p in local_parameters(a, parallel, 0, stage))
+    parameters = stage_parameters(a, parallel, stage)
     size = 2 if trains_in_bf16(block) else _FP32_BYTES
     zero = block.get("zero_optimization", {})
     part = -(-parameters // dp)

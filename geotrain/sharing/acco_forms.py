@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from geotrain.config import AccoConfig, ConfigError
-from geotrain.inner.parallel import trains_in_bf16, zero_stage
+from geotrain.sharing.checks import trains_in_bf16, zero_stage
 
 Traffic = Literal["nothing", "codes", "full"]
 CODE_BLOCK = 128  # elements of a block that share a scale; shards and sections of the flat space are aligned to it

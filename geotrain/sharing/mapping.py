@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from geotrain.canonical import Architecture, Run
 from geotrain.config import ParallelConfig
@@ -47,6 +48,12 @@ class LocalParameter:
 def local_parameters(a: Architecture, parallel: ParallelConfig, tp_rank: int, pp_rank: int) -> list[LocalParameter]:
     """Every parameter of the rank at (tp_rank, pp_rank), in canonical order."""
     return list(_Stage(a, parallel, tp_rank, pp_rank).parameters())
+
+
+@lru_cache(maxsize=1024)
+def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
+    """Parameters of any rank of a pipeline stage: tensor ranks hold equally many."""
+    return sum(p.numel for p in local_parameters(a, parallel, 0, stage))
 
 
 class _Stage:
