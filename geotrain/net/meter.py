@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 PERIOD_S = 0.2
+DESCRIPTORS = "/proc/self/fd"
 WINDOW_S = 1.0
 TCP_INFO_BYTES = 256
 COUNTERS = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
@@ -113,12 +113,12 @@ class Meter:
 def _sockets() -> dict[str, tuple[str, int, int]]:
     """inode → (peer, bytes sent, bytes received) of this process's connected TCP sockets."""
     found: dict[str, tuple[str, int, int]] = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    for number in os.listdir(DESCRIPTORS):
         with suppress(OSError):
-            target = str(entry.readlink())
+            target = os.readlink(f"{DESCRIPTORS}/{number}")
             if not target.startswith("socket:") or target in found:
                 continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            with socket.socket(fileno=os.dup(int(number))) as connection:
                 if connection.type != socket.SOCK_STREAM or connection.family not in (
                     socket.AF_INET,
                     socket.AF_INET6,
