@@ -7,6 +7,7 @@ block as 2 bits each. The arithmetic is in `geotrain.kernels`, which gives the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -147,6 +148,12 @@ def make_codec(config: CodecConfig) -> Codec:
         density=config.density,
     )
     return Codec(config.name, spec, config.error_feedback)
+
+
+def rounding_seed(*stream: str | int) -> int:
+    """The seed of one encoding's random bits: another for each sender, part, sequence number and fragment, so that
+    the errors of what is summed are independent; the same in a replay."""
+    return int.from_bytes(blake2b(repr(stream).encode(), digest_size=8).digest(), "little")
 
 
 def _need_fp32(tensor: Tensor, numel: int, device: torch.device, role: str) -> None:

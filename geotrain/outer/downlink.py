@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig
-from geotrain.outer.codec import make_codec
+from geotrain.outer.codec import make_codec, rounding_seed
 from geotrain.outer.messages import FragmentWeights
 from geotrain.outer.staging import on_host
 
@@ -39,7 +39,7 @@ class WeightsSender:
         what = f"weights of fragment {fragment}"
         if fragment in self.mirror:
             mirror = self.mirror[fragment]
-            payload = self.codec.encode(held - mirror, seed=version, what=what).payload
+            payload = self.codec.encode(held - mirror, seed=rounding_seed(version, fragment), what=what).payload
             self.codec.decode_accumulate(payload, mirror)
             return FragmentWeights(fragment, version, to_bytes(payload), increment=True)
         if self.changes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OverlapConfig
+from geotrain.outer.codec import rounding_seed
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
 from geotrain.outer.staging import Pending
@@ -172,7 +173,8 @@ class Exchange:
         elif busy:
             yield from self._adopt_all()
         self.rank.settle()  # the masters must hold every step
-        deltas = tuple(self.weights.make_delta(f, self.sequence) for f in due)
+        stream = (self.name, self.rank.rank, self.sequence)
+        deltas = tuple(self.weights.make_delta(f, rounding_seed(*stream, f)) for f in due)
         leases = self._leases_complete_with(due)
         header = (self.name, self.incarnation, self.sequence, self.rank.rank)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.outer.codec import NonFiniteError, make_codec, refusal
+from geotrain.outer.codec import NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import (
@@ -255,7 +255,8 @@ class RegionServer(Server):
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
         try:
-            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=self.sequence).payload)
+            seed = rounding_seed(self.name, 0, self.sequence, fragment)
+            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
         except NonFiniteError:
             parameter = self.layout.not_finite(fragment, delta)
             what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"

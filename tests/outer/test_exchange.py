@@ -24,6 +24,7 @@ class Everything:
         self.sent: list[UpdatePart] = []
         self.answers: dict[int, Future[Answer]] = {}
         self.adopted: list[int] = []
+        self.seeds: list[int] = []
 
     def agree(self, flag: bool) -> bool:
         return flag
@@ -35,6 +36,7 @@ class Everything:
         pass
 
     def make_delta(self, fragment: int, seed: int) -> Any:
+        self.seeds.append(seed)
         return Ready(FragmentDelta(fragment, 0, b""))
 
     def when_made(self, call: Any) -> Any:
@@ -62,10 +64,10 @@ class Everything:
         self.answers[sequence].set_result(Answer(sequence, weights, "life"))
 
 
-def begun(late: str) -> tuple[Exchange, Everything]:
+def begun(late: str, name: str = "w") -> tuple[Exchange, Everything]:
     world = Everything()
     overlap = OverlapConfig(steps=2, late=late, adopt="rebase")  # type: ignore[arg-type]
-    exchange = Exchange("w", overlap, world, world, world, 2, clock=lambda: 0.0)
+    exchange = Exchange(name, overlap, world, world, world, 2, clock=lambda: 0.0)
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     exchange.begin(Lease("w", 1, 7, 0, 8, 8))
     return exchange, world
@@ -120,3 +122,12 @@ def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():
     with pytest.raises(StopIteration):
         script.send(pending.result())
     assert world.adopted == [0]
+
+
+def test_every_delta_rounds_with_random_bits_of_its_own_and_the_same_in_every_life():
+    seeds = []
+    for name in ("v", "w", "w"):
+        exchange, world = begun("continue", name)
+        assert not waits(exchange.after_step((0, 1), {}))
+        seeds += world.seeds
+    assert len(set(seeds[:4])) == 4 and seeds[2:4] == seeds[4:]
