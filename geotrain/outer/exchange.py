@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from geotrain.config import OverlapConfig
+from geotrain.config import OuterConfig
 from geotrain.outer.codec import rounding_seed
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
@@ -80,14 +80,15 @@ class Exchange:
     def __init__(
         self,
         name: str,
-        overlap: OverlapConfig,
+        outer: OuterConfig,
         rank: Rank,
         weights: Weights,
         client: Client,
         fragments: int,
         clock: Callable[[], float],
     ) -> None:
-        self.name, self.overlap, self.clock = name, overlap, clock
+        self.name, self.overlap, self.clock = name, outer.overlap, clock
+        self.in_rounds = outer.rule == "sync"  # servers wait for a delta of every worker: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
         self.all = tuple(range(fragments))
         self.incarnation = ""
@@ -166,7 +167,7 @@ class Exchange:
 
     def _push(self, due: tuple[int, ...], metrics: dict[str, float]) -> Waiting[None]:
         busy = {f for t in self.travelling for f in t.fragments} & set(due)
-        if busy and self.overlap.late == "continue":
+        if busy and self.overlap.late == "continue" and not self.in_rounds:
             due = tuple(f for f in due if f not in busy)  # their progress goes with the next delta
             if not due:
                 return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
-from geotrain.config import OverlapConfig
+from geotrain.config import OuterConfig
 from geotrain.outer.exchange import Exchange, Weights
 from geotrain.outer.layout import Layout, fragments_due
 from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease, LeaseRequest
@@ -86,12 +86,12 @@ class SimWorker:
         clock: Clock,
         spec: WorkerSpec,
         identity: Identity,
-        overlap: OverlapConfig,
+        outer: OuterConfig,
         learner: Learner,
         fragments: int,
         speeds_known: bool,
     ) -> None:
-        self.clock, self.spec, self.identity, self.overlap = clock, spec, identity, overlap
+        self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
         self.learner, self.fragments = learner, fragments
         self.probed_s = spec.step_s if speeds_known else 0.0
         self.lives = 0
@@ -117,7 +117,7 @@ class SimWorker:
         self.lives += 1
         self.learner.born()
         exchange = Exchange(
-            self.spec.name, self.overlap, OneRank(), self.learner, uplink, self.fragments, lambda: self.clock.now
+            self.spec.name, self.outer, OneRank(), self.learner, uplink, self.fragments, lambda: self.clock.now
         )
         return Process(self.clock, self._life(exchange, uplink))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import OverlapConfig
+from geotrain.config import OuterConfig, OverlapConfig
 from geotrain.outer.exchange import Exchange, Waiting
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
@@ -64,10 +64,10 @@ class Everything:
         self.answers[sequence].set_result(Answer(sequence, weights, "life"))
 
 
-def begun(late: str, name: str = "w") -> tuple[Exchange, Everything]:
+def begun(late: str, name: str = "w", rule: str = "halos") -> tuple[Exchange, Everything]:
     world = Everything()
     overlap = OverlapConfig(steps=2, late=late, adopt="rebase")  # type: ignore[arg-type]
-    exchange = Exchange(name, overlap, world, world, world, 2, clock=lambda: 0.0)
+    exchange = Exchange(name, OuterConfig(rule=rule, overlap=overlap), world, world, world, 2, clock=lambda: 0.0)
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     exchange.begin(Lease("w", 1, 7, 0, 8, 8))
     return exchange, world
@@ -122,6 +122,16 @@ def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():
     with pytest.raises(StopIteration):
         script.send(pending.result())
     assert world.adopted == [0]
+
+
+def test_in_a_synchronous_run_no_round_is_left_out():
+    """The server waits for every worker's delta: if one left out a round, the others' last had no answer."""
+    exchange, world = begun("continue", rule="sync")
+    assert not waits(exchange.after_step((0,), {}))
+    for _ in range(4):
+        assert not waits(exchange.after_step((), {}))  # late, and nothing to wait for yet
+    assert waits(exchange.after_step((0, 1), {}))
+    assert len(world.sent) == 1
 
 
 def test_every_delta_rounds_with_random_bits_of_its_own_and_the_same_in_every_life():
