@@ -15,7 +15,7 @@ validation_loss                of the global weights at the end, by transformers
 loss_gap                       its relative difference to blocking_fp32
 waiting_share                  of the time: training at rest, waiting for an answer
 
-    python benchmarks/streaming.py [--seeds 3] [--rounds 4] [--record]
+    python benchmarks/streaming.py [--seeds 3] [--rounds 3] [--record]
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ OUTER = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=4, help="jobs of each worker; the first is not timed")
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each worker; the first is not timed")
     parser.add_argument("--alone-s", type=float, default=3.0, help="seconds without communication between runs")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/results.csv")

@@ -63,10 +63,15 @@ class Trained:
 
         server = str(cluster.region(region).server)
 
+        round_samples = len(cluster.regions) * run.outer.local_steps * run.samples_per_step
+        last_job = run.data.train_samples // round_samples
+
         def report(numbers: dict[str, Any]) -> None:
-            status = ask_status(server, STATUS_S)
-            assert status is not None
-            control.send(("job", time.monotonic(), numbers["tokens"], status["links"]))
+            """Bytes are asked for outside of the time that is measured."""
+            links = link_bytes(server) if numbers["job"] == 1 else {}
+            now_s = time.monotonic()
+            links = link_bytes(server) if numbers["job"] == last_job else links
+            control.send(("job", now_s, numbers["tokens"], links))
             if numbers["job"] > 1:
                 self.waited_s += numbers["waited_s"]
 
@@ -88,6 +93,14 @@ class Trained:
     def close(self) -> None:
         self.engine.close()
         parallel.shut_down(leave_world=False)
+
+
+def link_bytes(server: str) -> dict[str, Any]:
+    status = ask_status(server, STATUS_S)
+    if status is None:
+        raise SystemExit(f"the server at {server} does not say how it goes")
+    links: dict[str, Any] = status["links"]
+    return links
 
 
 if __name__ == "__main__":
