@@ -4,6 +4,10 @@ For each of DT-FM's five scenarios (benchmarks/data/dtfm_scenarios.json): `cost`
 `seconds` (the worst search, by the clock) and `cpu_seconds` (the same, processor time), `lower_bound`, its own
 `bound_seconds`, and `gap` = cost / lower_bound − 1. The placements go to benchmarks/out/placement_<scenario>.json.
 `scale`: seconds for synthesized clusters of 256 and 1,024 devices; `scale_detail` what they found.
+With root, on emulated links (planner_runs.py): `placement_speedup`, measured step time of the naive rank order over
+the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
+
+    python benchmarks/planner.py [--only search | runs] [--quick]
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one core; must stand before numpy is loaded
 
+import argparse
 import json
 import sys
 import time
@@ -28,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 SCENARIOS = HERE / "data" / "dtfm_scenarios.json"
 OUT = HERE / "out"
 SEEDS = 10
+RECORDED = ("placement_speedup", "prediction_error", "runs")
 SCALES = {256: 16, 1024: 32}  # devices: stages
 
 
@@ -124,15 +130,41 @@ def measure_scale(devices: int, stages: int) -> dict[str, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("search", "runs"))
+    parser.add_argument(
+        "--quick", action="store_true", help="one run only, to see that it works; nothing is recorded"
+    )
+    args = parser.parse_args()
     report: dict[str, Any] = {}
+    if args.only != "runs":
+        searches(report)
+    if args.only != "search":
+        import planner_runs
+        from common import record
+
+        from geotrain.launch.wan import cannot_emulate
+
+        if reason := cannot_emulate():
+            sys.exit(f"links cannot be emulated here: {reason}; --only search works without")
+        report.update(planner_runs.measure(args.quick))
+        if not args.quick:
+            record("planner", {k: v for k, v in report.items() if k in RECORDED}, unit)
+    json.dump(report, sys.stdout)
+    print(flush=True)
+
+
+def unit(metric: str) -> str:
+    return "s" if metric.endswith("_s") else ""
+
+
+def searches(report: dict[str, Any]) -> None:
     for name, problem in load_scenarios().items():
         report[name] = measure_scenario(name, problem)
         print(name, json.dumps(report[name]), flush=True)
     detail = {str(devices): measure_scale(devices, stages) for devices, stages in SCALES.items()}
     report["scale"] = {devices: figures["seconds"] for devices, figures in detail.items()}
     report["scale_detail"] = detail
-    json.dump(report, sys.stdout)
-    print(flush=True)
 
 
 if __name__ == "__main__":

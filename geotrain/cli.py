@@ -37,6 +37,11 @@ class DType(StrEnum):
     float16 = "float16"
 
 
+class Objective(StrEnum):
+    speed = "speed"
+    cost = "cost"
+
+
 def main() -> None:
     """Entry point. An error of GeoTrain's own, or of the operating system, is one message and exit code 2."""
     try:
@@ -86,14 +91,24 @@ def prepare(
 
 
 @app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
-def launch(run: RunFile, cluster: ClusterFile, resume: Resume = False) -> None:
+def launch(
+    run: RunFile,
+    cluster: ClusterFile,
+    resume: Resume = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="Start only this region, or 'global', and here. May be given again."),
+    ] = None,
+) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
-    The run's folder holds the files as resolved, and one log file a process.
+    What dies is started again (`restart` in the cluster file). The run's folder holds the files as resolved, and one
+    log file a process. With --only, each region is started by hand or by a job of its own, also long after the
+    others; --resume then begins what has not begun, so that one command line serves a job that is requeued.
     """
     from geotrain.launch.region import launch as start
 
-    raise typer.Exit(start(run, cluster, resume))
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ())))
 
 
 @app.command("launch-site", hidden=True)
@@ -137,13 +152,16 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
 ) -> None:
     """Show how a run goes, or went."""
-    from geotrain.launch.progress import new_console, status_of_run, table, view
+    from geotrain.launch.progress import new_console, page_line, status_of_run, table, view
 
     cluster, statuses = status_of_run(folder)
     if as_json:
         print(json.dumps(statuses, indent=2))
-    else:
-        new_console().print(table(view(cluster, statuses)))
+        return
+    console, page = new_console(), statuses.get("global", {}).get("page")
+    console.print(table(view(cluster, statuses)))
+    if page:
+        console.print(page_line(cluster, page), highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")
@@ -173,6 +191,36 @@ def sample(
     print(write(folder, prompt, tokens, temperature, seed))
 
 
+@app.command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")
+def probe(
+    cluster: ClusterFile,
+    run: Annotated[
+        Path | None, typer.Option(help="Measure also how fast accelerators train this run's model.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60.0, help="For each direction of each link.")] = 3.0,
+    bytes_: Annotated[
+        int, typer.Option("--bytes", min=1 << 20, max=16 << 30, help="At most, for each direction of each link.")
+    ] = 256 << 20,
+) -> None:
+    """Measure a cluster's links, and its accelerators, and write the figures into the cluster file.
+
+    Every pair of regions is measured over the channel that training uses, one after another. The servers' ports must
+    be free: probe before the run, not during it.
+    """
+    from geotrain.launch.probe import probe as measure
+    from geotrain.net.probe import Limits
+
+    measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True))
+
+
+@app.command("probe-site", hidden=True)
+def probe_site() -> None:
+    """What `probe` starts on each machine: reads what to measure from standard input."""
+    from geotrain.launch.probe_site import serve_site
+
+    raise typer.Exit(serve_site())
+
+
 @app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
 def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
@@ -183,6 +231,39 @@ def dry_run(run: RunFile, cluster: ClusterFile) -> None:
     from geotrain.launch.progress import new_console
 
     show(needs(*files), new_console())
+
+
+@app.command(epilog="Example: geotrain plan model.json configs/clusters/world-inventory.json --out planned")
+def plan(
+    run: Annotated[
+        Path, typer.Argument(metavar="MODEL.json|RUN.json", help="A Hugging Face config, or a run file with pins.")
+    ],
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="Regions with hosts, devices, links.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
+    tokens: Annotated[float | None, typer.Option(min=1, help="To train, as in 1e11.")] = None,
+    objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = Objective.speed,
+    within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
+    pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
+    utilization: Annotated[float, typer.Option(min=0.01, max=1, help="That workers are to reach.")] = 0.95,
+) -> None:
+    """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
+
+    What the run file says under parallel, outer and model.recompute is kept.
+    """
+    from geotrain.launch.planning import plan as make_plan
+
+    make_plan(
+        run,
+        cluster,
+        out,
+        explain=explain,
+        tokens=tokens,
+        objective=objective.value,
+        within_days=within_days,
+        pin_global=pin_global,
+        utilization=utilization,
+    )
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")

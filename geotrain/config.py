@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -25,6 +26,16 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
 class ConfigError(ValueError):
     """A configuration file is wrong. The message names file, key, value and rule."""
+
+
+EXIT_FOR_GOOD = 2  # exit code of an error that a person must mend: the launcher does not start the process again
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Block(BaseModel):
@@ -115,6 +126,18 @@ class OverlapConfig(Block):
         return self
 
 
+class LimitsConfig(Block):
+    """What a server refuses, and when it refuses whoever sends it."""
+
+    norm_deviations: PositiveFloat | None = Field(
+        8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
+    )
+    norm_free_updates: PositiveInt = Field(16, description="Updates of a fragment from which the usual is learned.")
+    offences: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
+    offence_window: PositiveInt = Field(64, description="A member's last ones: so many.")
+    quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")
+
+
 class OuterConfig(Block):
     """The outer loop. Each baseline is a setting of this block."""
 
@@ -139,6 +162,7 @@ class OuterConfig(Block):
     local: CodecConfig = Field(CodecConfig(name="fp32"), description="Codec between workers and region server.")
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
@@ -148,10 +172,57 @@ class CheckpointConfig(Block):
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_updates: PositiveInt = Field(64, description="Servers snapshot after this many updates.")
     keep: PositiveInt = 2
+    snapshots: str | None = Field(
+        None,
+        description="URL (s3://bucket/path, file:///path, any of fsspec's) to which servers copy their snapshots.",
+    )
+
+    @model_validator(mode="after")
+    def _snapshots_are_a_url(self) -> CheckpointConfig:
+        if self.snapshots is not None and "://" not in self.snapshots:
+            raise ValueError(f"snapshots = {self.snapshots!r} is no URL; write s3://bucket/path or file:///path")
+        return self
+
+
+class WandbConfig(Block):
+    """Weights & Biases, from the global server; the package must be installed."""
+
+    project: str
+    entity: str | None = None
+    group: str | None = None
 
 
 class MonitorConfig(Block):
+    """What shows how the run goes: events, the status page, metrics for Prometheus, TensorBoard."""
+
     every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
+    enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
+    sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
+    host: str = Field("127.0.0.1", description="Where page and metrics listen; beyond loopback needs token_file.")
+    page_port: Port | None = Field(0, description="Of the global server's status page; 0: a free one; null: no page.")
+    metrics_port: Port | None = Field(
+        None,
+        description="Prometheus: the global server's; +1: the launcher's; +2, +3, …: the region servers', in the "
+        "cluster's order; 0: free ones; null: none.",
+    )
+    token_file: str | None = Field(
+        None, description="File whose first line lets in those who show it; on each machine that serves."
+    )
+    tensorboard: str | None = Field(
+        None,
+        description="Folder, relative to the run's, for TensorBoard files that the global server writes.",
+    )
+    wandb: WandbConfig | None = None
+
+    @model_validator(mode="after")
+    def _strangers_need_a_token(self) -> MonitorConfig:
+        serves = self.enabled and (self.page_port is not None or self.metrics_port is not None)
+        if serves and self.token_file is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} can be reached from other machines: set token_file, or page_port and "
+                "metrics_port to null"
+            )
+        return self
 
 
 class RunConfig(Block):
@@ -233,6 +304,9 @@ class WorkerConfig(Block):
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
     deepspeed: dict[str, Any] = Field({}, description="Keys laid over the run's `deepspeed` block.")
     env: dict[str, str] = Field({}, description="Environment of this worker's processes.")
+    min_step_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="An inner step takes at least so long: for rehearsals that leave the machine to others."
+    )
 
     @property
     def ranks(self) -> int:
@@ -272,6 +346,16 @@ class SecurityConfig(Block):
     folder: str
 
 
+class RestartConfig(Block):
+    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
+    after a life longer than `longest_s`. A configuration error is never tried again."""
+
+    limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
+    window_s: PositiveFloat = 3600.0
+    first_s: PositiveFloat = Field(1.0, description="The pause before a restart, after the first death.")
+    longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
+
+
 class ClusterConfig(Block):
     """The cluster file."""
 
@@ -284,6 +368,7 @@ class ClusterConfig(Block):
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
     emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
     security: SecurityConfig | None = None
+    restart: RestartConfig = RestartConfig()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ClusterConfig:
@@ -291,19 +376,27 @@ class ClusterConfig(Block):
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
-        known = {r.name for r in self.regions} | {"global"}
+        regions = {r.name for r in self.regions}
+        lent = {h.region for r in self.regions for w in r.workers for h in w.hosts if h.region is not None}
+        known = regions | lent | {"global"}  # a region all of whose hosts are lent has no server of its own
         for link in self.links:
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
+        linked = regions | {end for link in self.links for end in link.regions}
         for region in self.regions:
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
-                if host.region is not None and host.region not in known - {"global"}:
+                if host.region is not None and host.region not in linked - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
+
+    @property
+    def serving(self) -> tuple[RegionConfig, ...]:
+        """The regions with workers of their own, and so with a server. Others only lend hosts to these."""
+        return tuple(region for region in self.regions if region.workers)
 
     def region(self, name: str) -> RegionConfig:
         for region in self.regions:
@@ -336,16 +429,16 @@ def load_run(path: str | Path) -> RunConfig:
     Raises ConfigError. Relative data paths are left as they are: relative to the working directory.
     """
     path = Path(path)
-    raw = _read_json(path)
+    raw = read_json(path)
     model = raw.get("model") if isinstance(raw, dict) else None
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": _read_json(path.parent / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(path.parent / model["config"])}}
     return parse(RunConfig, raw, str(path))
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:
     """Read a cluster file. Raises ConfigError."""
-    return parse(ClusterConfig, _read_json(Path(path)), str(path))
+    return parse(ClusterConfig, read_json(Path(path)), str(path))
 
 
 def parse(kind: type[Config], raw: Any, where: str) -> Config:
@@ -375,7 +468,8 @@ def config_digest(run: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Raises ConfigError."""
     try:
         return json.loads(path.read_text())
     except OSError as error:

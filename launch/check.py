@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
 
 from geotrain.canonical import Architecture, architecture_from_hf
 from geotrain.config import Address, ClusterConfig, ConfigError, LinkConfig, RunConfig, WorkerConfig
 from geotrain.data.tokens import DataError, read_manifest
+from geotrain.launch.world import regions_of
 
 
 def architecture_of(run: RunConfig) -> Architecture:
@@ -19,7 +21,8 @@ def architecture_of(run: RunConfig) -> Architecture:
 
 def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
     """Worker → its data-parallel size. Raises ConfigError, UnsupportedModelError."""
-    idle = [region.name for region in cluster.regions if not region.workers]
+    lent = {host.region for region in cluster.regions for worker in region.workers for host in worker.hosts}
+    idle = [region.name for region in cluster.regions if not region.workers and region.name not in lent]
     if idle:
         raise ConfigError(
             f"cluster {cluster.name!r}: no workers in {', '.join(idle)}; `geotrain plan` makes them of its hosts"
@@ -92,6 +95,20 @@ def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:
     )
 
 
+def links_between(cluster: ClusterConfig) -> list[LinkConfig]:
+    """Those between two regions. Raises ConfigError when a worker spans regions between which none is described."""
+    found = [link for link in cluster.links if "global" not in link.regions and len(set(link.regions)) == 2]
+    for region in cluster.regions:
+        for worker in region.workers:
+            for pair in combinations(dict.fromkeys((region.name, *regions_of(region.name, worker))), 2):
+                if not any(set(link.regions) == set(pair) for link in found):
+                    raise ConfigError(
+                        f"emulate_links = true: worker {worker.name!r} spans {pair[0]!r} and {pair[1]!r}, but "
+                        "`links` has no link between them; add one, with gbps and rtt_ms"
+                    )
+    return found
+
+
 def check_ports_are_free(addresses: Iterable[Address]) -> None:
     """Raises ConfigError when a server's port on this machine is taken."""
     for address in addresses:
@@ -120,7 +137,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 def _check_places(cluster: ClusterConfig) -> None:
     servers = [("the global server", cluster.global_ssh, cluster.global_server)]
-    servers += [(f"the server of region {r.name!r}", r.ssh, r.server) for r in cluster.regions]
+    servers += [(f"the server of region {r.name!r}", r.ssh, r.server) for r in cluster.serving]
     for what, ssh, address in servers:
         if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
             raise ConfigError(
@@ -133,3 +150,4 @@ def _check_places(cluster: ClusterConfig) -> None:
             raise ConfigError(f"emulate_links = true is for runs on one machine, but {far[0]} has `ssh` set")
         for region in cluster.regions:
             link_to_global(cluster, region.name)
+        links_between(cluster)

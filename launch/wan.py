@@ -1,9 +1,10 @@
 """Emulated links for runs on one machine: each region in a network namespace of its own, with bandwidth and delay.
 
-A link is two TUN devices, one here and one in the region's namespace. The kernel's token bucket limits the rate at
-which each hands out packets; `pump.py` carries them across after half the round trip (many kernels lack `netem`).
-Namespaces have no names and devices are not persistent: the kernel removes both with the last process that uses
-them, so even a killed run leaves nothing behind. Addresses are of 198.18.0.0/15, kept for such tests (RFC 2544).
+A link is two TUN devices: one in a region's namespace, one here, where the global server is, or in another region's,
+for a worker that spans both. The kernel's token bucket limits the rate at which each hands out packets; `pump.py`
+carries them across after half the round trip (many kernels lack `netem`). Namespaces have no names, devices are not
+persistent: the kernel removes both with the last process that uses them, so even a killed run leaves nothing behind.
+Addresses are of 198.18.0.0/15, kept for such tests (RFC 2544).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +33,14 @@ TUN_DEVICE = Path("/dev/net/tun")
 TUNSETIFF = 0x400454CA
 IFF_TUN_WITHOUT_HEADER = 0x1001
 CLONE_NEWNET = 0x40000000
+DEVICE = "geo"  # within a namespace: the one that leads here; those to other regions have a number
 NETWORKS = 256  # 198.18.n.0/24, one for each run on this machine
 PACKET_S = 0.002  # a packet occupies the link for about this long: few packets, yet small ones wait little
 MTU_BYTES = (1500, 60000)
 QUEUE_S = 0.1  # what may wait in front of a link before packets are lost
 
 Result = TypeVar("Result")
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -85,24 +88,61 @@ def cannot_emulate() -> str:
 
 
 @contextlib.contextmanager
-def emulated(links: Mapping[str, LinkConfig]) -> Iterator[Wan]:
-    """Set up the links, by region, to the global server on this side. Raises LaunchError; then nothing is left."""
+def emulated(
+    links: Mapping[str, LinkConfig], *, between: Sequence[LinkConfig] = (), control: Path | None = None
+) -> Iterator[Wan]:
+    """Set up the links, by region, to the global server on this side, and those between two regions.
+
+    control: where the pump makes a FIFO for commands, see `pump.py` and `disturb`; None: it takes none. A link
+    between two regions is called one-other there.
+    Raises LaunchError; then nothing is left.
+    """
+    regions = tuple(dict.fromkeys((*links, *(region for link in between for region in link.regions))))
     with contextlib.ExitStack() as opened:
         number, here = _free_network(tuple(links), opened)
         global_address = f"198.18.{number}.1"
-        addresses, namespaces, pump_arguments, keeps = {}, {}, [], []
+        addresses = {region: f"198.18.{number}.{index + 2}" for index, region in enumerate(regions)}
+        namespaces, pump_arguments, keeps = {}, [], []
+        for region in regions:
+            namespaces[region] = _in_own_thread(_new_namespace)
+            opened.callback(os.close, namespaces[region])
+
+        def far_end(device: str, region: str, peer: str, shaped: Shape) -> int:
+            fd = _in_own_thread(partial(_far_end, namespaces[region], device, addresses[region], peer, shaped))
+            opened.callback(os.close, fd)
+            return fd
+
         for index, (region, link) in enumerate(links.items()):
-            address, shaped = f"198.18.{number}.{index + 2}", shape(link)
-            namespace, there = _in_own_thread(partial(_far_side, address, global_address, shaped))
-            opened.callback(os.close, namespace)
-            opened.callback(os.close, there)
-            _set_up(_device(number, index), global_address, address, shaped)
-            addresses[region], namespaces[region] = address, namespace
+            shaped = shape(link)
+            there = far_end(DEVICE, region, global_address, shaped)
+            _set_up(_device(number, index), global_address, addresses[region], shaped)
             keeps += [here[region], there]
-            pump_arguments += [str(here[region]), str(there), str(shaped.one_way_s)]
-        command = (sys.executable, "-I", "-S", str(Path(pump.__file__).resolve()), *pump_arguments)
+            pump_arguments += [region, str(here[region]), str(there), str(shaped.one_way_s)]
+        for index, link in enumerate(between):
+            (one, other), shaped = link.regions, shape(link)
+            first = far_end(f"{DEVICE}{index}", one, addresses[other], shaped)
+            second = far_end(f"{DEVICE}{index}", other, addresses[one], shaped)
+            keeps += [first, second]
+            pump_arguments += [f"{one}-{other}", str(first), str(second), str(shaped.one_way_s)]
+        command = (
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(pump.__file__).resolve()),
+            str(control or "-"),
+            *pump_arguments,
+        )
         process = Process("wan", guarded(command), role="helper", keeps=tuple(keeps))
         yield Wan(global_address, addresses, namespaces, process)
+
+
+def disturb(control: Path, region: str, what: str, *numbers: float) -> None:
+    """Cut a running link, or slow it down: `what` and `numbers` as in `pump.py`. Raises OSError."""
+    fifo = os.open(control, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody reads
+    try:
+        os.write(fifo, f"{region} {what} {' '.join(map(str, numbers))}\n".encode())
+    finally:
+        os.close(fifo)
 
 
 def _free_network(regions: tuple[str, ...], opened: contextlib.ExitStack) -> tuple[int, dict[str, int]]:
@@ -128,18 +168,23 @@ def _device(number: int, index: int) -> str:
     return f"geo{number}-{index}"
 
 
-def _far_side(address: str, peer: str, shaped: Shape) -> tuple[int, int]:
-    """In a thread of its own: a new namespace with its device. Gives their file descriptors."""
+def _new_namespace() -> int:
+    """In a thread of its own. Gives its file descriptor."""
     _unshare_network()
-    with contextlib.ExitStack() as undo:
-        namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        undo.callback(os.close, namespace)
-        device = _open_tun("geo")
-        undo.callback(os.close, device)
-        _run("ip link set lo up")
-        _set_up("geo", address, peer, shaped)
-        undo.pop_all()
-    return namespace, device
+    _run("ip link set lo up")
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _far_end(namespace: int, name: str, address: str, peer: str, shaped: Shape) -> int:
+    """In a thread of its own: a new device in a namespace. Gives its file descriptor."""
+    _checked(_libc.setns(namespace, CLONE_NEWNET))
+    device = _open_tun(name)
+    try:
+        _set_up(name, address, peer, shaped)
+    except LaunchError:
+        os.close(device)
+        raise
+    return device
 
 
 def _set_up(device: str, address: str, peer: str, shaped: Shape) -> None:
@@ -168,8 +213,11 @@ def _open_tun(name: str) -> int:
 
 
 def _unshare_network() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNET) != 0:
+    _checked(_libc.unshare(CLONE_NEWNET))
+
+
+def _checked(result: int) -> None:
+    if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

@@ -2,7 +2,8 @@
 
 `local` and `ssh` start DeepSpeed's launcher on each host with `--no_ssh`; `pdsh`, `slurm` and the MPIs are
 DeepSpeed's own multi-node launchers. The hosts of one worker see the run's folder under the same path, as these
-launchers expect.
+launchers expect. Ranks are numbered through the worker's hosts in their order, whatever region they stand in: that
+is how `geotrain plan` says which pipeline stage computes where.
 """
 
 from __future__ import annotations
@@ -39,23 +40,28 @@ class Machine:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is put. folder: the run's, absolute. devices, threads: for `local` workers only."""
+    """Where a worker is put. folder: the run's, absolute. devices, threads: for `local` workers only, of those that
+    stand here, in their order. master: where rank 0 is; None: the first host, or this machine for a `local` worker.
+    interface: of the network between the hosts of a `local` worker."""
 
     folder: Path
     master_port: int
     devices: tuple[int, ...] = ()
     threads: int = 1
     resume: bool = False
+    master: str | None = None
+    interface: str = "lo"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process to start. host: where, by ssh; None: here."""
+    """One process to start. host: where, by ssh; None: here. region: whose machine starts it."""
 
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str]
     host: str | None = None
+    region: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ def this_machine() -> Machine:
 
 
 def place_local(workers: Mapping[str, WorkerConfig], machine: Machine) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Devices and CPU threads a rank for each `local` worker on this machine: name → (devices, threads).
+    """Devices and CPU threads a rank for each `local` worker on this machine: name → (devices, threads). Of a worker
+    that spans regions, with those of its hosts only that stand here.
 
     Raises ConfigError when there are devices, but not enough.
     """
@@ -116,9 +123,19 @@ def world(place: Place, region: str, worker: WorkerConfig) -> World:
     hosts = [h.host for h in worker.hosts]
     if len(set(hosts)) < len(hosts):
         raise ConfigError(f"worker {worker.name!r}: hosts names a host twice ({', '.join(hosts)}); add up its slots")
+    if worker.launcher == "slurm" and len(regions_of(region, worker)) > 1:
+        raise ConfigError(
+            f"worker {worker.name!r}: Slurm numbers hosts in its own order, but which rank is where matters to a "
+            "worker that spans regions; use launcher 'ssh' or 'pdsh'"
+        )
     if worker.launcher in ("local", "ssh"):
         return _without_launcher(place, region, worker)
     return _with_launcher(place, region, worker)
+
+
+def regions_of(home: str, worker: WorkerConfig) -> tuple[str, ...]:
+    """Where a worker of region `home` stands, in the order of its ranks."""
+    return tuple(dict.fromkeys(host.region or home for host in worker.hosts))
 
 
 def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -139,22 +156,22 @@ def hosts_path(worker: str) -> str:
 
 def _without_launcher(place: Place, region: str, worker: WorkerConfig) -> World:
     local = worker.launcher == "local"
-    if local and len(worker.hosts) != 1:
+    regions = [h.region or region for h in worker.hosts]
+    if local and len(set(regions)) < len(regions):
         raise ConfigError(
-            f"worker {worker.name!r}: launcher 'local' starts ranks on this machine, but hosts has "
-            f"{len(worker.hosts)} entries; keep one, or use 'ssh', 'pdsh', 'slurm' or an MPI"
+            f"worker {worker.name!r}: launcher 'local' starts ranks on one machine a region, but hosts has "
+            f"{len(regions)} entries; keep one a region, or use 'ssh', 'pdsh', 'slurm' or an MPI"
         )
     slots = {h.host: h.slots for h in worker.hosts}
     env = dict(worker.env)
     options: tuple[str, ...] = ()
-    master = worker.hosts[0].host
+    master = place.master or ("127.0.0.1" if local else worker.hosts[0].host)
     if local:
-        master = "127.0.0.1"
-        slots = {"localhost": worker.ranks}
+        if len(slots) == 1:
+            slots = {"localhost": worker.ranks}
         env = {**_local_env(place), **env}
         if place.devices:
-            slots = {"localhost": max(place.devices) + 1}
-            options = ("--include", "localhost:" + ",".join(map(str, place.devices)))
+            slots, options = _on_devices(place.devices, slots)
     jobs = []
     for rank, host in enumerate(slots):
         command = (
@@ -164,8 +181,18 @@ def _without_launcher(place: Place, region: str, worker: WorkerConfig) -> World:
             *_script(place, region, worker),
         )
         name = worker.name if len(slots) == 1 else f"{worker.name}.{rank}"
-        jobs.append(Job(name, command, env, None if local else host))
+        jobs.append(Job(name, command, env, None if local else host, regions[rank]))
     return World(tuple(jobs), {hosts_path(worker.name): _hostfile(slots)})
+
+
+def _on_devices(devices: tuple[int, ...], slots: Mapping[str, int]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The hostfile's slots, and DeepSpeed's option that says which of them are used: device numbers, host by host."""
+    included, begin = [], 0
+    for host, count in slots.items():
+        mine = devices[begin : begin + count]
+        included.append(f"{host}:{','.join(map(str, mine))}")
+        begin += count
+    return dict.fromkeys(slots, max(devices) + 1), ("--include", "@".join(included))
 
 
 def _with_launcher(place: Place, region: str, worker: WorkerConfig) -> World:
@@ -193,18 +220,18 @@ def _with_launcher(place: Place, region: str, worker: WorkerConfig) -> World:
         *(("--launcher_args=" + arguments,) if arguments else ()),
         *_script(place, region, worker),
     )
-    return World((Job(worker.name, command, env),), files)
+    return World((Job(worker.name, command, env, region=region),), files)
 
 
 def _deepspeed(place: Place, worker: WorkerConfig, master: str) -> tuple[str, ...]:
     return (
-        _deepspeed_program(),
+        deepspeed_program(),
         *("--hostfile", str(place.folder / hosts_path(worker.name))),
         *("--master_addr", master, "--master_port", str(place.master_port)),
     )
 
 
-def _deepspeed_program() -> str:
+def deepspeed_program() -> str:
     beside = Path(sys.executable).with_name("deepspeed")
     return str(beside) if beside.exists() else (shutil.which("deepspeed") or "deepspeed")
 
@@ -220,10 +247,13 @@ def _on_cpu(worker: WorkerConfig) -> bool:
 
 
 def _local_env(place: Place) -> dict[str, str]:
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"}  # the machine's own name may lead elsewhere
+    network = {"GLOO_SOCKET_IFNAME": place.interface}  # the machine's own name may lead elsewhere
     if place.devices:
-        return {**loopback, "NCCL_SOCKET_IFNAME": "lo"}
-    return {**loopback, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(place.threads)}
+        network["NCCL_SOCKET_IFNAME"] = place.interface
+        if place.interface != "lo":  # else NCCL passes by the emulated links, through memory
+            network.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+        return network
+    return {**network, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(place.threads)}
 
 
 def _hostfile(slots: Mapping[str, int]) -> str:

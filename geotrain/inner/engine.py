@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,6 +128,20 @@ class GeoEngine(DeepSpeedEngine):
         result.arrive(loss, norm, samples * self.sequence_length)
         if self.monitor.enabled and self.rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
+
+    def write_scalars(self, numbers: Mapping[str, float]) -> None:
+        """Hand the worker's numbers to what DeepSpeed's config block names: `tensorboard`, `wandb`, `csv_monitor`."""
+        if self.monitor.enabled and self.rank == 0:
+            self.monitor.write_events(
+                [(f"Train/Job/{name}", value, self.global_samples) for name, value in numbers.items()]
+            )
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """The most that this rank has held: of its device's memory, or else of the process's."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self.device))
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
     def settle(self) -> None:
         """Wait until the masters hold every step: before reading or writing what `shards` gives. With ACCO the last

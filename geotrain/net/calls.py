@@ -3,6 +3,7 @@
 method    request                    answer
 join      Join                       Welcome
 push      UpdatePart, streamed       Ack or Refusal, which may come before the whole update was sent
+          Resume, UpdatePart …       Have, then as above: the update goes on with its chunk number `chunks`
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
@@ -15,7 +16,7 @@ A call that is refused ends with a gRPC status and a `Refusal` in its trailing m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -26,8 +27,9 @@ SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
 MAX_WAIT_S = 20.0  # a server holds a call that has no answer yet at most so long
 KEEPALIVE_S = 10.0
-BEAT_S = 5.0  # how often a member says that it lives
-STALL_S = 60.0  # a stream that moves no frame for so long is given up
+BEAT_S = 5.0  # how often a worker's rank says that it lives
+REGION_BEAT_S = 2.0  # and a region
+MAX_METRICS = 32  # numbers in a beat
 
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_FRAME_BYTES),
@@ -44,9 +46,28 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Ack:
-    """The server has it. applied: the last update of this member that is part of the weights."""
+    """The server has it. applied: the last update of this member that is part of the weights. over: all data of the
+    run is trained for good."""
 
     applied: int
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The stream that carried this rank's update broke: it goes on here. header: checksum of the update's header."""
+
+    member: str
+    incarnation: str
+    part: int
+    header: int
+
+
+@dataclass(frozen=True)
+class Have:
+    """So many chunks of the update are here."""
+
+    chunks: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,11 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Pull:
-    """The answer to update `sequence` (0: to the join), please, within `wait_s`."""
+    """The answer to update `sequence` (0: to the join), please, within `wait_s`.
+
+    Of the answer whose header has the checksum `header`, the first `chunks` chunks are here already: only the header
+    and what follows them is wanted. Any other answer is wanted whole.
+    """
 
     member: str
     incarnation: str
@@ -64,6 +89,8 @@ class Pull:
     sequence: int
     fragments: tuple[int, ...]
     wait_s: float
+    header: int = 0
+    chunks: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,18 +121,20 @@ class SayLeave:
 
 @dataclass(frozen=True)
 class Beat:
-    """This rank lives."""
+    """This rank lives. metrics: plain numbers for people."""
 
     member: str
     incarnation: str
     part: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Control:
-    """what: "snapshot", or "stop" (snapshot and end)."""
+    """what: "snapshot", "stop" (snapshot and end), or "pardon" (of `member`, which is quarantined)."""
 
     what: str
+    member: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +56,9 @@ class MemberClient:
         self, address: str, *, connect_s: float = 60.0, deadline_s: float = 3600.0, trust: Trust | None = None
     ) -> None:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
+        self.on_acknowledged: Callable[[int], None] = lambda sequence: (
+            None
+        )  # on the thread inside: an update is applied
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
@@ -106,6 +109,11 @@ class MemberClient:
                 await link.close()
 
         return self._wait(ask(), self.connect_s + 5)
+
+    @property
+    def retries(self) -> int:
+        """Attempts that failed on their way and were repeated."""
+        return self._link.retries if self._link else 0
 
     def leave(self) -> None:
         """Say goodbye, once every update of this rank has been delivered; returns when all ranks of the member have
@@ -234,6 +242,8 @@ class MemberClient:
                 pushed.delivered.set_exception(error)
             return
         pushed.acknowledged = True
+        if applied >= pushed.part.sequence:
+            self.on_acknowledged(pushed.part.sequence)
         if not pushed.delivered.done():
             pushed.delivered.set_result(None)
         self._note_applied(applied)

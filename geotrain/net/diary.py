@@ -5,18 +5,31 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from geotrain.monitor.events import EventLog, Joined, Left, Merged, SentUp, UpdateApplied
+from geotrain.monitor.events import (
+    EventLog,
+    Joined,
+    Left,
+    Merged,
+    Pardoned,
+    Quarantined,
+    SentUp,
+    UpdateApplied,
+    UpdateRefused,
+)
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Send, UpdatePart
+from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Offence, Pardon, Send, UpdatePart
 from geotrain.outer.region_server import RegionServer
 
 
 class Diary:
-    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up."""
+    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up.
 
-    def __init__(self, server: GlobalServer | RegionServer, events: EventLog) -> None:
-        self.server, self.events = server, events
+    sample_tokens: tokens in one sample.
+    """
+
+    def __init__(self, server: GlobalServer | RegionServer, events: EventLog, sample_tokens: int) -> None:
+        self.server, self.events, self.sample_tokens = server, events, sample_tokens
         self._leased: dict[int, int] = {}  # region server: lease → samples
         self._committed = server.book.committed_samples if isinstance(server, GlobalServer) else 0
 
@@ -26,6 +39,10 @@ class Diary:
                 self.events.write(Joined(message.member, message.part, message.incarnation))
             case Leave():
                 self.events.write(Left(message.member))
+            case Offence():
+                self._refused(message, quarantined=reply)
+            case Pardon():
+                self.events.write(Pardoned(message.member))
             case Lease():
                 self._leased[message.lease] = message.samples
             case UpdatePart() if reply:
@@ -40,11 +57,19 @@ class Diary:
             size = sum(len(d.payload) for d in update.deltas)
             self.events.write(SentUp(update.sequence, [d.fragment for d in update.deltas], update.weight, size))
 
+    def _refused(self, offence: Offence, quarantined: bool) -> None:
+        offences = len(self.server.members[offence.member].offences)
+        self.events.write(UpdateRefused(offence.member, offence.reason, offences))
+        if quarantined:
+            self.events.write(Quarantined(offence.member, offence.reason))
+
     def _applied(self, part: UpdatePart) -> UpdateApplied:
         member, codec = self.server.members[part.member], self.server.up
         fragments = [d.fragment for d in part.deltas]
         size = sum(codec.encoded_bytes(numel(join.pushes[f])) for join in member.joined.values() for f in fragments)
         metrics = {name: value for name, value in member.metrics.items() if isfinite(value)}
+        samples = self._samples(part.leases)
+        top = isinstance(self.server, GlobalServer)
         return UpdateApplied(
             part.member,
             part.sequence,
@@ -52,10 +77,13 @@ class Diary:
             fragments,
             [state.version for state in self.server.fragments],
             int(metrics.pop("staleness", 0)),
-            self._samples(part.leases),
+            samples,
             size,
             metrics.get("loss"),
             metrics,
+            [member.staleness[f] for f in fragments],
+            [member.norms[f] for f in fragments],
+            self._committed * self.sample_tokens if top else None,
         )
 
     def _samples(self, leases: tuple[int, ...]) -> int:

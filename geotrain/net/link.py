@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -13,7 +14,7 @@ from grpc import aio
 
 from geotrain.net import calls, wire
 from geotrain.net.certs import Trust
-from geotrain.net.deadline import within
+from geotrain.net.deadline import Pace, within
 from geotrain.net.tally import Tally
 from geotrain.outer.messages import (
     Answer,
@@ -33,6 +34,7 @@ T = TypeVar("T")
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 REPLY_S = 30.0  # for a small call, beyond the time it may be held
 ANSWER_S = 600.0  # from the last frame of an update to its acknowledgement; keepalive notices a dead server before
+MAX_HALF_ANSWERS = 4
 CHANNEL_OPTIONS = (
     *calls.OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -56,15 +58,28 @@ class Lost(ConnectionError):
     """One attempt failed on its way."""
 
 
+@dataclass
+class _Arriving:
+    """An answer that has come in part. header: its frame."""
+
+    header: bytes
+    reader: wire.Reader
+
+
 class Link:
     """Calls to one server, as one life of one member. Belongs to one event loop. trust: None means plaintext.
 
-    Single calls are attempted once: Lost, Refused, wire.WireError. `persist` repeats them.
+    Single calls are attempted once: Lost, Refused, wire.WireError. `persist` repeats them; a transfer that broke goes
+    on from its last chunk.
     """
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
         self.tally = Tally()
+        self.retries = 0  # attempts that failed on their way and were repeated
+        self._up, self._down = Pace(), Pace()
+        self._broken: dict[int, int] = {}  # part → checksum of the header of its update that was broken off
+        self._arriving: dict[tuple[int, int, tuple[int, ...]], _Arriving] = {}  # answers that were broken off
         if trust is None:
             self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -82,11 +97,19 @@ class Link:
     async def push(self, part: UpdatePart) -> int:
         """Returns the last update of this member that the server has applied."""
         call = self._channel.stream_stream(f"/{calls.SERVICE}/push")()
+        header = wire.crc_of(next(wire.frames(part)))
+        again = self._broken.get(part.part) == header
+        self._broken[part.part] = header
         replied = asyncio.Event()
-        writing = asyncio.create_task(_write(call, self.tally.sending(part), replied))
-        reading = asyncio.create_task(call.read())
+        tasks: list[asyncio.Task[Any]] = []
         try:
-            await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
+            first = await self._resume(call, part, header) if again else 0
+            tasks = [
+                asyncio.create_task(self._write(call, self.tally.sending(part, first), replied)),
+                asyncio.create_task(call.read()),
+            ]
+            writing, reading = tasks
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 writing.result()
             frame = await within(ANSWER_S, reading)
@@ -98,39 +121,75 @@ class Link:
         except (aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
             raise self._reason(error) from None
         finally:
-            for task in (writing, reading):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(writing, reading, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
         if isinstance(reply, calls.Refusal):
             raise reply.error()
+        del self._broken[part.part]
         return reply.applied
+
+    async def _resume(self, call: Any, part: UpdatePart, header: int) -> int:
+        """How many chunks of this update the server has already."""
+        resume = calls.Resume(self.member, self.incarnation, part.part, header)
+        await self._up.frame(call.write(wire.pack(resume)))
+        frame = await within(REPLY_S, call.read())
+        if frame is aio.EOF:
+            raise Lost("the connection ended early")
+        reply: calls.Have | calls.Refusal = wire.unpack(frame, calls.Have, calls.Refusal)
+        if isinstance(reply, calls.Refusal):
+            raise reply.error()
+        return reply.chunks
+
+    async def _write(self, call: Any, frames: Iterator[bytes], replied: asyncio.Event) -> None:
+        """Send the frames, until the other side has replied."""
+        for frame in frames:
+            if replied.is_set():
+                break
+            await self._up.frame(call.write(frame))
+        await call.done_writing()
 
     async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = calls.MAX_WAIT_S
     ) -> Answer | None:
         """The answer to update `sequence`; None when there is none yet after `wait_s`."""
-        request = calls.Pull(self.member, self.incarnation, part, sequence, fragments, wait_s)
+        key = part, sequence, fragments
+        half = self._arriving.pop(key, None)
+        known = (wire.crc_of(half.header), half.reader.chunks) if half else (0, 0)
+        request = calls.Pull(self.member, self.incarnation, part, sequence, fragments, wait_s, *known)
         call = self._channel.unary_stream(f"/{calls.SERVICE}/pull")(wire.pack(request))
-        reader = wire.Reader(Answer, calls.NotYet, limit_bytes=limit_bytes)
-        count: Callable[[bytes], None] | None = None
         try:
-            within_s = wait_s + REPLY_S
+            frame = await within(wait_s + REPLY_S, call.read())
+            if half is None or frame != half.header:
+                if frame is aio.EOF:
+                    raise Lost("the answer ended early")
+                half = _Arriving(frame, wire.Reader(Answer, calls.NotYet, limit_bytes=limit_bytes))
+                half.reader.feed(frame)
+            reader = half.reader
+            count = self.tally.receiving(reader.header, reader.chunks)
             while not reader.complete:
-                frame = await within(within_s, call.read())
+                frame = await self._down.frame(call.read())
                 if frame is aio.EOF:
                     raise Lost("the answer ended early")
                 reader.feed(frame)
-                if count is None:
-                    count = self.tally.receiving(reader.header)
-                else:
-                    count(frame)
-                within_s = calls.STALL_S
+                count(frame)
             return None if isinstance(reader.message, calls.NotYet) else reader.message
         except (aio.AioRpcError, TimeoutError) as error:
+            self._keep(key, half)
             raise self._reason(error) from None
+        except (Lost, wire.DamagedError):
+            self._keep(key, half)
+            raise
         finally:
             call.cancel()
+
+    def _keep(self, key: tuple[int, int, tuple[int, ...]], half: _Arriving | None) -> None:
+        """What came of an answer, for the next attempt."""
+        if half is not None:
+            self._arriving[key] = half
+            if len(self._arriving) > MAX_HALF_ANSWERS:
+                del self._arriving[next(iter(self._arriving))]
 
     async def lease(self, request: LeaseRequest, wait_s: float = calls.MAX_WAIT_S) -> Lease | Finished | None:
         ask = calls.AskLease(self.member, self.incarnation, request, wait_s)
@@ -147,14 +206,17 @@ class Link:
         leave = calls.SayLeave(self.member, self.incarnation, part, sequence)
         await self._unary("leave", wire.pack(leave), calls.Ack, within_s=calls.MAX_WAIT_S + REPLY_S)
 
-    async def beat(self, part: int) -> None:
-        await self._unary("beat", wire.pack(calls.Beat(self.member, self.incarnation, part)), calls.Ack)
+    async def beat(self, part: int, metrics: dict[str, float] | None = None) -> bool:
+        """Whether all data of the run is trained for good. metrics: numbers for people."""
+        beat = calls.Beat(self.member, self.incarnation, part, metrics or {})
+        ack = await self._unary("beat", wire.pack(beat), calls.Ack)
+        return bool(ack.over)
 
     async def status(self) -> dict[str, Any]:
         return json.loads(await self._raw_unary("status", b"", REPLY_S))
 
-    async def control(self, what: str) -> None:
-        await self._unary("control", wire.pack(calls.Control(what)), calls.Ack, within_s=ANSWER_S)
+    async def control(self, what: str, member: str = "") -> None:
+        await self._unary("control", wire.pack(calls.Control(what, member)), calls.Ack, within_s=ANSWER_S)
 
     # -- again and again
 
@@ -186,6 +248,7 @@ class Link:
                     pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
                     continue
             except (Lost, wire.DamagedError) as lost:
+                self.retries += 1
                 trouble, wait_s = str(lost), pause_s * random.uniform(0.5, 1.0)
                 pause_s = min(2 * pause_s, LAST_BACKOFF_S)
             except NotJoined as refused:
@@ -232,12 +295,3 @@ class Link:
         if error.code() in HOPELESS:
             return wire.WireError(f"{self.address}: {error.details()}")
         return Lost(f"{error.code().name.lower()}: {error.details()}")
-
-
-async def _write(call: Any, frames: Iterator[bytes], replied: asyncio.Event) -> None:
-    """Send a message's frames, until the other side has replied."""
-    for frame in frames:
-        if replied.is_set():
-            break
-        await within(calls.STALL_S, call.write(frame))
-    await call.done_writing()

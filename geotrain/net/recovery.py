@@ -13,6 +13,7 @@ from torch import Tensor
 
 from geotrain.net.journal import Journal
 from geotrain.net.machine import AnyServer, take
+from geotrain.net.remote import Remote, newest_snapshot
 from geotrain.net.store import SNAPSHOTS, Store, StoreError
 from geotrain.outer.messages import Message, Refused
 from geotrain.outer.region_server import RegionServer
@@ -40,13 +41,20 @@ class Recovered:
     replayed: int
 
 
-def recover(build: Callable[[], AnyServer], begin: Callable[[AnyServer], None], folder: Path, keep: int) -> Recovered:
-    """build: makes the server, without state. begin: gives a new one what it starts from.
+def recover(
+    build: Callable[[], AnyServer],
+    begin: Callable[[AnyServer], None],
+    folder: Path,
+    keep: int,
+    remote: Remote | None = None,
+) -> Recovered:
+    """build: makes the server, without state. begin: gives a new one what it starts from. remote: where copies of
+    the snapshots are, for a folder that has lost its own.
 
     Raises StoreError, JournalDamaged, OSError.
     """
     store = Store(folder / SNAPSHOTS, keep)
-    snapshot, faults = store.load_newest()
+    snapshot, faults = newest_snapshot(store, remote)
     server = build()
     journal = Journal(folder / JOURNAL, KINDS, limit_bytes=8 * server.layout.numel + 65536)
     if snapshot is not None:

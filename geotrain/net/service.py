@@ -7,6 +7,8 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from math import isfinite
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,18 +18,33 @@ from grpc import aio
 from geotrain.config import Address
 from geotrain.net import calls, wire
 from geotrain.net.certs import OPERATOR, Credentials, Role, identity
-from geotrain.net.deadline import within
+from geotrain.net.deadline import Pace, within
+from geotrain.net.inbox import Inbox
 from geotrain.net.machine import Machine
 from geotrain.net.pulse import WORKER_SILENT_S, Pulse
+from geotrain.net.rates import Rates
 from geotrain.net.tally import Tally
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import Finished, Join, Lease, Leave, NotJoined, Refused, Release, Send, UpdatePart
+from geotrain.outer.messages import (
+    Finished,
+    Join,
+    Lease,
+    Leave,
+    NotJoined,
+    Offence,
+    Pardon,
+    Refused,
+    Release,
+    Send,
+    UpdatePart,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 8192  # at the same time
 MAX_LATE_FRAMES = 1024  # of an update, read after the reply to it
 DAMAGED_RETRY_S = 0.5
+BUSY_RETRY_S = 0.1
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -59,7 +76,10 @@ class Service:
         self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
         self.tallies: dict[str, Tally] = {}  # member → its bytes by fragment
-        self.refused: dict[str, int] = {}  # member → messages refused for good
+        self.beats: dict[str, dict[str, float]] = {}  # member → what its last heartbeat said
+        self.inbox = Inbox(machine.server.up.encoded_bytes(machine.server.layout.numel))
+        self.rates = Rates()
+        self._paces: dict[str, Pace] = {}  # member → how fast frames go, both ways
         self._granted: dict[str, Lease | Finished] = {}  # worker → what came down last, for each of its ranks
         self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
         self._receiving: dict[tuple[str, int], asyncio.Task[Any]] = {}
@@ -106,14 +126,14 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         silent = sorted(self.pulse.silent)
-        return {**self.machine.status, "refused": dict(self.refused), "silent": silent, **self._extra_status()}
+        return {**self.machine.status, "silent": silent, **self._extra_status()}
 
     # -- the calls
 
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         self._speaks(context, self.member_role, join.member)
-        welcome = await self._refusable(join.member, self.machine.say(join))
+        welcome = await self.machine.say(join)
         self.peers[_plain_peer(context.peer())] = join.member
         self.pulse.heard(join.member, join.part)
         self._granted.pop(join.member, None)  # what its earlier life was told may be wrong by now
@@ -131,29 +151,63 @@ class Service:
             reply = calls.Refusal(str(error), DAMAGED_RETRY_S, False)
         except wire.WireError as error:
             reply = calls.Refusal(str(error), None, False)
-        await within(calls.STALL_S, context.write(wire.pack(reply)))
+        pace = Pace()
+        await pace.frame(context.write(wire.pack(reply)))
         for _ in range(MAX_LATE_FRAMES):
-            if await within(calls.STALL_S, context.read()) is aio.EOF:
+            if await pace.frame(context.read()) is aio.EOF:
                 break
 
     async def _take_update(self, context: Any) -> calls.Ack:
         """Everything that can be known from the header is checked before the payload is taken."""
         server = self.machine.server
-        reader = wire.Reader(UpdatePart, limit_bytes=server.up.encoded_bytes(server.layout.numel) + 4096)
-        reader.feed(await _next_frame(context, HEADER_S))
-        part: UpdatePart = reader.header
+        frame = await _next_frame(within(HEADER_S, context.read()))
+        opening = wire.Reader(UpdatePart, calls.Resume, limit_bytes=self._update_bytes)
+        opening.feed(frame)
+        again = isinstance(opening.header, calls.Resume)
+        if again:
+            await self._resume(context, opening.header)
+            frame = await _next_frame(within(HEADER_S, context.read()))
+            opening = wire.Reader(UpdatePart, limit_bytes=self._update_bytes)
+            opening.feed(frame)
+        part: UpdatePart = opening.header
         self._speaks(context, self.member_role, part.member)
-        wanted = await self._refusable(part.member, self.machine.read(lambda: server.wants(part)))
+        wanted = await self._judged(part, self.machine.read(lambda: server.wants(part)))
         if wanted:
             self._only_one(part.member, part.part)
-            count = self._tally(part.member).receiving(part)
+            reader = self.inbox.begin((part.member, part.part), frame, opening, again)
+            await self._take_chunks(context, part, reader)
+            await self._judged(part, self.machine.say(reader.message))
+        return calls.Ack(server.members[part.member].sequence)
+
+    async def _resume(self, context: Any, resume: calls.Resume) -> None:
+        """Tell how much of its update is here. A stream of it that seems to live still is ended first."""
+        member = await self._check_life(context, resume.member, resume.incarnation)
+        if resume.part not in member.joined:
+            raise Refused(f"{resume.member}: part {resume.part} has not joined")
+        self._only_one(resume.member, resume.part)
+        have = calls.Have(self.inbox.chunks((resume.member, resume.part), resume.header))
+        await self._pace(resume.member).frame(context.write(wire.pack(have)))
+
+    async def _take_chunks(self, context: Any, part: UpdatePart, reader: wire.Reader) -> None:
+        rank, pace = (part.member, part.part), self._pace(part.member)
+        try:
+            count = self._tally(part.member).receiving(part, reader.chunks)
             while not reader.complete:
-                frame = await _next_frame(context, calls.STALL_S)
+                frame = await _next_frame(pace.frame(context.read()))
                 reader.feed(frame)
                 count(frame)
-                self.pulse.heard(part.member, part.part)
-            await self._refusable(part.member, self.machine.say(reader.message))
-        return calls.Ack(server.members[part.member].sequence)
+                self.pulse.heard(*rank)
+        except wire.DamagedError:
+            raise
+        except wire.WireError:
+            self.inbox.drop(rank, reader)
+            raise
+        finally:
+            if reader.complete:
+                self.inbox.drop(rank, reader)
+            else:
+                self.inbox.broke(rank, reader)
+                asyncio.get_running_loop().call_later(self.inbox.keep_s, self.inbox.trim)
 
     async def _pull(self, request: bytes, context: Any) -> None:
         pull = wire.unpack(request, calls.Pull)
@@ -164,8 +218,12 @@ class Service:
             ),
             min(pull.wait_s, calls.MAX_WAIT_S),
         )
-        for frame in self._tally(pull.member).sending(calls.NotYet() if answer is None else answer):
-            await within(calls.STALL_S, context.write(frame))
+        message = calls.NotYet() if answer is None else answer
+        header = next(wire.frames(message))
+        pace = self._pace(pull.member)
+        first = pull.chunks if wire.crc_of(header) == pull.header else 0
+        for frame in self._tally(pull.member).sending(message, first):
+            await pace.frame(context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
         ask = wire.unpack(request, calls.AskLease)
@@ -211,17 +269,24 @@ class Service:
         beat = wire.unpack(request, calls.Beat)
         member = await self._check_life(context, beat.member, beat.incarnation)
         self.pulse.heard(beat.member, beat.part)
-        return wire.pack(calls.Ack(member.sequence))
+        if beat.metrics:
+            self.beats[beat.member] = _finite(beat.metrics)
+        server = self.machine.server
+        over = isinstance(server, GlobalServer) and server.book.finished
+        return wire.pack(calls.Ack(member.sequence, over))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
         return json.dumps(self.status()).encode()
 
     async def _on_control(self, request: bytes, context: Any) -> bytes:
         self._speaks(context, "operator", OPERATOR)
-        what = wire.unpack(request, calls.Control).what
-        if what not in ("snapshot", "stop"):
-            raise Refused(f"control {what[:40]!r} is unknown; known: snapshot, stop")
-        await self._control(what)
+        control = wire.unpack(request, calls.Control)
+        if control.what == "pardon":
+            await self.machine.say(Pardon(control.member))
+        elif control.what in ("snapshot", "stop"):
+            await self._control(control.what)
+        else:
+            raise Refused(f"control {control.what[:40]!r} is unknown; known: snapshot, stop, pardon")
         return wire.pack(calls.Ack(0))
 
     # -- inside
@@ -249,13 +314,24 @@ class Service:
         self._speaks(context, self.member_role, member)
         return await self.machine.read(lambda: self.machine.server.current(member, incarnation))
 
-    async def _refusable(self, member: str, call: Awaitable[Any]) -> Any:
+    async def _judged(self, part: UpdatePart, call: Awaitable[Any]) -> Any:
+        """A refusal for good is held against its sender."""
         try:
             return await call
         except Refused as refused:
-            if refused.retry_s is None and member in self.machine.server.members:
-                self.refused[member] = self.refused.get(member, 0) + 1
+            if refused.retry_s is None and part.member in self.machine.server.members:
+                with suppress(Refused):  # a full disk
+                    await self.machine.say(Offence(part.member, part.incarnation, refused.reason))
             raise
+
+    @property
+    def _update_bytes(self) -> int:
+        """No update has more payload."""
+        server = self.machine.server
+        return server.up.encoded_bytes(server.layout.numel) + 4096
+
+    def _pace(self, member: str) -> Pace:
+        return self._paces.setdefault(member, Pace())
 
     def _only_one(self, member: str, part: int) -> None:
         """A rank sends one update at a time: whatever it began before is abandoned, and its memory freed."""
@@ -268,6 +344,9 @@ class Service:
     def _handled(self, handler: Handler) -> Handler:
         async def handle(request: Any, context: Any) -> Any:
             try:
+                wait_s = self.rates.wait_s(context.peer())
+                if wait_s is not None:
+                    raise Refused("too many calls over this connection", retry_s=max(wait_s, BUSY_RETRY_S))
                 return await handler(request, context)
             except Refused as refused:
                 refusal = wire.pack(calls.Refusal.of(refused))
@@ -286,11 +365,17 @@ class Service:
         return handle
 
 
-async def _next_frame(context: Any, wait_s: float) -> bytes:
-    frame = await within(wait_s, context.read())
+async def _next_frame(arriving: Awaitable[Any]) -> bytes:
+    frame = await arriving
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
     return bytes(frame)
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """What another machine says, within bounds."""
+    told = [(name[:40], float(value)) for name, value in metrics.items() if isfinite(value)]
+    return dict(told[: calls.MAX_METRICS])
 
 
 def _plain_peer(peer: str) -> str:

@@ -70,6 +70,7 @@ class Store:
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self.keep = folder, keep
+        self._kept: set[int] = set()  # in use: not to be dropped
 
     def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> int:
         """Write the next snapshot and drop the oldest; returns its number. Raises StoreError."""
@@ -90,9 +91,34 @@ class Store:
                 f"{final}: the snapshot cannot be written: {error.strerror or error}; "
                 "the older ones are whole; make room or repair the disk"
             ) from error
-        for old in (*numbers, number)[: -self.keep]:
+        for old in set((*numbers, number)[: -self.keep]) - self._kept:
             shutil.rmtree(self._path(old), ignore_errors=True)
         return number
+
+    @contextmanager
+    def kept(self, number: int) -> Iterator[Path]:
+        """The folder of a snapshot, which stays there during the block."""
+        self._kept.add(number)
+        try:
+            yield self._path(number)
+        finally:
+            self._kept.discard(number)
+
+    def adopt(self, folder: Path, number: int) -> Snapshot:
+        """Take in a snapshot that was copied into `folder` (on the same disk), as that number.
+
+        Raises DamagedSnapshot when it is not whole, OSError.
+        """
+        try:
+            snapshot = _load(folder, number, None)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise DamagedSnapshot(str(error)) from error
+        for path in (*folder.iterdir(), folder):
+            _sync(path)
+        shutil.rmtree(self._path(number), ignore_errors=True)
+        folder.rename(self._path(number))
+        _sync(self.folder)
+        return snapshot
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
         """The newest snapshot that is whole (None: there is none), and what is wrong with those that are newer.
@@ -127,11 +153,7 @@ class Store:
         return self.folder / f"{number:08d}"
 
     def _load(self, number: int, names: tuple[str, ...] | None) -> Snapshot:
-        path = self._path(number)
-        saved = json.loads(_checked((path / META).read_bytes()))
-        wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
-        tensors = {name: _read(path / _file(name), *stated) for name, stated in wanted.items()}
-        return Snapshot(number, tensors, saved["meta"])
+        return _load(self._path(number), number, names)
 
 
 def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
@@ -151,6 +173,22 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 
 
 # ---------------------------------------------------------------------------------------------------- files
+
+
+def _load(folder: Path, number: int, names: tuple[str, ...] | None) -> Snapshot:
+    saved = checked_meta((folder / META).read_bytes())
+    wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
+    tensors = {name: _read(folder / _file(name), *stated) for name, stated in wanted.items()}
+    return Snapshot(number, tensors, saved["meta"])
+
+
+def checked_meta(content: bytes) -> dict[str, Any]:
+    """What stands in a META file: `files` (name → bytes, checksum) and `meta`. Raises DamagedSnapshot."""
+    checksum, _, body = content.partition(b"\n")
+    if checksum != b"%08x" % zlib.crc32(body):
+        raise DamagedSnapshot(f"{META} differs from what was written (its checksum is wrong)")
+    saved: dict[str, Any] = json.loads(body)
+    return saved
 
 
 def _file(tensor: str) -> str:
@@ -216,13 +254,6 @@ def _write_bytes(path: Path, content: bytes) -> None:
         file.write(b"%08x\n" % zlib.crc32(content) + content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _checked(content: bytes) -> bytes:
-    checksum, _, body = content.partition(b"\n")
-    if checksum != b"%08x" % zlib.crc32(body):
-        raise DamagedSnapshot(f"{META} differs from what was written (its checksum is wrong)")
-    return body
 
 
 def _sync(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from geotrain.net import wire
@@ -23,17 +24,18 @@ class Tally:
     up: Counter[int] = field(default_factory=Counter)
     down: Counter[int] = field(default_factory=Counter)
 
-    def sending(self, message: Any) -> Iterator[bytes]:
-        """The message's frames, each counted when it is taken."""
-        frames, owners, counts = wire.frames(message), _owners(message), self._counts(message)
+    def sending(self, message: Any, first: int = 0) -> Iterator[bytes]:
+        """The message's frames, without its chunks before `first`, each counted when it is taken."""
+        frames, counts = wire.frames(message, first), self._counts(message)
+        owners = islice(_owners(message), first, None)
         yield next(frames)
         for frame, fragment in zip(frames, owners, strict=True):
             counts[fragment] += len(frame)
             yield frame
 
-    def receiving(self, header: Any) -> Callable[[bytes], None]:
-        """What counts the frames that follow this header; see `wire.Reader.header`."""
-        owners, counts = _owners(header), self._counts(header)
+    def receiving(self, header: Any, first: int = 0) -> Callable[[bytes], None]:
+        """What counts the frames that follow this header (see `wire.Reader.header`), from chunk `first` on."""
+        owners, counts = islice(_owners(header), first, None), self._counts(header)
 
         def count(frame: bytes) -> None:
             counts[next(owners)] += len(frame)

@@ -21,11 +21,13 @@ from geotrain.net.machine import Machine
 from geotrain.outer.messages import (
     Answer,
     Finished,
+    Join,
     Lease,
     LeaseRequest,
     Leave,
     Message,
     NotJoined,
+    Over,
     Refused,
     Release,
     Send,
@@ -42,7 +44,9 @@ FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that
 class Uplink:
     """connect_s: how long the first connection may take.
 
-    on_lost: told how many acknowledged updates a restored global server does not know.
+    on_lost: told how many acknowledged updates a restored global server does not know. on_acknowledged: told of each
+    update that the global server has taken.
+    metrics: numbers for people that go up with each heartbeat.
     """
 
     def __init__(
@@ -53,14 +57,17 @@ class Uplink:
         connect_s: float = 60.0,
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
+        on_acknowledged: Callable[[int], None] = lambda sequence: None,
+        metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         assert isinstance(machine.server, RegionServer)
         self.machine, self.server = machine, machine.server
-        self.connect_s, self.on_lost = connect_s, on_lost
+        self.connect_s, self.on_lost, self.on_acknowledged = connect_s, on_lost, on_acknowledged
+        self.metrics = metrics
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
-        self._leases: deque[LeaseRequest | Release] = deque()
+        self._leases: deque[Join | LeaseRequest | Release] = deque()  # Join: the data is known now
         self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.layout.numel + 65536
 
@@ -69,7 +76,7 @@ class Uplink:
         message = send.message
         if isinstance(message, UpdatePart | Leave):
             self._updates.append(message)
-        elif isinstance(message, Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
+        elif isinstance(message, Join | Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
             self._leases.append(message)
         self._work.set()
 
@@ -123,12 +130,17 @@ class Uplink:
             if message.sequence > last:  # what was sent again at the beginning may be said a second time
                 last = message.sequence
                 await self._persist(partial(self.link.push, message))
+                self.on_acknowledged(message.sequence)
                 pushed[message.deltas[0].fragment].put_nowait(message)
             self._updates.popleft()
 
     async def _run_leases(self) -> None:
         while True:
             message = await self._next(self._leases)
+            if isinstance(message, Join):
+                await self._persist(partial(self.link.join, message))
+                self._leases.popleft()
+                continue
             try:
                 if isinstance(message, Release):
                     await self._persist(_certain(self.link.release, message))
@@ -147,8 +159,9 @@ class Uplink:
 
     async def _run_beats(self) -> None:
         while True:
-            await asyncio.sleep(calls.BEAT_S)
-            await self._persist(_certain(self.link.beat, 0))
+            await asyncio.sleep(calls.REGION_BEAT_S)
+            if await self._persist(partial(self.link.beat, 0, self.metrics())) and not self.server.over:
+                await self._tell(Over())
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:

@@ -52,8 +52,8 @@ class Expected:
 # ------------------------------------------------------------------------------------------------- writing
 
 
-def frames(message: Any) -> Iterator[bytes]:
-    """The message as frames: a header, then the chunks of its payloads."""
+def frames(message: Any, first_chunk: int = 0) -> Iterator[bytes]:
+    """The message as frames: a header, then the chunks of its payloads, from `first_chunk` on."""
     payloads: list[bytes] = []
     header = msgpack.packb([VERSION, type(message).__name__, _plain(message, payloads)])
     if len(header) > MAX_HEADER_BYTES:
@@ -62,7 +62,15 @@ def frames(message: Any) -> Iterator[bytes]:
     for payload in payloads:
         view = memoryview(payload)
         for start in range(0, len(view), CHUNK_BYTES):
-            yield _sealed(view[start : start + CHUNK_BYTES])
+            if first_chunk:
+                first_chunk -= 1
+            else:
+                yield _sealed(view[start : start + CHUNK_BYTES])
+
+
+def crc_of(frame: bytes) -> int:
+    """The checksum that a frame begins with: of a header, it names a message well enough to go on with it."""
+    return int.from_bytes(frame[:CRC_BYTES], "little")
 
 
 def pack(message: Any) -> bytes:
@@ -103,6 +111,8 @@ class Reader:
         self._payloads: list[bytes] = []
         self._chunks: list[memoryview] = []
         self._missing = 0  # bytes of the payload that is arriving
+        self.chunks = 0  # taken so far
+        self.taken_bytes = 0  # of payloads
 
     @property
     def header(self) -> Any:
@@ -162,6 +172,8 @@ class Reader:
             raise WireError(f"a chunk of {len(body)} bytes where {self._missing} are missing")
         self._chunks.append(body)
         self._missing -= len(body)
+        self.chunks += 1
+        self.taken_bytes += len(body)
         if not self._missing:
             self._payloads.append(b"".join(self._chunks))
             self._next_payload()

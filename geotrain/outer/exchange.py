@@ -121,6 +121,7 @@ class Exchange:
                 self.rank.world_size,
                 self.weights.pushes,
                 self.weights.holds,
+                data=identity.data,
             )
         )
         self.sequence, self.server_life = welcome.sequence, welcome.life

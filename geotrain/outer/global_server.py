@@ -33,7 +33,8 @@ class GlobalServer(Server):
         self.workers_of = workers if config.levels == 1 else regions
         self.workers = frozenset(workers)
         members = tuple(self.workers_of)
-        super().__init__(identity, layout, global_rule(config, members), members, config.up, config.down)
+        rule = global_rule(config, members)
+        super().__init__(identity, layout, rule, members, config.up, config.down, config.limits)
         rounds = tuple(workers) if config.rule == "sync" else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
 
@@ -41,6 +42,8 @@ class GlobalServer(Server):
         """Raises Refused when the worker is none of this run's."""
         if request.worker not in self.workers:
             raise Refused(f"no worker of this run is called {request.worker!r}")
+        if request.worker in self.members:
+            self.members[request.worker].silent = False
         return self.book.grant(request)
 
     def on_release(self, release: Release) -> None:
@@ -66,8 +69,8 @@ class GlobalServer(Server):
 
     @property
     def finished(self) -> bool:
-        """Every member left: the run is over."""
-        return self.empty
+        """The run is over: every member left, or all data is trained and nobody else is at work."""
+        return self.empty or (self.book.finished and self.idle)
 
     def status(self) -> dict[str, Any]:
         return {

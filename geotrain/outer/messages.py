@@ -30,6 +30,7 @@ class Join:
 
     pushes, holds: for each fragment, the slices whose deltas this part sends, and whose weights it wants back.
     leases: leases a region server still answers for (granted or trained, not yet committed).
+    data: sha256 of the training data; "" when it is not known here.
     """
 
     run: str
@@ -43,18 +44,20 @@ class Join:
     pushes: tuple[tuple[Slice, ...], ...]
     holds: tuple[tuple[Slice, ...], ...]
     leases: tuple[int, ...] = ()
+    data: str = ""
 
 
 @dataclass(frozen=True)
 class Welcome:
     """The server knows the member: its next update is `sequence`, its next job is `job`.
 
-    life: names the server's present life.
+    life: names the server's present life. versions: of its fragments, now.
     """
 
     sequence: int
     job: int
     life: str = ""
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,42 @@ class Silence:
     incarnation: str
 
 
-Message = Join | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Leave | Silence
+@dataclass(frozen=True)
+class Offence:
+    """An update of this life of the member was refused for good."""
+
+    member: str
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pardon:
+    """The member is no longer quarantined: its time is over, or the operator says so."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class Over:
+    """All data of the run is trained for good: said by the global server to a region that still waits for workers."""
+
+
+Message = (
+    Join
+    | Welcome
+    | UpdatePart
+    | Answer
+    | LeaseRequest
+    | Lease
+    | Finished
+    | Release
+    | Leave
+    | Silence
+    | Offence
+    | Pardon
+    | Over
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +23,10 @@ from geotrain.outer.messages import (
     Lease,
     LeaseRequest,
     Leave,
+    Offence,
     Release,
     Send,
+    Silence,
     UpdatePart,
     Welcome,
 )
@@ -42,7 +45,8 @@ class RegionServer(Server):
     def __init__(
         self, name: str, identity: Identity, layout: Layout, config: OuterConfig, workers: tuple[str, ...]
     ) -> None:
-        super().__init__(identity, layout, region_rule(config, workers), workers, config.local, config.local)
+        rule = region_rule(config, workers)
+        super().__init__(identity, layout, rule, workers, config.local, config.local, config.limits)
         self.name = name
         self.up_codec = make_codec(config.up)
         self.downlink = WeightsReceiver(config.down)
@@ -55,6 +59,8 @@ class RegionServer(Server):
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs that wait for their lease
         self.reserved_to = dict.fromkeys(workers, 0)  # the last job whose lease was asked for in this life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
+        self.first_versions = [0] * len(layout.fragments)  # that the first weights get here
+        self.over = False  # all data of the run is trained for good
         self.gone = False  # said goodbye to the global server
         self.done = False  # and it said goodbye: this region has nothing left to do
         self._outgoing: list[Send] = []
@@ -79,15 +85,19 @@ class RegionServer(Server):
             whole,
             whole,
             tuple(held),
+            self.data,
         )
 
     def on_welcome(self, welcome: Welcome) -> int:
         """The global server knows us. Returns how many of our updates it had acknowledged and lost (restored from
         an older state); what is in flight is numbered anew then.
 
-        It may also know more of our updates than we do, when this region's folder was lost.
+        It may also know more of our updates than we do, when this region's folder was lost, or restored from an older
+        state: what that holds as pending went up later, so it begins again from the global weights.
         """
         known = welcome.sequence - 1
+        if known > self.sequence and self.fragments:
+            self._start_over()
         oldest = min(self.in_flight, default=self.sequence + 1)
         lost = max(0, oldest - welcome.sequence)
         if lost:
@@ -97,7 +107,36 @@ class RegionServer(Server):
             }
             self.sequence = known + len(self.in_flight)
         self.sequence = max(self.sequence, known)
+        if lost:  # versions that it has lost, too, are none to start from
+            self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
+            self.in_flight = {
+                s: replace(u, deltas=tuple(self._as_known(d) for d in u.deltas)) for s, u in self.in_flight.items()
+            }
         return lost
+
+    def _as_known(self, delta: FragmentDelta) -> FragmentDelta:
+        return replace(delta, anchor_version=min(delta.anchor_version, self.global_versions[delta.fragment]))
+
+    def _start_over(self) -> None:
+        """Give back all data, forget all weights but their versions, and have the workers join again."""
+        held = self.join_message().leases
+        self.first_versions = [state.version for state in self.fragments]
+        self.fragments = []
+        for table in (self.in_flight, self.trained, self.residuals, self.downlink.mirror):
+            table.clear()
+        for name, member in self.members.items():
+            member.forget()
+            member.owed.clear()
+            self.leases[name].clear()
+            self.wanted[name].clear()
+            self.reserved_to[name] = 0
+        if held:
+            self._outgoing.append(Send(GLOBAL, Release(held)))
+
+    def set_weights(self, vectors: list[Tensor]) -> None:
+        super().set_weights(vectors)
+        for state, version in zip(self.fragments, self.first_versions, strict=True):
+            state.version = version
 
     def on_global_weights(self, answer: Answer) -> None:
         """The answer to an update of ours, or (sequence 0) to our join."""
@@ -130,7 +169,7 @@ class RegionServer(Server):
         """The lease, if it is here already; otherwise None, and the request goes up. So do requests for the jobs
         after it, as far as the reserve reaches."""
         worker, job = request.worker, request.job
-        self._member(worker)
+        self._member(worker).silent = False
         lease = self.leases[worker].get(job)
         if lease is None:
             self.wanted[worker].add(job)
@@ -151,6 +190,28 @@ class RegionServer(Server):
 
     # -- members
 
+    def on_join(self, join: Join) -> Welcome:
+        known = self.data
+        welcome = super().on_join(join)
+        if self.data != known:  # the global server is told before any data is asked for
+            self._outgoing.append(Send(GLOBAL, self.join_message()))
+        return welcome
+
+    def on_silence(self, silence: Silence) -> None:
+        super().on_silence(silence)
+        self._send_what_is_due()
+
+    def on_offence(self, offence: Offence) -> bool:
+        quarantined = super().on_offence(offence)
+        if quarantined:
+            self._send_what_is_due()
+        return quarantined
+
+    def on_over(self) -> None:
+        """The global server says that nothing is left to train: the dead are not waited for any more."""
+        self.over = True
+        self._send_what_is_due()
+
     def on_new_life(self, name: str, join: Join) -> None:
         self.wanted[name].clear()
         self.reserved_to[name] = 0
@@ -167,7 +228,7 @@ class RegionServer(Server):
 
     def begin_again(self) -> None:
         super().begin_again()
-        self.gone = self.done = False
+        self.over = self.gone = self.done = False
 
     def on_applied(self, part: UpdatePart) -> None:
         """Leases that the worker does not hold (any more) do not count: others train them."""
@@ -205,6 +266,8 @@ class RegionServer(Server):
                 tensors[f"in_flight.{sequence}.{d.fragment}"] = from_bytes(d.payload)
         meta["region"] = {
             "sequence": self.sequence,
+            "first_versions": list(self.first_versions),
+            "over": self.over,
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
@@ -227,7 +290,8 @@ class RegionServer(Server):
         self.residuals = {f: tensors[f"residual.{f}"] for f in _numbers(tensors, "residual.")}
         self.downlink.mirror = {f: tensors[f"mirror.{f}"] for f in _numbers(tensors, "mirror.")}
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
-        self.gone, self.done = saved["gone"], saved["done"]
+        self.over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
+        self.first_versions = list(saved["first_versions"])
         self.leases = {name: {} for name in self.members}
         for worker, job, *rest in saved["leases"]:
             self.leases[worker][job] = Lease(worker, job, *rest)
@@ -274,7 +338,7 @@ class RegionServer(Server):
 
     def _send_what_is_due(self) -> None:
         for fragment, state in enumerate(self.fragments):
-            if self.rule.may_send(state, flush=self.empty):
+            if self.rule.may_send(state, flush=self.idle):
                 delta, weight = self.rule.take_progress(state)
                 self.sequence += 1
                 payload = self.encode_progress(fragment, delta)
@@ -290,7 +354,7 @@ class RegionServer(Server):
                 )
                 self.in_flight[self.sequence] = update
                 self._outgoing.append(Send(GLOBAL, update))
-        if self.empty and not self.gone and not self.in_flight:
+        if (self.empty or (self.over and self.idle)) and not self.gone and not self.in_flight:
             self.gone = True
             self._outgoing.append(Send(GLOBAL, Leave(self.name)))
 
@@ -304,8 +368,22 @@ class RegionServer(Server):
         return complete
 
     def _mean_metrics(self) -> dict[str, float]:
-        losses = [m.metrics["loss"] for m in self.members.values() if "loss" in m.metrics]
-        return {"loss": sum(losses) / len(losses)} if losses else {}
+        """Of the workers that are here; at the end, of those that were here."""
+        here = [m for m in self.members.values() if not m.left] or list(self.members.values())
+        return mean_metrics([m.metrics for m in here])
+
+
+def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A region's numbers for people, from its workers': their rates together, the mean of the rest."""
+    told: dict[str, list[float]] = {}
+    for metrics in workers:
+        for name, value in metrics.items():
+            told.setdefault(name, []).append(value)
+    told.pop("staleness", None)  # counted in the region's versions
+    return {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in told.items()}
+
+
+_ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))
 
 
 def _numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:

@@ -6,22 +6,26 @@ virtual clock. Every update is applied whole (all its parts) and once (by its se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from geotrain.config import CodecConfig, RunConfig, config_digest
+from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.outer.codec import Codec, make_codec
 from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes
 from geotrain.outer.layout import Layout, LayoutError, Slice, gather, numel, scatter
+from geotrain.outer.limits import NormLimits, norm
+from geotrain.outer.member import Member
 from geotrain.outer.messages import (
     Answer,
     FragmentDelta,
     FragmentWeights,
     Join,
     NotJoined,
+    Offence,
+    Pardon,
     Refused,
     Silence,
     UpdatePart,
@@ -38,39 +42,13 @@ class Identity:
     config_digest: str
     layout_digest: str
     model: str  # in words, for error messages
+    data: str = ""  # sha256 of the training data, where it is known
 
 
-def identity_of(run: RunConfig, layout: Layout) -> Identity:
+def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
     assert isinstance(run.model.config, dict)
     model = f"{run.model.config.get('model_type')} of {layout.numel:,} parameters"
-    return Identity(run.name, config_digest(run), layout.digest, model)
-
-
-@dataclass
-class Member:
-    """A worker or a region server, as the server above it knows it."""
-
-    incarnation: str = ""
-    former: list[str] = field(default_factory=list)  # incarnations of earlier lives: they may not come back
-    parts: int = 0
-    joined: dict[int, Join] = field(default_factory=dict)
-    sequence: int = 0  # of the last update applied
-    job: int = 0  # of the last update applied
-    arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)  # sequence → part → its part
-    owed: set[int] = field(default_factory=set)  # fragments whose delta was taken and whose answer is not due yet
-    awaiting: dict[int, set[int]] = field(default_factory=dict)  # sequence → owed fragments of its answer
-    answers: dict[int, dict[int, list[FragmentWeights]]] = field(default_factory=dict)  # sequence → part → weights
-    senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
-    metrics: dict[str, float] = field(default_factory=dict)
-    updates: int = 0
-    left: bool = False
-
-    @property
-    def complete(self) -> bool:
-        return 0 < self.parts == len(self.joined)
-
-
-FORMER_LIVES = 32  # incarnations remembered for each member
+    return Identity(run.name, config_digest(run), layout.digest, model, data)
 
 
 class Server:
@@ -84,6 +62,7 @@ class Server:
         members: tuple[str, ...],
         up: CodecConfig,
         down: CodecConfig,
+        limits: LimitsConfig,
     ) -> None:
         self.identity, self.layout, self.rule = identity, layout, rule
         self.incarnation = ""  # set by whoever runs it; new in every life
@@ -91,6 +70,9 @@ class Server:
         self.fragments: list[FragmentState] = []  # empty until the first weights are known
         self.up: Codec = make_codec(up)
         self.down = down
+        self.limits = limits
+        self.norms = NormLimits(limits, len(layout.fragments)) if limits.norm_deviations is not None else None
+        self.data = identity.data  # sha256 of the run's training data, once a member has told it
 
     # -- joining
 
@@ -98,6 +80,7 @@ class Server:
         """Raises Refused when this member, or its model, does not belong here; then nothing has changed."""
         self._check_identity(join)
         member = self._member(join.member)
+        self._check_quarantine(join.member, member, join.incarnation)
         if join.incarnation in member.former:
             raise Refused(f"{join.member}: another process has joined under this name since; this one must end")
         new = join.incarnation != member.incarnation
@@ -106,16 +89,20 @@ class Server:
             raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
         self._check_slices(join)
         if new:
-            self._new_life(join, member)
-        member.parts = parts
+            member.begin_life(join.incarnation)
+            self.on_new_life(join.member, join)
+        member.parts, member.silent = parts, False
         member.joined[join.part] = join
         if member.complete:
             self._check_cover(join.member, member)
-        return Welcome(member.sequence + 1, member.job + 1, self.incarnation)
+        self.data = self.data or join.data
+        versions = tuple(state.version for state in self.fragments)
+        return Welcome(member.sequence + 1, member.job + 1, self.incarnation, versions)
 
     def current(self, name: str, incarnation: str) -> Member:
         """The member, if this life of it has joined with every part. Raises Refused."""
         member = self._member(name)
+        self._check_quarantine(name, member, incarnation)
         if not member.complete or member.incarnation != incarnation:
             raise NotJoined(f"{name}: join first, with every part", retry_s=0.5)
         return member
@@ -125,13 +112,38 @@ class Server:
 
     def on_silence(self, silence: Silence) -> None:
         """What this member had been given to train goes to others."""
-        if self._member(silence.member).incarnation == silence.incarnation:
+        member = self._member(silence.member)
+        if member.incarnation == silence.incarnation:
+            member.silent = True
             self.release_leases(silence.member)
+
+    def on_offence(self, offence: Offence) -> bool:
+        """Returns whether the member has just been quarantined for it: then its leases go to others."""
+        member = self._member(offence.member)
+        if member.quarantined or member.incarnation != offence.incarnation:
+            return False
+        if member.offend(offence.reason, self.limits.offence_window) < self.limits.offences:
+            return False
+        member.quarantined, member.barred = True, offence.incarnation
+        member.forget()
+        self.release_leases(offence.member)
+        return True
+
+    def on_pardon(self, pardon: Pardon) -> None:
+        """The life that was quarantined cannot come back; a new one may join."""
+        member = self._member(pardon.member)
+        member.quarantined = False
+        member.offences.clear()
 
     @property
     def empty(self) -> bool:
         """Every member has been here and left."""
         return all(member.left for member in self.members.values())
+
+    @property
+    def idle(self) -> bool:
+        """Nobody is at work: every member left, is dead or refused, or never came."""
+        return all(member.away or not member.incarnation for member in self.members.values())
 
     # -- updates
 
@@ -144,6 +156,7 @@ class Server:
         if not self.wants(part):
             return False
         member = self.members[part.member]
+        member.silent = False
         parts = member.arriving.setdefault(part.sequence, {})
         parts[part.part] = part
         if len(parts) < member.parts:
@@ -202,19 +215,13 @@ class Server:
             tensors.update({f"fragment.{i}.waiting.{name}": v for name, (v, _) in state.waiting.items()})
             weights = {name: weight for name, (_, weight) in state.waiting.items()}
             fragments.append({"version": state.version, "counts": dict(state.counts), "waiting": weights})
-        members = {
-            name: {
-                "incarnation": m.incarnation,
-                "sequence": m.sequence,
-                "job": m.job,
-                "updates": m.updates,
-                "owed": sorted(m.owed),
-                "former": m.former,
-                "left": m.left,
-            }
-            for name, m in self.members.items()
+        return tensors, {
+            "layout_digest": self.layout.digest,
+            "data": self.data,
+            "fragments": fragments,
+            "members": {name: member.state() for name, member in self.members.items()},
+            "norms": self.norms.state() if self.norms else None,
         }
-        return tensors, {"layout_digest": self.layout.digest, "fragments": fragments, "members": members}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """The counterpart of `state`. Raises LayoutError when the state is another model's."""
@@ -232,28 +239,19 @@ class Server:
                     {name: (tensors[waiting + name], weight) for name, weight in saved["waiting"].items()},
                 )
             )
+        self.data = meta["data"]
+        if self.norms and meta["norms"]:
+            self.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
             if name in self.members:
-                member = self.members[name]
-                member.incarnation, member.owed = saved["incarnation"], set(saved["owed"])
-                member.former, member.left = list(saved["former"]), saved["left"]
-                member.sequence, member.job, member.updates = saved["sequence"], saved["job"], saved["updates"]
+                self.members[name].load(saved)
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
         return {
             "versions": [state.version for state in self.fragments],
-            "members": {
-                name: {
-                    "joined": member.complete,
-                    "left": member.left,
-                    "updates": member.updates,
-                    "sequence": member.sequence,
-                    "job": member.job,
-                    **member.metrics,
-                }
-                for name, member in self.members.items()
-            },
+            "members": {name: member.status() for name, member in self.members.items()},
+            "refused": {name: member.refused for name, member in self.members.items() if member.refused},
         }
 
     # -- for subclasses
@@ -297,6 +295,7 @@ class Server:
                 scatter(self.up.decode(from_bytes(delta.payload), numel(slices)), slices, vector)
             except ValueError as error:
                 raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
+        member.norms[fragment] = norm(vector)
         return vector
 
     def encode_weights(self, member: Member, part: int, fragment: int) -> FragmentWeights:
@@ -328,13 +327,20 @@ class Server:
                     f"this server has {our} ({ours.model}); start both from the same run file"
                 )
 
-    def _new_life(self, join: Join, member: Member) -> None:
-        if member.incarnation:
-            member.former = [*member.former, member.incarnation][-FORMER_LIVES:]
-        member.incarnation, member.left = join.incarnation, False
-        for table in (member.joined, member.arriving, member.awaiting, member.answers, member.senders):
-            table.clear()
-        self.on_new_life(join.member, join)
+        if join.data and self.data and join.data != self.data:
+            raise Refused(
+                f"data differs: {join.member} trains on data of sha256 {join.data[:16]}…, this run on "
+                f"{self.data[:16]}…; copy one and the same prepared data set to every region"
+            )
+
+    def _check_quarantine(self, name: str, member: Member, incarnation: str) -> None:
+        if member.quarantined:
+            raise Refused(
+                f"{name} is quarantined after {len(member.offences)} refused updates; the last one: {member.fault}. "
+                f"Started anew it may join {self.limits.quarantine_s:g} s later, or once the operator pardons it"
+            )
+        if incarnation and incarnation == member.barred:
+            raise Refused(f"{name}: this life of it was quarantined; start it anew")
 
     def _check_slices(self, join: Join) -> None:
         wanted = len(self.layout.fragments)
@@ -374,6 +380,12 @@ class Server:
                     f"{part.member}, part {part.part}: fragment {delta.fragment} has {len(delta.payload)} bytes, "
                     f"its slices need {wanted} with codec {self.up.name!r}"
                 )
+            version = self.fragments[delta.fragment].version
+            if not 0 <= delta.anchor_version <= version:
+                raise Refused(
+                    f"{part.member}, part {part.part}: fragment {delta.fragment} starts from version "
+                    f"{delta.anchor_version}, which this server never gave; it is at version {version}"
+                )
 
     def _pushes(self, member: Member, part: int, fragment: int) -> tuple[Slice, ...]:
         return member.joined[part].pushes[fragment]
@@ -385,6 +397,7 @@ class Server:
         if any([d.fragment for d in p.deltas] != fragments or p.leases != first.leases for p in parts):
             raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
         deltas = [self.decode_update(name, member, [p.deltas[i] for p in parts]) for i in range(len(fragments))]
+        self._check_norms(name, fragments, deltas, first.weight)
         staleness = 0
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
@@ -395,10 +408,19 @@ class Server:
         self._begin_answer(member, first.sequence, set(fragments))
         for fragment, delta, sent in zip(fragments, deltas, first.deltas, strict=True):
             state = self.fragments[fragment]
-            staleness = max(staleness, state.version - sent.anchor_version)
+            member.staleness[fragment] = state.version - sent.anchor_version
+            staleness = max(staleness, member.staleness[fragment])
             self.answer_members(self.rule.on_delta(state, name, delta, first.weight), fragment)
         member.metrics = {**first.metrics, "staleness": float(staleness)}
         self.on_applied(first)
+
+    def _check_norms(self, name: str, fragments: list[int], deltas: list[Tensor], weight: int) -> None:
+        if self.norms is not None:
+            sizes = [self.members[name].norms[fragment] for fragment in fragments]
+            for fragment, size in zip(fragments, sizes, strict=True):
+                self.norms.check(name, fragment, size, weight)
+            for fragment, size in zip(fragments, sizes, strict=True):
+                self.norms.note(fragment, size, weight)
 
     def _begin_answer(self, member: Member, sequence: int, fragments: set[int]) -> None:
         member.awaiting[sequence] = set(fragments)

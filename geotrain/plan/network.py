@@ -85,7 +85,8 @@ class Network:
         if self.link(region, region) is not None:
             return self.between_regions(region, region)
         config = self.cluster.region(region)
-        hosts = {host.host: host for host in (*config.hosts, *(h for w in config.workers for h in w.hosts))}
+        of_workers = [h for w in config.workers for h in w.hosts if h.region in (None, region)]
+        hosts = {host.host: host for host in (*config.hosts, *of_workers)}
         if len(hosts) > 1:
             return self.between_regions(region, region)  # says what is missing
         host = next(iter(hosts.values()))

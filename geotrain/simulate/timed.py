@@ -27,6 +27,7 @@ class _Timed(Server):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.up = _NoBytes()
+        self.norms = None  # of nothing
         self._nothing = [zeros(f.numel) for f in self.layout.fragments]
 
     def decode_update(self, name: str, member: Member, deltas: list[FragmentDelta]) -> Tensor:

@@ -142,7 +142,7 @@ class Running:
 
     def snapshot(self) -> None:
         r = self.recovered
-        copy = self.loop.do(self.machine.read(lambda: begin_snapshot(self.server, r.journal, ended=False)))
+        copy = self.loop.do(self.machine.alone(lambda: begin_snapshot(self.server, r.journal, ended=False)))
         finish_snapshot(r.store, r.journal, *copy)
 
     async def _start(self, port: int) -> int:

@@ -150,19 +150,69 @@ def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     assert not again.gone and not again.empty
 
 
+def answered(world: World, region: str) -> None:
+    """The region gets all weights of the global server."""
+    server = world.regions[region]
+    world.top.on_join(dataclasses.replace(server.join_message(), incarnation="life-2"))
+    fragments = tuple(range(len(world.layout.fragments)))
+    server.on_global_weights(world.top.answer(region, "life-2", 0, 0, fragments))
+
+
 def test_a_region_learns_its_number_from_the_global_server():
     world = make(config(updates_per_send=1), fragments=1)
-    region = world.regions["eu"]
-    assert region.on_welcome(Welcome(5, 1)) == 0  # its folder was lost: four updates are known above
+    region = saved_and_loaded(world, "eu")
+    region.fragments = []  # its folder was lost: four updates are known above
+    assert region.on_welcome(Welcome(5, 1)) == 0
     assert region.sequence == 4
+    world.regions["eu"] = region
+    answered(world, "eu")
+    for join in world.workers["a"][1].joins(world.identity):
+        region.on_join(join)
     world.push("a", random_deltas(world, 1))
     flying = sorted(region.in_flight)
     assert flying[0] == 5 and region.on_welcome(Welcome(5, 1)) == 0
     assert region.on_welcome(Welcome(7, 1)) == 0 and sorted(region.in_flight) == flying  # two are applied already
-    assert region.on_welcome(Welcome(2, 1)) == 3  # restored from an older state: three acknowledged ones are lost
+    region.global_versions = [9] * len(flying)
+    lost = Welcome(2, 1, versions=(0,) * len(flying))
+    assert region.on_welcome(lost) == 3  # restored from an older state: three acknowledged ones are lost
     assert sorted(region.in_flight) == [n - 3 for n in flying]
     assert [u.sequence for u in region.in_flight.values()] == sorted(region.in_flight)
     assert region.sequence == max(region.in_flight)
+    assert region.global_versions == [0] * len(flying)  # nobody knows the lost versions
+
+
+def test_a_region_restored_from_an_older_state_sends_nothing_twice():
+    """What that state holds as pending went up after it: the region begins again from the global weights, gives its
+    data back, and its workers' updates, whose versions it still knows, are taken."""
+    world = make(config(updates_per_send=2), fragments=1)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    lease = world.lease("a")
+    assert lease is not None
+    world.push("a", random_deltas(world, 1), (lease.lease,))
+    older = saved_and_loaded(world, "eu")  # one update is pending
+    world.push("a", random_deltas(world, 2))
+    while sent := world.deliver_up("eu"):
+        world.deliver_down("eu", sent)
+    committed = world.top.book.committed_samples
+    assert committed > 0 and region.sequence > 0 and older.sequence == 0
+    weights = [state.x.clone() for state in world.top.fragments]
+
+    world.regions["eu"] = older
+    welcome = world.top.on_join(dataclasses.replace(older.join_message(), incarnation="life-2"))
+    versions = [state.version for state in older.fragments]
+    assert older.on_welcome(welcome) == 0
+    assert [send.message for send in older.outgoing()] == [Release((lease.lease,))]
+    assert older.fragments == [] and older.sequence == welcome.sequence - 1
+    assert saved_and_loaded(world, "eu").first_versions == versions
+    answered(world, "eu")
+    assert [state.version for state in older.fragments] == versions
+    assert all(torch.equal(state.x, x) for state, x in zip(older.fragments, weights, strict=True))
+    assert not any(older.rule.pending(state) for state in older.fragments) and not older.in_flight
+    for join in worker.joins(world.identity):
+        older.on_join(join)
+    worker.sequence -= 1
+    older.on_part(worker.parts(random_deltas(world, 3), version=versions[0])[0])
+    assert world.top.book.committed_samples == committed
 
 
 def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need():

@@ -1,0 +1,146 @@
+"""How the hosts form workers: within each region, and across regions where the model does not fit into one.
+
+Within a region. Hosts of one kind and size are interchangeable, so a set of workers is a list of host counts. For
+every count the fastest layout is known (`layouts`); a table over (workers, hosts) gives the best total for each
+number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
+
+More workers reach a little more tokens a second (they reduce gradients over fewer ranks) but train on staler
+weights, which this model does not price. So of all numbers of workers the smallest is taken that comes within SLACK
+of the best.
+
+Across regions. A region that is too small by itself may be joined with others like it and with one that is not. All
+sets of regions of this form are tried, and the best way to divide the regions among sets is found exactly, by a table
+over sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from geotrain.plan.inventory import Spot, Task
+from geotrain.plan.layouts import KEPT, Layout, Refusals, layouts
+from geotrain.plan.spanning import spanning_layouts
+
+SLACK = 0.05
+MOST_JOINED = 4  # regions in a set
+MOST_TABLED = 12  # regions over which all divisions are compared
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker, and the layouts that came next on the same hosts."""
+
+    layout: Layout
+    others: tuple[Layout, ...]
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(spot.region for spot in self.layout.spots))
+
+
+Workers = tuple[Worker, ...]
+
+
+def speed(workers: Iterable[Worker]) -> float:
+    """Steps a second of all workers together."""
+    return sum(1 / worker.layout.step.step_s for worker in workers)
+
+
+def form_workers(task: Task, refused: Refusals) -> Workers:
+    """The workers of all regions; none when the model fits nowhere."""
+    alone = {region: region_workers(task, spots, refused) for region, spots in task.spots.items()}
+    small = [region for region, workers in alone.items() if not workers]
+    if not small:
+        return tuple(w for workers in alone.values() for w in workers)
+    large = [region for region in alone if region not in small]
+    sets: dict[frozenset[str], Workers] = {frozenset((region,)): workers for region, workers in alone.items()}
+    for count in range(1, MOST_JOINED + 1):
+        for chosen in combinations(small[:MOST_TABLED], count):
+            for partner in [(), *((region,) for region in large)]:
+                joined = frozenset((*chosen, *partner))
+                if joined not in sets or not sets[joined]:
+                    sets[joined] = spanning_worker(task, sorted(joined), refused)
+    sets[frozenset(small)] = sets.get(frozenset(small)) or spanning_worker(task, small, refused)
+    return best_division(sets, list(alone))
+
+
+def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -> Workers:
+    """The division of the regions into sets with the most steps a second. Every region is a set of its own too."""
+    best: dict[frozenset[str], Workers] = {frozenset(): ()}
+
+    def of(left: frozenset[str]) -> Workers:
+        if left not in best:
+            first = min(left, key=regions.index)
+            options = [
+                (*workers, *of(left - joined))
+                for joined, workers in sets.items()
+                if first in joined and joined <= left
+            ]
+            best[left] = max(options, key=speed)
+        return best[left]
+
+    return of(frozenset(regions))
+
+
+def spanning_worker(task: Task, regions: Sequence[str], refused: Refusals) -> Workers:
+    spots = [spot for region in regions for spot in task.spots[region]]
+    found = spanning_layouts(task, spots, refused)
+    return (Worker(found[0], tuple(found[1:KEPT])),) if found else ()
+
+
+def region_workers(task: Task, spots: Sequence[Spot], refused: Refusals) -> Workers:
+    """Of one region: each kind of host by itself; see `form_workers` for all kinds together."""
+    kinds: dict[tuple[str, int], list[Spot]] = {}
+    for spot in spots:
+        kinds.setdefault((spot.kind, spot.slots), []).append(spot)
+    return tuple(w for alike in kinds.values() for w in like_workers(task, alike, refused))
+
+
+def like_workers(task: Task, spots: Sequence[Spot], refused: Refusals) -> Workers:
+    """Of hosts of one kind, size and region."""
+    n = len(spots)
+    by_count = {count: found for count in range(1, n + 1) if (found := layouts(task, spots[:count], refused))}
+    if not by_count:
+        return ()
+    rate = {count: 1 / found[0].step.step_s for count, found in by_count.items()}
+    counts = fewest_workers(rate, n)
+    workers, used = [], 0
+    for count in sorted(counts, reverse=True):
+        mine = tuple(spots[used : used + count])
+        used += count
+        moved = [_on(layout, mine) for layout in by_count[count]]
+        workers.append(Worker(moved[0], tuple(moved[1:])))
+    return tuple(workers)
+
+
+def fewest_workers(rate: Mapping[int, float], hosts: int) -> tuple[int, ...]:
+    """Host counts of the fewest workers that are within SLACK of the most steps a second.
+
+    rate: steps a second of one worker by its number of hosts. No division does more than every host as part of the
+    best count: where that bound is reached to within SLACK, more workers need not be looked at.
+    """
+    bound = hosts * max(r / count for count, r in rate.items())
+    rows: list[list[tuple[float, tuple[int, ...]]]] = [[(0.0, ())] * (hosts + 1)]
+    for _ in range(hosts // min(rate)):
+        before = rows[-1]
+        rows.append(
+            [
+                max(
+                    ((before[h - c][0] + r, (*before[h - c][1], c)) for c, r in rate.items() if c <= h),
+                    default=(0.0, ()),
+                )
+                for h in range(hosts + 1)
+            ]
+        )
+        if rows[-1][hosts][0] >= (1 - SLACK) * bound:
+            break
+    totals = [row[hosts] for row in rows[1:]]
+    enough = (1 - SLACK) * max(total for total, _ in totals)
+    return next(counts for total, counts in totals if total >= enough)
+
+
+def _on(layout: Layout, spots: tuple[Spot, ...]) -> Layout:
+    """The same layout on other hosts that are like its own."""
+    return Layout(spots, layout.slots, layout.parallel, layout.micro_batch, layout.step, layout.memory_bytes)

@@ -1,0 +1,111 @@
+"""What a plan may use: the hosts of each region, and what the user has decided already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from geotrain.canonical import Architecture
+from geotrain.config import ClusterConfig, ConfigError, DeviceConfig, HostConfig, RunConfig
+from geotrain.plan.job import model_of
+from geotrain.plan.network import Network
+
+Objective = Literal["speed", "cost"]
+
+
+class PlanError(ConfigError):
+    """No plan is possible. Says what stands in the way, by how much, and what would help."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Keys that the user wrote into the run file, and that the plan keeps. outer: dotted keys of the outer block."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    sequence: bool | None = None
+    recompute: str | None = None
+    outer: frozenset[str] = frozenset()
+    global_region: str | None = None
+
+
+def pins_of(raw: Mapping[str, Any], global_region: str | None = None) -> Pins:
+    """raw: the run file, as JSON. The micro-batch is no pin: DeepSpeed's block must always state one."""
+    parallel = raw.get("parallel", {})
+    return Pins(
+        parallel.get("tensor"),
+        parallel.get("pipeline"),
+        parallel.get("sequence"),
+        raw.get("model", {}).get("recompute"),
+        frozenset(raw.get("outer", {})),
+        global_region,
+    )
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A host that may be used. slots: accelerators that it has."""
+
+    region: str
+    host: str
+    slots: int
+    kind: str
+    device: DeviceConfig = field(compare=False)
+
+    def config(self, home: str, slots: int) -> HostConfig:
+        """As a host of a worker whose region is `home`."""
+        return HostConfig(
+            host=self.host, slots=slots, device=self.kind, region=None if self.region == home else self.region
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned. run: settings that are not pinned are replaced."""
+
+    run: RunConfig
+    pins: Pins
+    cluster: ClusterConfig
+    architecture: Architecture
+    network: Network
+    spots: Mapping[str, Sequence[Spot]]
+
+    @property
+    def batch(self) -> int:
+        return self.run.samples_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.run.data.sequence_length
+
+    def with_recompute(self, recompute: str) -> Task:
+        model = self.run.model.model_copy(update={"recompute": recompute})
+        return Task(
+            self.run.model_copy(update={"model": model}),
+            self.pins,
+            self.cluster,
+            self.architecture,
+            self.network,
+            self.spots,
+        )
+
+
+def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> Task:
+    """Raises ConfigError where a host names no device, UnsupportedModelError."""
+    network = Network(cluster)
+    spots: dict[str, list[Spot]] = {}
+    for region in cluster.regions:
+        hosts = region.hosts or tuple(h for w in region.workers for h in w.hosts)
+        names = [h.host for h in hosts]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise PlanError(f"region {region.name!r}: hosts names {', '.join(twice)} twice; add up its slots")
+        for host in hosts:
+            device = network.device(host, f"region {region.name!r}")
+            place = host.region or region.name
+            spots.setdefault(place, []).append(Spot(place, host.host, host.slots, str(host.device), device))
+    known = [r.name for r in cluster.regions]
+    if pins.global_region is not None and pins.global_region not in known:
+        raise PlanError(f"--pin-global {pins.global_region}: no such region; regions: {', '.join(known)}")
+    return Task(run, pins, cluster, model_of(run), network, spots)

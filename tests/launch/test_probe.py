@@ -1,0 +1,159 @@
+"""`geotrain probe`: figures against emulated links, trust, what it leaves of the cluster file, and failures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.config import ClusterConfig, ConfigError, load_cluster, load_run, parse
+from geotrain.launch.jsontext import put
+from geotrain.launch.probe import probe, updated
+from geotrain.launch.probe_step import reduced
+from geotrain.net.certs import CertificateError, make_certificates
+from geotrain.net.probe import Limits, ProbeError, Way
+from tests.launch.test_runs import FAKE_SSH
+from tests.small_runs import prepare_text, write_files
+
+SHORT = Limits(0.5, 64 << 20)
+
+TEXT = """{
+  "name": "t",   "regions": [
+    {"name": "eu", "hosts": [{"host": "localhost", "slots": 1, "device": "cpu"}]},
+    {"name": "us", "hosts": [{"host": "localhost", "slots": 1, "device": "cpu"}]}
+  ],
+  "links": [
+    {"regions": ["global", "eu"], "gbps": 0.1,   "usd_per_gb": 2e-2},
+    {"regions": ["us", "global"], "rtt_ms": 10, "gbps": 0.02}
+  ],
+  "devices": {"cpu": {"tflops": 100.0, "memory_gb": 8}}
+}
+"""
+
+
+def cluster_file(folder: Path, **more: Any) -> Path:
+    path = folder / "cluster.json"
+    path.write_text(json.dumps({**json.loads(TEXT), **more}, indent=1))
+    return path
+
+
+def test_values_are_put_into_json_text() -> None:
+    text = '{"a": [1, {"b": "x]}"} ],\n "c": {}}\n'
+    assert put(text, ("a", 1, "b"), 2.5) == '{"a": [1, {"b": 2.5} ],\n "c": {}}\n'
+    assert put(text, ("a", 2), {"é": None}) == '{"a": [1, {"b": "x]}"}, {"é": null} ],\n "c": {}}\n'
+    assert put(text, ("a", 1, "d"), 1) == '{"a": [1, {"b": "x]}", "d": 1} ],\n "c": {}}\n'
+    assert put(text, ("c", "d"), True) == '{"a": [1, {"b": "x]}"} ],\n "c": {"d": true}}\n'
+    assert put(text, ("e",), 3) == '{"a": [1, {"b": "x]}"} ],\n "c": {},\n "e": 3}\n'
+    with pytest.raises(KeyError):
+        put(text, ("a", 5), 1)
+
+
+def test_only_the_figures_change() -> None:
+    ways = {("eu", "global"): Way(31.0, 0.2, 0.12345678), ("eu", "us"): Way(5.0, 1.0, 2.0)}
+    changed = updated(TEXT, parse(ClusterConfig, json.loads(TEXT), "t"), ways, {"cpu": 0.25})
+    expected = TEXT.replace(
+        '"gbps": 0.1,   "usd_per_gb": 2e-2}', '"gbps": 0.1235,   "usd_per_gb": 2e-2,   "rtt_ms": 31.0}'
+    )
+    expected = expected.replace(
+        '"gbps": 0.02}', '"gbps": 0.02},\n    {"regions": ["eu", "us"], "gbps": 1.0, "rtt_ms": 5.0}'
+    )
+    assert changed == expected.replace('"memory_gb": 8}', '"memory_gb": 8, "efficiency": 0.25}')
+    parse(ClusterConfig, json.loads(changed), "t")
+
+
+def test_every_pair_over_tls(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, security={"folder": str(tmp_path / "certs")})
+    make_certificates(load_cluster(path), tmp_path / "certs")
+    said: list[str] = []
+    probe(path, None, SHORT, said.append)
+    links = {frozenset(link.regions): link for link in load_cluster(path).links}
+    assert set(links) == {frozenset(pair) for pair in (("eu", "us"), ("eu", "global"), ("us", "global"))}
+    assert all(link.gbps > 0.2 and 0 < link.rtt_ms < 200 for link in links.values())
+    assert links[frozenset(("eu", "global"))].usd_per_gb == 0.02
+    assert [line.split(":")[0] for line in said] == ["eu – global", "us – global", "eu – us"]
+
+
+def test_an_end_without_its_certificate(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, security={"folder": str(tmp_path / "certs")})
+    make_certificates(load_cluster(path), tmp_path / "certs")
+    (tmp_path / "certs/region-us.pem").unlink()
+    before = path.read_text()
+    with pytest.raises((ProbeError, CertificateError), match=r"us .*region-us.pem: cannot be read"):
+        probe(path, None, SHORT, print)
+    assert path.read_text() == before
+
+
+@pytest.mark.root
+def test_emulated_links_are_measured_as_they_are(tmp_path: Path) -> None:
+    asked = {("eu", "global"): (0.1, 20.0), ("us", "global"): (0.02, 5.0), ("eu", "us"): (0.05, 60.0)}
+    links = [{"regions": pair, "gbps": gbps, "rtt_ms": rtt} for pair, (gbps, rtt) in asked.items()]
+    path = cluster_file(tmp_path, links=links, emulate_links=True)
+    probe(path, None, Limits(2.0, 64 << 20), print)
+    for link in load_cluster(path).links:
+        gbps, rtt_ms = asked[link.regions]  # type: ignore[index]
+        assert link.gbps == pytest.approx(gbps, rel=0.15), link.regions
+        assert rtt_ms <= link.rtt_ms <= 1.15 * rtt_ms + 2.0, link.regions
+
+
+def test_another_machine_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SSH_HOSTS", str(tmp_path / "hosts.txt"))
+    hosts = [{"host": f"127.0.0.{i}", "slots": 8} for i in (2, 3)]
+    region = {"name": "eu", "ssh": "eu.example.org", "server": {"host": "127.0.0.4", "port": free_port}}
+    path = cluster_file(tmp_path, regions=[{**region, "hosts": hosts}], links=[], global_server={"host": "127.0.0.5"})
+    probe(path, None, SHORT, print)
+    assert {link.regions for link in load_cluster(path).links} == {("eu", "global"), ("eu", "eu")}
+    # To the region's machine; and from there to each of its hosts.
+    assert (tmp_path / "hosts.txt").read_text().split() == [
+        *["eu.example.org"] * 2, "127.0.0.2", "eu.example.org", "127.0.0.3",
+    ]  # fmt: skip
+
+
+def test_an_unreachable_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/bash\necho 'ssh: no route to host' >&2\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    region = {"name": "eu", "ssh": "eu.example.org", "hosts": [{"host": "n1", "slots": 8}]}
+    path = cluster_file(tmp_path, regions=[region], links=[])
+    before = path.read_text()
+    with pytest.raises(
+        ConfigError, match=r"'global' has the address 127.0.0.1:0, but eu.example.org is another machine"
+    ):
+        probe(path, None, SHORT, print)
+    region["server"] = {"host": "127.0.0.4", "port": 7}
+    path = cluster_file(tmp_path, regions=[region], links=[], global_server={"host": "127.0.0.5"})
+    before = path.read_text()
+    with pytest.raises(
+        ProbeError, match=r"(?s)on eu.example.org is lost.*`ssh eu.example.org` needs no .*no route to"
+    ):
+        probe(path, None, SHORT, print)
+    assert path.read_text() == before
+
+
+def test_layers_are_left_out_until_the_model_fits(tmp_path: Path) -> None:
+    raw = json.loads((Path(__file__).parents[2] / "configs/runs/70b.json").read_text())
+    raw["model"]["config"] = json.loads((Path(__file__).parents[2] / "configs/models/llama-70b.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    run = load_run(tmp_path / "run.json")
+    small = reduced(run, 8, 80e9)
+    assert small.parallel.pipeline == 1
+    assert isinstance(small.model.config, dict)
+    assert 1 <= small.model.config["num_hidden_layers"] < raw["model"]["config"]["num_hidden_layers"]
+    assert small.deepspeed["train_batch_size"] % small.deepspeed["train_micro_batch_size_per_gpu"] == 0
+
+
+@pytest.mark.slow
+def test_how_fast_a_run_trains(tmp_path: Path) -> None:
+    prepare_text(tmp_path)
+    run, _ = write_files(tmp_path, "run", 8, {"eu": [1]}, {})
+    path = cluster_file(tmp_path, links=[])
+    command = [sys.executable, "-m", "geotrain", "probe", str(path), "--run", str(run), "--seconds", "0.5"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "cpu: a step of" in done.stdout and "2 layers, 1 ranks on localhost" in done.stdout
+    assert 0 < load_cluster(path).devices["cpu"].efficiency < 0.01  # of 100 Tflop/s

@@ -1,0 +1,112 @@
+"""A worker whose ranks stand in several regions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from geotrain.config import ClusterConfig, ConfigError, load_run, parse
+from geotrain.launch.check import check_together, links_between
+from geotrain.launch.site import Order, processes
+from geotrain.launch.world import Machine
+from tests.small_runs import launched, losses, prepare_text, status, weights, write_files
+
+LINK = {"gbps": 0.02, "rtt_ms": 20.0}
+
+
+def spanning(folder: Path, launcher: str = "local", lender: bool = True) -> ClusterConfig:
+    """Stage 0 in "far", which has no worker of its own; stage 1 in "home"."""
+    hosts = [{"host": "there", "slots": 1, "region": "far"}, {"host": "here", "slots": 1}]
+    worker = {"name": "wide", "hosts": hosts if lender else hosts[1:], "launcher": launcher}
+    raw: dict[str, Any] = {
+        "name": "two-regions",
+        "regions": [
+            {"name": "home", "workers": [{**worker, "parallel": {"pipeline": 2 if lender else 1}}]},
+            {"name": "far", "hosts": [{"host": "there", "slots": 1}]},
+        ],
+        "links": [{"regions": pair, **LINK} for pair in (["home", "global"], ["far", "global"], ["home", "far"])],
+        "emulate_links": True,
+    }
+    (folder / "cluster.json").write_text(json.dumps(raw))
+    return parse(ClusterConfig, raw, "test")
+
+
+def small(folder: Path, name: str) -> tuple[Path, Path]:
+    return write_files(folder, name, 32, {"home": [2]}, {"rule": "sync"}, parallel={"pipeline": 2})
+
+
+def order(folder: Path, cluster: ClusterConfig, *sites: str) -> Order:
+    return Order(load_run(small(folder, "run")[0]), cluster, sites, False)
+
+
+def test_each_host_starts_in_its_own_region(tmp_path: Path) -> None:
+    inside = {"home": 71, "far": 72}
+    cluster = spanning(tmp_path)
+    started = processes(order(tmp_path, cluster, "global", "home", "far"), tmp_path, Machine(2), inside)
+    assert [(p.name, p.keeps) for p in started] == [
+        ("global", ()),
+        ("home", (71,)),
+        ("wide.0", (72,)),
+        ("wide.1", (71,)),
+    ]
+    assert (tmp_path / "hosts/wide").read_text() == "there slots=1\nhere slots=1\n"
+    for rank, process in enumerate(started[2:]):
+        words = " ".join(process.command)
+        assert f"--no_ssh --node_rank {rank}" in words
+        assert f"--master_addr {cluster.region('far').server.host}" in words
+        assert process.env["GLOO_SOCKET_IFNAME"] == "geo"
+
+
+def test_over_ssh_each_regions_machine_starts_its_hosts(tmp_path: Path) -> None:
+    cluster = spanning(tmp_path, "ssh")
+    for site, rank, host in (("far", 0, "there"), ("home", 1, "here")):
+        *_, process = processes(order(tmp_path, cluster, site), tmp_path, Machine(2))
+        assert process.name == f"wide.{rank}"
+        assert process.command[process.command.index("ServerAliveInterval=15") + 1] == host
+        assert f"--node_rank {rank}" in process.command[-1]
+        assert "--master_addr there" in process.command[-1]
+        assert "--master_port 29500" in process.command[-1]
+
+
+def test_devices_are_split_among_the_hosts_that_stand_here(tmp_path: Path) -> None:
+    started = processes(order(tmp_path, spanning(tmp_path), "home", "far"), tmp_path, Machine(4, (4, 6)))
+    assert all("--include there:4@here:6" in " ".join(p.command) for p in started if p.name.startswith("wide"))
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    run = load_run(small(tmp_path, "run")[0])
+    cluster = spanning(tmp_path)
+    check_together(run, cluster)
+    with pytest.raises(ConfigError, match=r"'wide' spans 'home' and 'far', but `links` has no link between them"):
+        links_between(cluster.model_copy(update={"links": cluster.links[:2]}))
+    with pytest.raises(ConfigError, match="no workers in far"):
+        check_together(run, spanning(tmp_path, lender=False))
+    with pytest.raises(ConfigError, match="Slurm numbers hosts in its own order"):
+        processes(order(tmp_path, spanning(tmp_path, "slurm"), "home"), tmp_path, Machine(2))
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_pipeline_across_regions_trains_like_one_host(tmp_path: Path) -> None:
+    prepare_text(tmp_path)
+    alone, wide = small(tmp_path, "alone"), small(tmp_path, "wide")
+    spanning(tmp_path)
+    launched(alone)
+    launched((wide[0], tmp_path / "cluster.json"))
+    folder = tmp_path / "wide"
+    said = {rank: (folder / f"logs/wide.{rank}.log").read_text() for rank in (0, 1)}
+    address = json.loads((folder / "cluster.json").read_text())["regions"][0]["server"]["host"]
+    assert f"at {address}: stage 1," in said[1]  # "home"
+    assert "rank 0 at 198.18." in said[0] and f"at {address}:" not in said[0] and "stage 0," in said[0]
+    carried = json.loads((folder / "logs/wan.log").read_text().splitlines()[-1])["carried_bytes"]
+    activations = 32 * 2 * 32 * 32 * 4  # samples, both ways, sequence, hidden, fp32
+    assert carried > activations + 4 * sum(w.numel() for w in weights(wide[0]).values())
+    expected = weights(alone[0])
+    assert status(wide[0], "global")["committed_samples"] == 32
+    for name, tensor in weights(wide[0]).items():
+        assert torch.allclose(tensor, expected[name], atol=1e-4, rtol=0), name
+    told = losses(alone[0])
+    for (_, job), loss in losses(wide[0]).items():
+        assert loss == pytest.approx(told["home-0", job], abs=1e-4)

@@ -1,0 +1,321 @@
+"""What a server refuses: norms far above the usual, versions that never were, data that differs; and quarantine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geotrain.config import LimitsConfig
+from geotrain.net.machine import take
+from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, NormLimits, norm
+from geotrain.outer.messages import GLOBAL, LeaseRequest, Leave, Offence, Pardon, Refused, Release, Silence
+from geotrain.outer.region_server import RegionServer
+from tests.net.test_net_journal import same_state
+from tests.outer.test_lives import saved_and_loaded
+from tests.outer.test_rules import config
+from tests.outer.test_servers import halves, make, random_deltas
+from tests.outer.world import FakeWorker, World, whole
+from tests.outer.world import layout as toy
+
+sizes = st.floats(1e-6, 1e6)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 4096, 4097, 3 * 4096 + 17])
+def test_a_norm_is_exact_and_knows_no_threads(numel):
+    vector = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    assert norm(vector) == pytest.approx(float(vector.double().norm()), rel=1e-6)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = norm(vector)
+        torch.set_num_threads(2)
+        assert norm(vector) == one
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_norm_beyond_all_numbers_is_infinite():
+    assert norm(torch.full((10,), 3e38)) == math.inf
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(sizes, st.integers(1, 40)), min_size=1, max_size=100), st.integers(1, 20))
+def test_norms_are_judged_as_the_median_says(updates, free):
+    """Against a plain reference: an update passes while the usual is being learned, or when either its norm or its
+    norm over its weight is within so many deviations of the medians of the last accepted ones. Saved and loaded
+    between any two, the decisions are the same."""
+    limits_config = LimitsConfig(norm_deviations=4.0, norm_free_updates=free)
+    limits, accepted = NormLimits(limits_config, 1), list[tuple[float, float]]()
+    for size, weight in updates:
+        values = math.log(size), math.log(size / weight)
+        usual = False
+        for kept, value in zip(zip(*accepted[-MEMORY:], strict=True), values, strict=False):
+            centre = statistics.median(kept)
+            deviation = NORMAL * statistics.median([abs(k - centre) for k in kept])
+            usual |= value <= centre + 4.0 * max(deviation, LEAST_DEVIATION) + 1e-9
+        fresh = NormLimits(limits_config, 1)
+        fresh.load(limits.state())
+        limits = fresh
+        try:
+            limits.check("a", 0, size, weight)
+        except Refused:
+            assert len(accepted) >= free and not usual
+        else:
+            assert len(accepted) < free or usual
+            limits.note(0, size, weight)
+            accepted.append(values)
+
+
+def exploded(deltas: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {f: 1e4 * delta for f, delta in deltas.items()}
+
+
+def learned(**limits: object) -> World:
+    """A world whose servers know what is usual."""
+    world = make(config(updates_per_send=1, limits=LimitsConfig(norm_free_updates=4, **limits)), cut_a=halves)
+    for turn in range(5):
+        for name in ("a", "b"):
+            world.push(name, random_deltas(world, 10 * turn + ord(name)))
+        for region in world.regions:
+            while sent := world.deliver_up(region):
+                world.deliver_down(region, sent)
+    return world
+
+
+def test_an_exploded_update_is_refused_whole_and_changes_nothing():
+    world = learned()
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    deltas = random_deltas(world, 99)
+    half = {**deltas, 0: 1e4 * deltas[0]}  # one fragment of it
+    before = [(state.x.clone(), state.version) for state in region.fragments]
+    norms = region.norms.state()
+    parts = worker.parts(half)
+    region.on_part(parts[0])
+    with pytest.raises(
+        Refused, match=r"a: fragment 0: the update's norm of .* up to .* is usual here.*norm_deviations"
+    ):
+        region.on_part(parts[1])
+    assert all(torch.equal(s.x, x) and s.version == v for s, (x, v) in zip(region.fragments, before, strict=True))
+    assert region.norms.state() == norms
+    worker.sequence -= 1
+    assert [region.on_part(p) for p in worker.parts(deltas)] == [False, True]  # its number is still free
+
+
+def test_a_region_that_was_cut_off_may_bring_much():
+    """Sixty times the usual, for it stands for sixty times as many updates; for one worker that is too much."""
+    world = learned()
+    region = world.regions["eu"]
+    deltas = {f: 60 * d for f, d in random_deltas(world, 5).items()}
+    [(_, worker)] = [world.workers["b"]]
+    parts = [dataclasses.replace(p, member="eu", sequence=world.top.members["eu"].sequence + 1)
+             for p in worker.parts(deltas)]  # fmt: skip
+    with pytest.raises(Refused, match="far out of the ordinary"):
+        world.top.on_part(dataclasses.replace(parts[0], incarnation=region.incarnation))
+    assert world.top.on_part(dataclasses.replace(parts[0], incarnation=region.incarnation, weight=60))
+
+
+def test_limits_can_be_switched_off():
+    world = make(config(limits=LimitsConfig(norm_deviations=None)))
+    for turn in range(40):
+        world.push("a", random_deltas(world, turn))
+    assert world.push("a", exploded(random_deltas(world, 77))) is not None
+    assert world.regions["eu"].state()[1]["norms"] is None
+
+
+@pytest.mark.parametrize("version", [-1, 1])
+def test_a_version_that_never_was_is_refused(version):
+    world = make(config())
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    with pytest.raises(Refused, match=f"starts from version {version}, which this server never gave; it is at"):
+        region.on_part(worker.parts(random_deltas(world, 1), version=version)[0])
+
+
+# ------------------------------------------------------------------------------------------------- quarantine
+
+
+QUARANTINED = (
+    r"a is quarantined after 3 refused updates; the last one: it was wild\. "
+    r"Started anew it may join 600 s later, or once the operator pardons it"
+)
+
+
+def offend(world: World, times: int, incarnation: str = "life-1") -> list[bool]:
+    return [world.regions["eu"].on_offence(Offence("a", incarnation, "it was wild")) for _ in range(times)]
+
+
+def test_who_offends_again_and_again_is_quarantined():
+    """Its data goes to others, it hears why, and comes back in a new life once it is pardoned; also across a restart
+    of the server."""
+    world = learned(offences=3, offence_window=10)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    lease = world.lease("a")
+    assert offend(world, 2) == [False, False]
+    assert offend(world, 5, "another life") == [False] * 5
+    assert offend(world, 1) == [True]
+    assert Release((lease.lease,)) in [send.message for send in region.outgoing()]
+    for server in (region, saved_and_loaded(world, "eu")):
+        status = server.status()["members"]["a"]
+        assert status["quarantined"] and status["refused"] == 3 and status["fault"] == "it was wild"
+        assert server.status()["refused"] == {"a": 3}
+        for refused in (lambda s=server: s.on_part(worker.parts(random_deltas(world, 1))[0]),
+                        lambda s=server: s.on_join(worker.joins(world.identity)[0]),
+                        lambda s=server: s.on_join(worker.joins(world.identity, "life-2")[0])):  # fmt: skip
+            with pytest.raises(Refused, match=QUARANTINED) as told:
+                refused()
+            assert told.value.retry_s is None
+        server.on_pardon(Pardon("a"))
+        with pytest.raises(Refused, match="this life of it was quarantined; start it anew"):
+            server.on_join(worker.joins(world.identity)[0])
+        for join in worker.joins(world.identity, "life-2"):
+            server.on_join(join)
+        assert server.current("a", "life-2") and not server.members["a"].offences
+
+
+def test_old_offences_are_forgotten():
+    world = learned(offences=3, offence_window=4)
+    for _ in range(4):
+        assert offend(world, 1) == [False]
+        for turn in range(2):
+            assert world.push("a", random_deltas(world, turn)) is not None
+    assert world.regions["eu"].members["a"].refused == 4
+    assert offend(world, 3) == [False, False, True]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["good", "wild", "offence", "pardon", "join"]), max_size=25))
+def test_decisions_are_the_same_after_any_restart(what):
+    """The same messages to a server that lives on and to one saved and loaded before each of them."""
+    world = learned(offences=2, offence_window=6)
+    worker, life = world.workers["a"][1], 1
+    worker.sequence = world.regions["eu"].members["a"].sequence
+    servers = [copy_of(world, world.regions["eu"]), copy_of(world, world.regions["eu"])]
+
+    def joins() -> list[object]:
+        return list(worker.joins(world.identity, f"life-{life}"))
+
+    said: list[object] = joins()
+    for number, kind in enumerate(what):
+        deltas = random_deltas(world, number)
+        if kind == "join":
+            life += 1
+        elif kind == "offence":
+            said.append(Offence("a", f"life-{life}", "x"))
+        elif kind == "pardon":
+            said.append(Pardon("a"))
+        else:
+            worker.sequence = servers[0].members["a"].sequence
+            said += worker.parts(exploded(deltas) if kind == "wild" else deltas, incarnation=f"life-{life}")
+        for message in [*said]:
+            outcomes = []
+            for index, server in enumerate(servers):
+                if index:
+                    fresh = copy_of(world, server)
+                    for name in ("joined", "parts", "arriving"):
+                        setattr(fresh.members["a"], name, getattr(server.members["a"], name))
+                    servers[index] = server = fresh
+                outcomes.append(outcome(server, message))
+            assert outcomes[0] == outcomes[1]
+            same_state(*servers)
+        said = joins() if kind == "join" else []
+
+
+def copy_of(world: World, server: RegionServer) -> RegionServer:
+    new = RegionServer(server.name, world.identity, world.layout, world.config, tuple(server.members))
+    tensors, meta = server.state()
+    new.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
+    return new
+
+
+def outcome(server: RegionServer, message: object) -> str:
+    try:
+        return str(take(server, message))
+    except Refused as refused:
+        return refused.reason
+
+
+# -------------------------------------------------------------------------------------------- data; the end
+
+
+def test_regions_of_different_data_are_told_apart():
+    """A region learns from its workers what it trains on, and says so above."""
+    world = make(config())
+    eu, us = world.regions["eu"], world.regions["us"]
+    for region, name, data in ((eu, "a", "aa" * 32), (us, "b", "bb" * 32)):
+        for join in world.workers[name][1].joins(world.identity):
+            region.on_join(dataclasses.replace(join, data=data))
+        [told] = [send for send in region.outgoing() if send.to == GLOBAL]
+        if region is eu:
+            world.top.on_join(told.message)
+        else:
+            with pytest.raises(
+                Refused, match=r"data differs: us trains on data of sha256 b+…, this run on a+…; copy one"
+            ):
+                world.top.on_join(told.message)
+    with pytest.raises(Refused, match="data differs: a trains on"):
+        eu.on_join(dataclasses.replace(world.workers["a"][1].joins(world.identity)[0], data="cc" * 32))
+    assert saved_and_loaded(world, "eu").data == "aa" * 32 == world.top.data
+
+
+def two_in_a_region(**settings: object) -> tuple[World, RegionServer]:
+    shape = toy()
+    workers = [FakeWorker(name, shape, whole(shape)) for name in ("a", "b")]
+    start = [torch.zeros(f.numel) for f in shape.fragments]
+    world = World(config(updates_per_send=50, **settings), {"eu": workers}, start, shape, train_samples=8)
+    return world, world.regions["eu"]
+
+
+def test_the_dead_keep_nobody_from_flushing():
+    """One worker has left, the other is dead for good: what is pending goes up at once, and the region leaves when
+    the global server says that all data is trained; not before, since the dead may come back for it."""
+    world, region = two_in_a_region()
+    lease = world.lease("a")
+    world.push("a", random_deltas(world, 1), (lease.lease,))
+    region.on_silence(Silence("a", "life-1"))
+    region.on_leave("b")
+    world._collect("eu")
+    assert [type(s.message).__name__ for s in world.up["eu"]] == ["UpdatePart"]
+    sent = world.deliver_up("eu")
+    world.deliver_down("eu", sent)
+    assert not region.gone and not world.up["eu"]
+    region.on_over()
+    world._collect("eu")
+    assert [s.message for s in world.up["eu"]] == [Leave("eu")]
+    restored = saved_and_loaded(world, "eu")
+    assert restored.over and restored.gone
+    restored.begin_again()
+    assert not restored.over
+
+
+def test_who_speaks_again_is_not_dead():
+    world, region = two_in_a_region()
+    for revive in (lambda: world.push("a", random_deltas(world, 2)),
+                   lambda: region.on_lease_request(LeaseRequest("a", 9)),
+                   lambda: region.on_join(world.workers["a"][1].joins(world.identity)[0])):  # fmt: skip
+        region.on_silence(Silence("a", "life-1"))
+        assert region.members["a"].silent
+        revive()
+        assert not region.members["a"].silent
+    region.on_leave("b")
+    region.on_over()
+    assert not region.gone  # it is at work
+
+
+def test_a_run_whose_data_is_trained_ends_without_its_dead_regions():
+    world = make(config(), train_samples=4)
+    world.top.on_leave("eu")
+    world.top.on_silence(Silence("us", "life-1"))
+    assert not world.top.finished
+    for name in ("a", "b"):
+        while isinstance(
+            lease := world.top.on_lease_request(LeaseRequest(name, 1 + len(world.top.book.open))), object
+        ):
+            if not hasattr(lease, "lease"):
+                break
+            world.top.book.commit((lease.lease,))
+    assert world.top.book.finished and world.top.finished
