@@ -7,15 +7,15 @@ against the number of heads in `geotrain.inner.model`).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from geotrain.faults import explain
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -376,20 +376,17 @@ class ClusterConfig(Block):
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
-        regions = {r.name for r in self.regions}
-        lent = {h.region for r in self.regions for w in r.workers for h in w.hosts if h.region is not None}
-        known = regions | lent | {"global"}  # a region all of whose hosts are lent has no server of its own
+        known = {r.name for r in self.regions} | {"global"}
         for link in self.links:
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
-        linked = regions | {end for link in self.links for end in link.regions}
         for region in self.regions:
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
-                if host.region is not None and host.region not in linked - {"global"}:
+                if host.region is not None and host.region not in known - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
 
@@ -449,7 +446,7 @@ def parse(kind: type[Config], raw: Any, where: str) -> Config:
         found = error.errors()
         inner = {fault["loc"][:depth] for fault in found for depth in range(len(fault["loc"]))}
         told = [fault for fault in found if fault["loc"] not in inner]  # a list with a bad item is not "too short"
-        faults = "\n".join(f"  {_explain(kind, fault)}" for fault in told)
+        faults = "\n".join(f"  {explain(kind, fault)}" for fault in told)
         raise ConfigError(f"{where}: not a valid {kind.__name__}\n{faults}") from None
 
 
@@ -476,36 +473,3 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
-
-
-def _explain(kind: type[BaseModel], fault: Any) -> str:
-    location = [str(part) for part in fault["loc"]]
-    key = ".".join(location) or "(whole file)"
-    if fault["type"] == "extra_forbidden":
-        known = sorted(_known_keys(kind, location[:-1]))
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"{key}: unknown key; {hint}"
-    if fault["type"] == "missing":
-        return f"{key}: this key is required"
-    value = json.dumps(fault["input"], default=str)
-    value = value if len(value) <= 80 else value[:77] + "…"
-    return f"{key} = {value}: {fault['msg'].removeprefix('Value error, ')}"
-
-
-def _known_keys(kind: type[BaseModel], path: list[str]) -> set[str]:
-    """Keys of the model that `path` leads to; indices into lists are passed over."""
-    for part in path:
-        for name, field in kind.model_fields.items():
-            if part in (name, field.alias):
-                kind = next(_models_in(field.annotation), kind)
-                break
-    return {field.alias or name for name, field in kind.model_fields.items()}
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif get_origin(annotation) in (Union, tuple, list) or get_args(annotation):
-        for inner in get_args(annotation):
-            yield from _models_in(inner)

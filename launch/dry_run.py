@@ -60,7 +60,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         for region in cluster.regions
         for worker in region.workers
     )
-    links = tuple(_link(run, layout, cluster, region.name) for region in cluster.regions)
+    links = tuple(_link(run, layout, cluster, region.name) for region in cluster.serving)
     fragments = tuple((f.name, f.numel) for f in layout.fragments)
     # A server holds its weights, its rule's momentum and accumulator, all fp32.
     return Needs(layout.numel, fragments, 3 * 4 * layout.numel, workers, links)

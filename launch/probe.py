@@ -185,11 +185,12 @@ def _inside(cluster: ClusterConfig, region: RegionConfig, limits: Limits, tell: 
     with contextlib.ExitStack() as stack:
         sites = []
         for host, worker in far:
-            role, name = ("worker", worker.name) if worker else ("region", region.name)
+            role: Role = "worker" if worker else "region"
+            name = worker.name if worker else region.name
             command: tuple[str, ...] = over_ssh(host.host, region.folder, (python_there(region.folder), *SITE))
             if region.ssh is not None:
                 command = over_ssh(region.ssh, region.folder, command)
-            place = Place(name, role, command, Address(host=host.host), security, None, host.host)  # type: ignore[arg-type]
+            place = Place(name, role, command, Address(host=host.host), security, None, host.host)
             sites.append(stack.enter_context(Site(place)))
             sites[-1].start()
         ways = []

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Lowest first. A module may import its own layer's siblings within one package, and every lower layer.
 LAYERS = [
-    {"config", "canonical", "initial", "files", "kernels", "sharing"},
+    {"config", "faults", "canonical", "initial", "files", "kernels", "sharing"},
     {"outer"},
     {"inner", "net", "data", "plan", "simulate", "monitor", "export", "sample", "evaluate"},
     {"trainer", "launch", "quickstart"},

@@ -61,13 +61,24 @@ def test_help_is_quick() -> None:
     assert done.returncode == 0
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
-    for command in ("prepare", "launch", "serve", "status", "export", "sample", "dry-run", "schema", "quickstart"):
+    for command in (
+        "prepare",
+        "launch",
+        "serve",
+        "status",
+        "export",
+        "sample",
+        "dry-run",
+        "plan",
+        "schema",
+        "quickstart",
+    ):
         assert f" {command} " in done.stdout
 
 
 @pytest.mark.parametrize(
     "command",
-    ["prepare", "launch", "serve global", "serve region", "status", "export", "sample", "dry-run", "schema"],
+    ["prepare", "launch", "serve global", "serve region", "status", "export", "sample", "dry-run", "plan", "schema"],
 )
 def test_every_command_has_an_example(command: str, geotrain: Run) -> None:
     done = geotrain(*command.split(), "--help")

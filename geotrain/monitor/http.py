@@ -84,7 +84,9 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """Where others find it; every address of this machine goes by its name."""
+        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        host = f"[{name}]" if ":" in name else name
         return f"http://{host}:{self.port}/"
 
     def start(self) -> None:

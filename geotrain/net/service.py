@@ -74,7 +74,7 @@ class Service:
         self.machine, self._control, self._extra_status = machine, control, extra_status
         self.member_role, self.credentials = member_role, credentials
         self.pulse = Pulse(machine, silent_s)
-        self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that joined over it
+        self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.tallies: dict[str, Tally] = {}  # member → its bytes by fragment
         self.beats: dict[str, dict[str, float]] = {}  # member → what its last heartbeat said
         self.inbox = Inbox(machine.server.up.encoded_bytes(machine.server.layout.numel))
@@ -134,7 +134,6 @@ class Service:
         join = wire.unpack(request, Join)
         self._speaks(context, self.member_role, join.member)
         welcome = await self.machine.say(join)
-        self.peers[_plain_peer(context.peer())] = join.member
         self.pulse.heard(join.member, join.part)
         self._granted.pop(join.member, None)  # what its earlier life was told may be wrong by now
         return wire.pack(welcome)
@@ -300,11 +299,12 @@ class Service:
 
     def _speaks(self, context: Any, role: Role, name: str) -> None:
         """Raises Refused when the certificate on the other end is not this one's."""
-        if self.credentials is None:
-            return
-        names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
-        if identity(role, name) not in names:
-            raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
+        if self.credentials is not None:
+            names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
+            if identity(role, name) not in names:
+                raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
+        if role == self.member_role and name in self.machine.server.members:
+            self.peers[_plain_peer(context.peer())] = name  # also after a loss, when it comes over a new connection
 
     def _workers_of(self, member: str) -> tuple[str, ...]:
         server = self.machine.server

@@ -129,7 +129,7 @@ class Store:
         for number in reversed(self.numbers()):
             try:
                 return self._load(number, names), faults
-            except (DamagedSnapshot, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
                 faults.append(f"{self._path(number)}: damaged, passed over: {error}")
         return None, faults
 
@@ -225,7 +225,10 @@ def _read(path: Path, size: int, crc: int) -> Tensor:
         raise DamagedSnapshot(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
     with path.open("rb") as file:
         head = file.read(8)
-        text = file.read(struct.unpack("<Q", head)[0])
+        text_bytes = struct.unpack("<Q", head)[0]
+        if text_bytes > size - len(head):
+            raise DamagedSnapshot(f"{path.name}: its header is said to have {text_bytes} bytes")
+        text = file.read(text_bytes)
         found = zlib.crc32(head + text)
         stated = json.loads(text)["tensor"]
         dtype = KINDS[stated["dtype"]]

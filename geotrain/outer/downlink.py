@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig
-from geotrain.outer.codec import make_codec, rounding_seed
+from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
 from geotrain.outer.messages import FragmentWeights
 from geotrain.outer.staging import on_host
 
@@ -56,12 +56,16 @@ class WeightsReceiver:
         self.plain = make_codec(CodecConfig(name="fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
 
+    def check(self, weights: FragmentWeights, numel: int) -> None:
+        """Raises CodecError unless `decode` can take them here."""
+        self._codec_of(weights).check(from_bytes(weights.payload), numel)
+
     def decode(self, weights: FragmentWeights, numel: int, bring: Bring = on_host) -> Tensor:
         """The weights as fp32, 1-D, where `bring` puts the payload. The caller may not write to them.
 
         Raises CodecError; then nothing has changed.
         """
-        codec = self.codec if weights.increment else self.plain
+        codec = self._codec_of(weights)
         payload = bring(weights.payload, lambda host: codec.check(host, numel))
         if weights.increment:
             mirror = self.mirror[weights.fragment]
@@ -71,6 +75,11 @@ class WeightsReceiver:
         if self.changes:
             self.mirror[weights.fragment] = vector
         return vector
+
+    def _codec_of(self, weights: FragmentWeights) -> Codec:
+        if weights.increment and (not self.changes or weights.fragment not in self.mirror):
+            raise CodecError(f"a change of fragment {weights.fragment} came, but not what it changes")
+        return self.codec if weights.increment else self.plain
 
 
 def to_bytes(payload: Tensor) -> bytes:

@@ -31,7 +31,7 @@ class GlobalServer(Server):
     ) -> None:
         workers = {w: (w,) for names in regions.values() for w in names}
         self.workers_of = workers if config.levels == 1 else regions
-        self.workers = frozenset(workers)
+        self._member_of = {worker: member for member, names in self.workers_of.items() for worker in names}
         members = tuple(self.workers_of)
         rule = global_rule(config, members)
         super().__init__(identity, layout, rule, members, config.up, config.down, config.limits)
@@ -40,10 +40,9 @@ class GlobalServer(Server):
 
     def on_lease_request(self, request: LeaseRequest) -> Lease | Finished:
         """Raises Refused when the worker is none of this run's."""
-        if request.worker not in self.workers:
+        if request.worker not in self._member_of:
             raise Refused(f"no worker of this run is called {request.worker!r}")
-        if request.worker in self.members:
-            self.members[request.worker].silent = False
+        self.members[self._member_of[request.worker]].silent = False
         return self.book.grant(request)
 
     def on_release(self, release: Release) -> None:

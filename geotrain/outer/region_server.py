@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.outer.codec import NonFiniteError, make_codec, refusal, rounding_seed
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import (
@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     LeaseRequest,
     Leave,
     Offence,
+    Refused,
     Release,
     Send,
     Silence,
@@ -96,6 +97,10 @@ class RegionServer(Server):
         state: what that holds as pending went up later, so it begins again from the global weights.
         """
         known = welcome.sequence - 1
+        if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.layout.fragments)):
+            raise Refused(
+                f"{self.name}: a welcome with sequence {welcome.sequence}, versions {welcome.versions} is none"
+            )
         if known > self.sequence and self.fragments:
             self._start_over()
         oldest = min(self.in_flight, default=self.sequence + 1)
@@ -107,7 +112,7 @@ class RegionServer(Server):
             }
             self.sequence = known + len(self.in_flight)
         self.sequence = max(self.sequence, known)
-        if lost:  # versions that it has lost, too, are none to start from
+        if lost and welcome.versions:  # versions that it has lost, too, are none to start from
             self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
             self.in_flight = {
                 s: replace(u, deltas=tuple(self._as_known(d) for d in u.deltas)) for s, u in self.in_flight.items()
@@ -139,10 +144,11 @@ class RegionServer(Server):
             state.version = version
 
     def on_global_weights(self, answer: Answer) -> None:
-        """The answer to an update of ours, or (sequence 0) to our join."""
+        """The answer to an update of ours, or (sequence 0) to our join. Raises Refused; then nothing has changed."""
         first = not self.fragments
         if not first and answer.sequence not in self.in_flight:
             return  # a second copy: a change must not be added to the mirror twice
+        self._check_answer(answer, first)
         vectors = [self.decode_weights(w) for w in answer.weights]
         if first:
             self.set_weights([v.clone() for v in vectors])
@@ -157,6 +163,14 @@ class RegionServer(Server):
                 state = self.fragments[weights.fragment]
                 self.answer_members(self.rule.on_global_weights(state, vector), weights.fragment)
         self._send_what_is_due()
+
+    def _check_answer(self, answer: Answer, first: bool) -> None:
+        whole = range(len(self.layout.fragments))
+        wanted = list(whole) if first else [d.fragment for d in self.in_flight[answer.sequence].deltas]
+        if sorted(w.fragment for w in answer.weights) != sorted(wanted) or any(w.version < 0 for w in answer.weights):
+            raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {wanted}")
+        for weights in answer.weights:
+            self.check_weights(weights)
 
     def outgoing(self) -> list[Send]:
         """Messages that should leave now; each is returned once."""
@@ -325,6 +339,13 @@ class RegionServer(Server):
             parameter = self.layout.not_finite(fragment, delta)
             what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
             raise refusal(f"region {self.name}: {what}") from None
+
+    def check_weights(self, weights: FragmentWeights) -> None:
+        """Raises Refused."""
+        try:
+            self.downlink.check(weights, self.layout.fragments[weights.fragment].numel)
+        except CodecError as error:
+            raise Refused(f"{self.name}: fragment {weights.fragment} of the global server: {error}") from None
 
     def decode_weights(self, weights: FragmentWeights) -> Tensor:
         return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)

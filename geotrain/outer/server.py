@@ -88,13 +88,13 @@ class Server:
         if join.parts != parts or not 0 <= join.part < parts:
             raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
         self._check_slices(join)
+        joined = {**({} if new else member.joined), join.part: join}
+        if len(joined) == parts:
+            self._check_cover(join.member, joined)
         if new:
             member.begin_life(join.incarnation)
             self.on_new_life(join.member, join)
-        member.parts, member.silent = parts, False
-        member.joined[join.part] = join
-        if member.complete:
-            self._check_cover(join.member, member)
+        member.parts, member.joined, member.silent = parts, joined, False
         self.data = self.data or join.data
         versions = tuple(state.version for state in self.fragments)
         return Welcome(member.sequence + 1, member.job + 1, self.incarnation, versions)
@@ -357,12 +357,11 @@ class Server:
             # Ranks that hold copies of the same norm would see them drift apart, their blocks being different.
             raise Refused(f"{join.member}: codec {self.down.name!r} downwards needs a member that holds everything")
 
-    def _check_cover(self, name: str, member: Member) -> None:
+    def _check_cover(self, name: str, joined: dict[int, Join]) -> None:
         try:
             for f in range(len(self.layout.fragments)):
-                self.layout.check_cover(f, [s for join in member.joined.values() for s in join.pushes[f]])
+                self.layout.check_cover(f, [s for join in joined.values() for s in join.pushes[f]])
         except LayoutError as error:
-            member.joined.clear()
             raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
 
     def _check_part(self, part: UpdatePart, member: Member) -> None:

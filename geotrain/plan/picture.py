@@ -87,8 +87,9 @@ def _links(axes: Any, plan: Plan, at: dict[str, tuple[float, float]]) -> None:
     for link in plan.prediction.links:
         ends = frozenset(plan.place.region if end == GLOBAL else end for end in (link.sender, link.receiver))
         if len(ends) == 2 and ends <= set(at) and (link.receiver == GLOBAL or link.what != "outer loop"):
+            gigabytes = link.bytes_per_day / 1e9
             what = "" if link.what == "outer loop" else "pipeline "
-            text = f"{what}{link.bytes_per_day / 1e9:,.3g} GB/day, {link.busy:.0%}"
+            text = f"{what}{gigabytes:,.{0 if gigabytes > 10 else 2}f} GB/day, {link.busy:.0%}"
             carried.setdefault(ends, []).append(text)
     for ends, texts in carried.items():
         (x0, y0), (x1, y1) = (at[end] for end in sorted(ends))

@@ -34,6 +34,8 @@ def pinned_words(task: Task) -> str:
 
 def smallest_change(task: Task) -> str:
     """Tried in this order: keys of the run, then more hosts of the largest kind, then larger accelerators."""
+    if task.pins.recompute is None:
+        task = task.with_recompute("full")  # as the plan itself would
     every = [spot for spots in task.spots.values() for spot in spots]
     for words, changed in _changes(task):
         if fits(changed, every):

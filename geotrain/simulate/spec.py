@@ -139,7 +139,7 @@ def world_of_cluster(cluster: ClusterConfig, step_s: dict[str, float], seed: int
     """
     links = {name: link for link in cluster.links for name in link.regions if "global" in link.regions}
     regions = []
-    for region in cluster.regions:
+    for region in cluster.serving:
         if region.name not in links:
             raise ConfigError(
                 f"cluster {cluster.name!r}: no link between region {region.name!r} and 'global' is described; "

@@ -51,6 +51,13 @@ def test_answers_with_strict_headers(make: Make) -> None:
     assert get(make(), "/other").status == 404
 
 
+def test_where_others_find_it() -> None:
+    for host, name in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())):
+        server = HttpServer(host, 0, {}, TOKEN)
+        assert server.url == f"http://{name}:{server.port}/"
+        server.close()
+
+
 def test_only_get_is_answered(make: Make) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", make().port, timeout=10)
     connection.request("POST", "/", body=b"x")

@@ -1,0 +1,143 @@
+"""The cost model of a run against sums by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan.plan_cases import DEVICE, inventory, small_run
+
+from geotrain.canonical import canonical_parameters
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, parse
+from geotrain.launch import dry_run
+from geotrain.plan.cost import problem_from_links, stage_cost
+from geotrain.plan.job import Prediction, model_of, predict
+from geotrain.plan.work import stage_flops, token_flops, useful_flops
+
+GBPS, RTT_S = 10.0, 0.02
+
+
+def cluster(hosts: list[list[dict[str, Any]]], parallel: dict[str, int], **link: float) -> ClusterConfig:
+    """One worker a list of hosts, all in region eu."""
+    workers = [
+        {"name": f"eu-{i}", "hosts": mine, "parallel": parallel, "launcher": "ssh"} for i, mine in enumerate(hosts)
+    ]
+    inside = {"regions": ["eu", "eu"], "gbps": GBPS, "rtt_ms": 1000 * RTT_S}
+    raw = {
+        "name": "c",
+        "regions": [{"name": "eu", "workers": workers}],
+        "links": [inside, {"regions": ["eu", "global"], "gbps": 1.0, "rtt_ms": 100.0, **link}],
+        "devices": {"d": DEVICE, "slow": {**DEVICE, "tflops": 50.0}},
+    }
+    return parse(ClusterConfig, raw, "c")
+
+
+def host(name: str, slots: int = 1, kind: str = "d") -> dict[str, Any]:
+    return {"host": name, "slots": slots, "device": kind}
+
+
+def on(run: RunConfig, hosts: list[list[dict[str, Any]]], **parallel: int) -> Prediction:
+    return predict(run, cluster(hosts, parallel))
+
+
+def test_operations_are_two_for_each_weight_that_a_token_meets() -> None:
+    a = model_of(small_run())
+    matrices = sum(p.numel for p in canonical_parameters(a) if len(p.shape) == 2 and "embed" not in p.name)
+    attention = 2 * a.heads * a.head_dim * 2048 * a.layers
+    assert useful_flops(a, 2048) == 3 * (2 * matrices + attention)
+    whole = [sum(x) for x in zip(*(stage_flops(a, 2048, s, 4, "none") for s in range(4)), strict=True)]
+    assert sum(whole) == pytest.approx(useful_flops(a, 2048))
+    full = sum(stage_flops(a, 2048, 0, 1, "full")) - sum(stage_flops(a, 2048, 0, 1, "none"))
+    assert full == pytest.approx(a.layers * token_flops(a, 2048).layer)
+
+
+def test_one_accelerator_computes_and_nothing_else() -> None:
+    run = small_run()
+    found = on(run, [[host("a")]])
+    expected = 64 * 2048 * useful_flops(model_of(run), 2048) / 50e12
+    assert found.workers["eu-0"].step_s == pytest.approx(expected)
+    assert found.workers["eu-0"].compute_s == pytest.approx(expected)
+    assert found.workers["eu-0"].limit.startswith("waiting for the outer loop")
+    assert found.workers["eu-0"].utilization == pytest.approx(8 * expected / found.workers["eu-0"].job_s)
+    slow = on(run, [[host("a", kind="slow")]])
+    assert slow.workers["eu-0"].step_s == pytest.approx(2 * expected)
+
+
+def test_replicas_reduce_at_the_cost_that_dt_fm_gives() -> None:
+    """With equal links a ring costs what DT-FM counts, for gradients reduced and gathered and weights gathered."""
+    run = small_run()
+    found = on(run, [[host(f"h{i}") for i in range(4)]]).workers["eu-0"]
+    gigabytes = model_of(run).parameter_count * 2 / 1e9
+    n = range(4)
+    problem = problem_from_links(
+        [[RTT_S / 2 for _ in n] for _ in n], [[GBPS for _ in n] for _ in n], stages=1, replicas=4,
+        gradient_gigabytes=gigabytes, activation_gigabytes=0.0,
+    )  # fmt: skip
+    dt_fm = stage_cost(problem, list(n))
+    assert found.step.reduction_s == pytest.approx(1.5 * dt_fm, rel=1e-6)
+    whole = on(run, [[host("a")]]).workers["eu-0"].compute_s
+    assert found.step.compute_s == pytest.approx(whole / 4)
+
+
+def test_a_pipeline_waits_for_its_bubble_and_its_links() -> None:
+    run = small_run()
+    near = on(run, [[host("a", 4)]], pipeline=4).workers["eu-0"]
+    m = 64
+    busiest = max(sum(stage_flops(model_of(run), 2048, s, 4, "none")) for s in range(4)) * 2048 / 50e12
+    assert near.step.compute_s == pytest.approx(m * busiest)
+    assert 0 < near.step.pipeline_s < 0.15 * near.step_s
+    far = on(run, [[host(f"h{i}") for i in range(4)]], pipeline=4).workers["eu-0"]
+    transfer = RTT_S / 2 + 8e-9 * 2048 * 2048 * 2 / GBPS
+    assert far.step_s >= m * (busiest + transfer)  # what it sends and what it gets pass each other
+    assert far.step_s < (m + 8) * (busiest + 2 * transfer)
+
+
+def test_tensor_parallelism_reduces_twice_a_layer_each_way() -> None:
+    run = small_run()
+    found = on(run, [[host("a", 2)]], tensor=2).workers["eu-0"]
+    once = 2 * 8e-9 * (2048 * 2048 * 2 / 2) / DEVICE["host_gbps"]
+    assert found.step.tensor_s == pytest.approx(64 * (4 * 16 + 2) * once)
+
+
+def test_acco_hides_the_reduction() -> None:
+    plain = on(small_run(), [[host("a"), host("b")]]).workers["eu-0"].step
+    hidden = on(small_run(acco={"prediction": "stale"}), [[host("a"), host("b")]]).workers["eu-0"].step
+    assert plain.reduction_s > 0.5
+    assert hidden.reduction_s == pytest.approx(0.0, abs=1e-9)
+    assert hidden.compute_s == plain.compute_s
+
+
+def test_memory_is_what_the_dry_run_says() -> None:
+    run, where = small_run(), cluster([[host("a", 4)], [host("b", 2)]], {"pipeline": 2})
+    found = predict(run, where)
+    needs = dry_run.needs(run, where)
+    assert {w.name: w.memory for w in needs.workers} == {name: w.memory for name, w in found.workers.items()}
+    assert found.workers["eu-0"].memory_limit_bytes == 40e9
+
+
+def test_bytes_and_money() -> None:
+    run = small_run(outer={"local_steps": 8, "updates_per_send": 4, "up": {"name": "bf16"}, "down": {"name": "int4"}})
+    found = predict(run, cluster([[host("a", 2)]], {}, usd_per_gb=0.1))
+    parameters = model_of(run).parameter_count
+    round_s = 4 * found.workers["eu-0"].job_s
+    assert found.regions["eu"].round_s == found.round_s == pytest.approx(round_s)
+    up, down = found.links
+    assert (up.sender, up.receiver, down.sender) == ("eu", "global", "global")
+    assert up.bytes_per_s == pytest.approx(2 * parameters / round_s)
+    assert down.bytes_per_day == pytest.approx(86_400 * (0.5 + 2 / 128) * parameters / round_s, rel=1e-3)
+    traffic = 0.1 * 3600 * (up.bytes_per_s + down.bytes_per_s) / 1e9
+    assert found.usd_per_hour == pytest.approx(2 * 1.0 + traffic)
+    assert found.usd(1e9) == pytest.approx(found.usd_per_hour * 1e9 / found.tokens_per_s / 3600)
+
+
+def test_what_is_missing_is_named() -> None:
+    run = small_run()
+    no_device = [{"host": "a", "slots": 1}]
+    with pytest.raises(ConfigError, match=r"worker 'eu-0': host 'a' names no device.*\(d, slow\)"):
+        on(run, [no_device])
+    where = cluster([[host("a"), host("b")]], {})
+    for kept, message in ((1, "between hosts of region 'eu'"), (0, "between 'eu' and 'global'")):
+        with pytest.raises(ConfigError, match=f"no figure for the link {message}; add .*geotrain probe"):
+            predict(run, where.model_copy(update={"links": where.links[kept : kept + 1]}))
+    with pytest.raises(ConfigError, match="has no workers; `geotrain plan`"):
+        predict(run, inventory({"eu": [(1, "d")]}))
