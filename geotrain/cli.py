@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -118,6 +119,12 @@ def launch_site() -> None:
     from geotrain.launch.region import launch_site as start
 
     raise typer.Exit(start())
+
+
+@serve.callback()
+def before_serving() -> None:
+    """Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")

@@ -58,7 +58,7 @@ class Trainer:
         pieces = [Piece(s.runs, s.master, s.pushes) for s in engine.shards()]
         self.worker = WorkerRank(layout, run.outer, pieces)
         self.exchange = Exchange(
-            name, run.outer.overlap, engine, self.worker, client, len(layout.fragments), time.perf_counter
+            name, run.outer, engine, self.worker, client, len(layout.fragments), time.perf_counter
         )
 
     def train(self, resume: bool) -> None:

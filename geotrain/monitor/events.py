@@ -95,6 +95,18 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class LinkTraffic:
+    """Bytes on a server's wide-area links since the event before this one (or the server's start), up towards the
+    global server and down from it; the peaks are the most within one second."""
+
+    seconds: Annotated[float, "since the event before this one"]
+    up_bytes: Annotated[int, "towards the global server"]
+    down_bytes: Annotated[int, "from the global server"]
+    peak_up_bytes_per_s: Annotated[int, "the most within one second"]
+    peak_down_bytes_per_s: Annotated[int, "the most within one second"]
+
+
+@dataclass(frozen=True)
 class UpdatesLost:
     """The global server was restored from a state older than what it had acknowledged."""
 
@@ -284,6 +296,7 @@ Event = (
     | Pardoned
     | SentUp
     | Merged
+    | LinkTraffic
     | UpdatesLost
     | SnapshotWritten
     | SnapshotUploaded

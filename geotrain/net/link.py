@@ -15,6 +15,7 @@ from grpc import aio
 from geotrain.net import calls, wire
 from geotrain.net.certs import Trust
 from geotrain.net.deadline import Pace, within
+from geotrain.net.tally import Tally
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -75,6 +76,7 @@ class Link:
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
+        self.tally = Tally()
         self.retries = 0  # attempts that failed on their way and were repeated
         self._up, self._down = Pace(), Pace()
         self._broken: dict[int, int] = {}  # part → checksum of the header of its update that was broken off
@@ -104,7 +106,7 @@ class Link:
         try:
             first = await self._resume(call, part, header) if again else 0
             tasks = [
-                asyncio.create_task(self._write(call, wire.frames(part, first), replied)),
+                asyncio.create_task(self._write(call, self.tally.sending(part, first), replied)),
                 asyncio.create_task(call.read()),
             ]
             writing, reading = tasks
@@ -166,11 +168,13 @@ class Link:
                 half = _Arriving(frame, wire.Reader(Answer, calls.NotYet, limit_bytes=limit_bytes))
                 half.reader.feed(frame)
             reader = half.reader
+            count = self.tally.receiving(reader.header, reader.chunks)
             while not reader.complete:
                 frame = await self._down.frame(call.read())
                 if frame is aio.EOF:
                     raise Lost("the answer ended early")
                 reader.feed(frame)
+                count(frame)
             return None if isinstance(reader.message, calls.NotYet) else reader.message
         except (aio.AioRpcError, TimeoutError) as error:
             self._keep(key, half)

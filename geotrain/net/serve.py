@@ -25,7 +25,15 @@ from geotrain.canonical import UnsupportedModelError
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, ConfigError, RunConfig, is_loopback
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
-from geotrain.monitor.events import Acknowledged, EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.events import (
+    Acknowledged,
+    EventLog,
+    LinkTraffic,
+    Recovery,
+    SnapshotWritten,
+    Trouble,
+    UpdatesLost,
+)
 from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
 from geotrain.net import calls
@@ -40,6 +48,7 @@ from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_sna
 from geotrain.net.remote import Remote, Uploader
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
+from geotrain.net.tally import Tally
 from geotrain.net.uplink import Uplink
 from geotrain.net.watch import Watch
 from geotrain.outer.global_server import GlobalServer
@@ -53,6 +62,7 @@ log = logging.getLogger(__name__)
 SNAPSHOT_RETRY_S = 30.0
 MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
+TRAFFIC_EVENT_S = 5.0
 LAST_UPLOAD_S = 120.0  # at the end
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
@@ -270,6 +280,7 @@ class _Host:
             self.machine.failure,
             asyncio.ensure_future(self.stop.wait()),
             asyncio.ensure_future(self._snapshots()),
+            asyncio.ensure_future(self._tell_traffic()),
         ]
         if self.run_config.monitor.enabled:
             tasks.append(asyncio.ensure_future(self.watch.run()))
@@ -323,6 +334,20 @@ class _Host:
                 self.events.write(Trouble(str(error)))
                 await asyncio.sleep(SNAPSHOT_RETRY_S)
 
+    async def _tell_traffic(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await asyncio.sleep(TRAFFIC_EVENT_S)
+            finally:  # the last one tells of the time until the end
+                recent = self.meter.take_recent()
+                seconds = round(time.monotonic() - began_s, 3)
+                sent, received = recent.sent_bytes, recent.received_bytes
+                peaks = recent.peak_sent_bytes, recent.peak_received_bytes
+                if self.place.role == "global":
+                    sent, received, peaks = received, sent, peaks[::-1]
+                self.events.write(LinkTraffic(seconds, sent, received, *peaks))
+
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
@@ -368,10 +393,15 @@ class _Host:
         return self.place.role == "global" or peer.rpartition(":")[2] == str(self.place.cluster.global_server.port)
 
     def _status(self) -> dict[str, Any]:
-        """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
-        rates over a second. peers: bytes with each member."""
+        """links: bytes on the wide-area links, up towards the global server and down from it, their highest rates
+        over a second, and what of them each fragment moved. peers: bytes with each member, likewise."""
         members = self._traffic()
         total = self.meter.total
+        fragments = Tally()
+        layout, tallies = self.server.layout, self.service.tallies
+        above = [self.uplink.link.tally] if self.uplink else []
+        for tally in tallies.values() if self.place.role == "global" else above:
+            fragments.add(tally)
         sent, received = ("up", "down") if self.place.role == "region" else ("down", "up")
         return {
             "links": {
@@ -379,9 +409,15 @@ class _Host:
                 f"{received}_bytes": total.received_bytes,
                 f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
                 f"peak_{received}_bytes_per_s": total.peak_received_bytes,
+                "fragments": fragments.status(layout),
             },
             "peers": {
-                name: {"sent_bytes": t.sent_bytes, "received_bytes": t.received_bytes} for name, t in members.items()
+                name: {
+                    "sent_bytes": t.sent_bytes,
+                    "received_bytes": t.received_bytes,
+                    "fragments": tallies.get(name, Tally()).status(layout),
+                }
+                for name, t in members.items()
             },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,

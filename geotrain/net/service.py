@@ -24,6 +24,7 @@ from geotrain.net.inbox import Inbox
 from geotrain.net.machine import Machine
 from geotrain.net.pulse import WORKER_SILENT_S, Pulse
 from geotrain.net.rates import Rates
+from geotrain.net.tally import Tally
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     Finished,
@@ -77,6 +78,7 @@ class Service:
         self.member_role, self.credentials = member_role, credentials
         self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
+        self.tallies: dict[str, Tally] = {}  # member → its bytes by fragment
         self.beats: dict[str, dict[str, float]] = {}  # member → what its last heartbeat said
         self.inbox = Inbox(machine.server.up.encoded_bytes(machine.server.layout.numel))
         self.rates = Rates()
@@ -193,8 +195,11 @@ class Service:
     async def _take_chunks(self, context: Any, part: UpdatePart, reader: wire.Reader) -> None:
         rank, pace = (part.member, part.part), self._pace(part.member)
         try:
+            count = self._tally(part.member).receiving(part, reader.chunks)
             while not reader.complete:
-                reader.feed(await _next_frame(pace.frame(context.read())))
+                frame = await _next_frame(pace.frame(context.read()))
+                reader.feed(frame)
+                count(frame)
                 self.pulse.heard(*rank)
         except wire.DamagedError:
             raise
@@ -220,7 +225,8 @@ class Service:
         message = calls.NotYet() if answer is None else answer
         header = next(wire.frames(message))
         pace = self._pace(pull.member)
-        for frame in wire.frames(message, pull.chunks if wire.crc_of(header) == pull.header else 0):
+        first = pull.chunks if wire.crc_of(header) == pull.header else 0
+        for frame in self._tally(pull.member).sending(message, first):
             await pace.frame(context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
@@ -331,6 +337,9 @@ class Service:
             return None
         lease: Lease | Finished | None = await self.machine.say(request)
         return lease
+
+    def _tally(self, member: str) -> Tally:
+        return self.tallies.setdefault(member, Tally())
 
     def _granted_for(self, worker: str, job: int) -> Lease | Finished | None:
         granted = self._granted.get(worker)

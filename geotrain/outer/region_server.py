@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.outer.codec import CodecError, make_codec
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import (
@@ -357,8 +357,13 @@ class RegionServer(Server):
             if fragment not in self.residuals:
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
-        what = f"delta of fragment {fragment} of region {self.name}"
-        return to_bytes(self.up_codec.encode(delta, residual=residual, seed=self.sequence, what=what).payload)
+        try:
+            seed = rounding_seed(self.name, 0, self.sequence, fragment)
+            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
+        except NonFiniteError:
+            parameter = self.layout.not_finite(fragment, delta)
+            what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
+            raise refusal(f"region {self.name}: {what}") from None
 
     def check_weights(self, weights: FragmentWeights) -> None:
         """Raises Refused."""
