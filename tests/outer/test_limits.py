@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from geotrain.config import LimitsConfig
 from geotrain.net.machine import take
 from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, NormLimits, norm
-from geotrain.outer.messages import GLOBAL, LeaseRequest, Leave, Offence, Pardon, Refused, Release, Silence
+from geotrain.outer.messages import (
+    GLOBAL,
+    Finished,
+    Lease,
+    LeaseRequest,
+    Leave,
+    Offence,
+    Pardon,
+    Refused,
+    Release,
+    Silence,
+)
 from geotrain.outer.region_server import RegionServer
 from tests.net.test_net_journal import same_state
 from tests.outer.test_lives import saved_and_loaded
@@ -310,12 +321,11 @@ def test_a_run_whose_data_is_trained_ends_without_its_dead_regions():
     world = make(config(), train_samples=4)
     world.top.on_leave("eu")
     world.top.on_silence(Silence("us", "life-1"))
-    assert not world.top.finished
-    for name in ("a", "b"):
-        while isinstance(
-            lease := world.top.on_lease_request(LeaseRequest(name, 1 + len(world.top.book.open))), object
-        ):
-            if not hasattr(lease, "lease"):
-                break
+    for job in range(1, 9):
+        lease = world.top.on_lease_request(LeaseRequest("a", job))
+        if isinstance(lease, Lease):
+            assert not world.top.finished
             world.top.book.commit((lease.lease,))
     assert world.top.book.finished and world.top.finished
+    assert isinstance(world.top.on_lease_request(LeaseRequest("b", 1)), Finished)
+    assert not world.top.finished  # a worker there asks for data: the region lives
