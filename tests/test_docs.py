@@ -29,7 +29,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:geotrain|make|python|deepspeed) [^`]+)`", re.DOTALL)
 BIN = Path(sys.executable).parent
-SMALLER = {"train_samples": 256}  # of the tutorial's run
+SMALLER = {"train_samples": 512}  # of the tutorial's run
 APP: Any = typer.main.get_command(cli.app)
 
 
@@ -146,6 +146,7 @@ def test_the_tutorial_works(
             raw = json.loads(block.text)
             if "data" in raw:
                 raw["data"].update(SMALLER)
+                raw["monitor"]["validate_every_samples"] = 128
             Path(block.note).write_text(json.dumps(raw))
         elif block.note == "run":
             for command in commands(block.text):
