@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch.check import free_ports
@@ -42,8 +43,8 @@ def main() -> None:
 
 
 @contextmanager
-def servers(folder: Path, local_steps: int) -> Iterator[tuple[RunConfig, ClusterConfig]]:
-    """A prepared data set and two running servers."""
+def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Iterator[tuple[RunConfig, ClusterConfig]]:
+    """A prepared data set and two running servers. run_keys: laid over the run file's blocks."""
     from geotrain.data.corpus import write_jsonl
     from geotrain.data.prepare import prepare
     from geotrain.data.tokenizer import byte_tokenizer
@@ -56,6 +57,8 @@ def servers(folder: Path, local_steps: int) -> Iterator[tuple[RunConfig, Cluster
     raw["folder"] = str(folder / "run")
     raw["data"].update(train=str(folder / "data/train"), validation=None, train_samples=1 << 20)
     raw["outer"]["local_steps"] = local_steps
+    for block, keys in run_keys.items():
+        raw[block] = {**raw.get(block, {}), **keys}
     ports = free_ports(2)
     cluster = {
         "name": "bench",

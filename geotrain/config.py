@@ -7,14 +7,15 @@ against the number of heads in `geotrain.inner.model`).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from geotrain.faults import explain
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -25,6 +26,16 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
 class ConfigError(ValueError):
     """A configuration file is wrong. The message names file, key, value and rule."""
+
+
+EXIT_FOR_GOOD = 2  # exit code of an error that a person must mend: the launcher does not start the process again
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Block(BaseModel):
@@ -173,8 +184,50 @@ class CheckpointConfig(Block):
         return self
 
 
+class WandbConfig(Block):
+    """Weights & Biases, from the global server; the package must be installed."""
+
+    project: str
+    entity: str | None = None
+    group: str | None = None
+
+
 class MonitorConfig(Block):
+    """What shows how the run goes: events, the status page, metrics for Prometheus, TensorBoard."""
+
     every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
+    validate_every_samples: PositiveInt | None = Field(
+        None,
+        description="Committed samples between two validations of the global weights; at least 4 times "
+        "data.validation_samples, so that they cost at most a twelfth of the compute. null: none.",
+    )
+    enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
+    sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
+    host: str = Field("127.0.0.1", description="Where page and metrics listen; beyond loopback needs token_file.")
+    page_port: Port | None = Field(0, description="Of the global server's status page; 0: a free one; null: no page.")
+    metrics_port: Port | None = Field(
+        None,
+        description="Prometheus: the global server's; +1: the launcher's; +2, +3, …: the region servers', in the "
+        "cluster's order; 0: free ones; null: none.",
+    )
+    token_file: str | None = Field(
+        None, description="File whose first line lets in those who show it; on each machine that serves."
+    )
+    tensorboard: str | None = Field(
+        None,
+        description="Folder, relative to the run's, for TensorBoard files that the global server writes.",
+    )
+    wandb: WandbConfig | None = None
+
+    @model_validator(mode="after")
+    def _strangers_need_a_token(self) -> MonitorConfig:
+        serves = self.enabled and (self.page_port is not None or self.metrics_port is not None)
+        if serves and self.token_file is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} can be reached from other machines: set token_file, or page_port and "
+                "metrics_port to null"
+            )
+        return self
 
 
 class RunConfig(Block):
@@ -198,6 +251,18 @@ class RunConfig(Block):
             value = self.deepspeed.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _validation_is_affordable(self) -> RunConfig:
+        every = self.monitor.validate_every_samples
+        if every is not None and self.data.validation is None:
+            raise ValueError("monitor.validate_every_samples needs data.validation, the prefix of its .bin/.idx pair")
+        if every is not None and every < 4 * self.data.validation_samples:
+            raise ValueError(
+                f"monitor.validate_every_samples = {every} is below 4 times data.validation_samples = "
+                f"{self.data.validation_samples}: validation would cost more than a twelfth of the compute"
+            )
         return self
 
     @property
@@ -256,6 +321,9 @@ class WorkerConfig(Block):
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
     deepspeed: dict[str, Any] = Field({}, description="Keys laid over the run's `deepspeed` block.")
     env: dict[str, str] = Field({}, description="Environment of this worker's processes.")
+    min_step_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="An inner step takes at least so long: for rehearsals that leave the machine to others."
+    )
 
     @property
     def ranks(self) -> int:
@@ -295,6 +363,16 @@ class SecurityConfig(Block):
     folder: str
 
 
+class RestartConfig(Block):
+    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
+    after a life longer than `longest_s`. A configuration error is never tried again."""
+
+    limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
+    window_s: PositiveFloat = 3600.0
+    first_s: PositiveFloat = Field(1.0, description="The pause before a restart, after the first death.")
+    longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
+
+
 class ClusterConfig(Block):
     """The cluster file."""
 
@@ -307,6 +385,7 @@ class ClusterConfig(Block):
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
     emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
     security: SecurityConfig | None = None
+    restart: RestartConfig = RestartConfig()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ClusterConfig:
@@ -314,20 +393,17 @@ class ClusterConfig(Block):
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
-        regions = {r.name for r in self.regions}
-        lent = {h.region for r in self.regions for w in r.workers for h in w.hosts if h.region is not None}
-        known = regions | lent | {"global"}  # a region all of whose hosts are lent has no server of its own
+        known = {r.name for r in self.regions} | {"global"}
         for link in self.links:
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
-        linked = regions | {end for link in self.links for end in link.regions}
         for region in self.regions:
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
-                if host.region is not None and host.region not in linked - {"global"}:
+                if host.region is not None and host.region not in known - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
 
@@ -387,7 +463,7 @@ def parse(kind: type[Config], raw: Any, where: str) -> Config:
         found = error.errors()
         inner = {fault["loc"][:depth] for fault in found for depth in range(len(fault["loc"]))}
         told = [fault for fault in found if fault["loc"] not in inner]  # a list with a bad item is not "too short"
-        faults = "\n".join(f"  {_explain(kind, fault)}" for fault in told)
+        faults = "\n".join(f"  {explain(kind, fault)}" for fault in told)
         raise ConfigError(f"{where}: not a valid {kind.__name__}\n{faults}") from None
 
 
@@ -414,36 +490,3 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
-
-
-def _explain(kind: type[BaseModel], fault: Any) -> str:
-    location = [str(part) for part in fault["loc"]]
-    key = ".".join(location) or "(whole file)"
-    if fault["type"] == "extra_forbidden":
-        known = sorted(_known_keys(kind, location[:-1]))
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"{key}: unknown key; {hint}"
-    if fault["type"] == "missing":
-        return f"{key}: this key is required"
-    value = json.dumps(fault["input"], default=str)
-    value = value if len(value) <= 80 else value[:77] + "…"
-    return f"{key} = {value}: {fault['msg'].removeprefix('Value error, ')}"
-
-
-def _known_keys(kind: type[BaseModel], path: list[str]) -> set[str]:
-    """Keys of the model that `path` leads to; indices into lists are passed over."""
-    for part in path:
-        for name, field in kind.model_fields.items():
-            if part in (name, field.alias):
-                kind = next(_models_in(field.annotation), kind)
-                break
-    return {field.alias or name for name, field in kind.model_fields.items()}
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif get_origin(annotation) in (Union, tuple, list) or get_args(annotation):
-        for inner in get_args(annotation):
-            yield from _models_in(inner)

@@ -13,8 +13,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch.world import rank_environment
+from geotrain.net.client import ServerForgot
 from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.server import identity_of
@@ -40,21 +41,28 @@ def main() -> int:
         run = load_run(args.run)
         cluster = load_cluster(args.cluster or args.run.parent / "cluster.json")
         train(run, cluster, args.region, args.worker, args.resume)
-    except (ConfigError, Refused, ValueError, OSError, TimeoutError) as error:
-        print(f"geotrain: worker in {args.region}: {error}", file=sys.stderr, flush=True)
-        return 2
+    except ValueError as error:  # ConfigError is one
+        return failed(args.region, error, EXIT_FOR_GOOD)
+    except (Refused, OSError, TimeoutError, ServerForgot) as error:  # who was quarantined may come back later
+        return failed(args.region, error, 1)
     return 0
+
+
+def failed(region: str, error: Exception, code: int) -> int:
+    print(f"geotrain: worker in {region}: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
     """Build everything, train, close everything."""
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
-    from geotrain.data.loader import LeasedLoader, open_source
+    from geotrain.data.loader import LeasedLoader, open_source, validation_batches
     from geotrain.data.tokens import read_manifest
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
-    from geotrain.monitor.events import EventLog, JobTrained
+    from geotrain.monitor.events import Acknowledged, EventLog, JobTrained
+    from geotrain.monitor.flops import peak_flops, training_flops_per_token
     from geotrain.net.certs import trust_between
     from geotrain.net.client import MemberClient
     from geotrain.trainer import Trainer
@@ -75,11 +83,25 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     checkpoints = folder / run.checkpoint.folder / worker.name
     with (
         closing(MemberClient(str(server), trust=trust)) as client,
-        EventLog(folder / "events" / f"{worker.name}.jsonl") as events,
+        EventLog(
+            folder / "events" / f"{worker.name}.jsonl", source=worker.name, enabled=run.monitor.enabled
+        ) as events,
     ):
         identity = identity_of(run, layout, read_manifest(Path(run.data.train)).sha256)
         trainer = Trainer(run, worker.name, identity, layout, engine, loader, client, checkpoints)
-        trainer.report = lambda numbers: events.write(JobTrained(worker=worker.name, **numbers))
+        trainer.min_step_s = worker.min_step_s
+        client.on_acknowledged = lambda sequence: events.write(Acknowledged(worker.name, trainer.life, sequence))
+        trainer.report = lambda numbers: events.write(
+            JobTrained(worker=worker.name, retries=float(client.retries), **numbers)
+        )
+        peak = peak_flops(cluster, worker)
+        if peak is not None:
+            per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
+            trainer.peak_flops_per_token_s = peak / per_token
+        if run.monitor.validate_every_samples is not None and run.data.validation is not None:
+            held_out = open_source(Path(run.data.validation), open_tokens, run.data.sequence_length, vocab_size, None)
+            sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
+            trainer.validation = validation_batches(held_out, *sizes)
         trainer.train(resume)
     engine.close()
 

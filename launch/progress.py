@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, is_loopback, load_cluster, load_run
 from geotrain.net.certs import OPERATOR, trust_between
 from geotrain.net.status import ask_status
 from geotrain.outer.messages import GLOBAL
@@ -27,7 +28,7 @@ ASK_S = 2.0  # how long one server may take to answer
 
 @dataclass(frozen=True)
 class Row:
-    """One region. None: not known yet. loss: mean over its workers. share: of the run's samples, committed."""
+    """One region. None: not known yet. loss: mean over its workers. restarts: of its workers and its server."""
 
     region: str
     loss: float | None
@@ -39,6 +40,7 @@ class Row:
     staleness: int | None
     workers: int
     workers_here: int
+    restarts: int
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def _row(region: str, workers: list[str], top: Status, server: Status | None) ->
         int(max(stale)) if stale else None,
         len(workers),
         sum(1 for m in members if m["joined"] and not m["left"]),
+        sum(m["restarts"] for m in [*members, *([] if flat else [top["members"][region]])]),
     )
 
 
@@ -155,11 +158,25 @@ def line(row: Row, seen: View) -> str:
     cells = _cells(row, seen)
     return (
         f"{row.region}: loss {cells[1]}, {cells[2]} tokens/s, up {cells[3]}, down {cells[4]}, version {cells[5]} "
-        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, committed {cells[9]}, {cells[10]} left"
+        f"(global {cells[6]}), staleness {cells[7]}, workers {cells[8]}, restarts {cells[9]}, "
+        f"committed {cells[10]}, {cells[11]} left"
     )
 
 
-HEADINGS = ("region", "loss", "tokens/s", "up", "down", "version", "global", "stale", "workers", "done", "left")
+HEADINGS = (
+    "region",
+    "loss",
+    "tokens/s",
+    "up",
+    "down",
+    "version",
+    "global",
+    "stale",
+    "workers",
+    "restarts",
+    "done",
+    "left",
+)
 
 
 def new_console() -> Console:
@@ -187,6 +204,7 @@ def _cells(row: Row, seen: View) -> tuple[str, ...]:
         str(row.global_version),
         "–" if row.staleness is None else str(row.staleness),
         f"{row.workers_here}/{row.workers}",
+        str(row.restarts),
         f"{seen.share:.0%}",
         "–" if seen.eta_s is None else f"{seen.eta_s // 60:.0f}:{seen.eta_s % 60:02.0f}",
     )
@@ -209,6 +227,7 @@ class Display:
         self._every_s = run.monitor.every_s
         self._latest: dict[str, Status] = {}
         self._eta = Eta()
+        self._page: str | None = None  # the status page's address, once it was told
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask_on, name="status", daemon=True)
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -243,6 +262,21 @@ class Display:
     def _ask_on(self) -> None:
         while not self._stop.wait(self._every_s):
             self._latest = {**self._latest, **ask(self._cluster, self._servers)}
+            self._tell_page(self._latest.get(GLOBAL, {}).get("page"))
+
+    def _tell_page(self, url: str | None) -> None:
+        if url and url != self._page:
+            self._page = url
+            self._console.print(page_line(self._cluster, url), highlight=False, soft_wrap=True)
+
+
+def page_line(cluster: ClusterConfig, url: str) -> str:
+    """Where a person finds the status page."""
+    if cluster.global_ssh is None or not is_loopback(urlsplit(url).hostname or ""):
+        return f"status page: {url}"
+    port = urlsplit(url).port
+    tunnel = f"ssh -N -L {port}:127.0.0.1:{port} {cluster.global_ssh}"
+    return f"status page: {url} on {cluster.global_ssh}; to see it here: {tunnel}"
 
 
 def lines(seen: View) -> Iterable[str]:

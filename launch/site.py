@@ -14,8 +14,9 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig
 from geotrain.files import whole_file
@@ -63,7 +64,7 @@ class Order:
             ) from None
 
 
-def sites_of(run: RunConfig, cluster: ClusterConfig) -> dict[str, str | None]:
+def sites_of(cluster: ClusterConfig) -> dict[str, str | None]:
     """Every site and the host it is on, by ssh; None: this machine."""
     return {GLOBAL: cluster.global_ssh, **{region.name: region.ssh for region in cluster.regions}}
 
@@ -92,24 +93,8 @@ def processes(
     started = [_server(order, folder, GLOBAL, None)] if GLOBAL in order.sites else []
     if order.run.outer.levels == 2:
         started += [_server(order, folder, region.name, inside.get(region.name)) for region in regions]
-    ports = free_ports(len(placed))
     for number, (region, worker) in enumerate(workers):
-        devices, threads = placed.get(worker.name, ((), 1))
-        where = regions_of(region, worker)
-        whole_here = worker.name in placed and set(where) <= set(order.sites)
-        port = ports.pop() if whole_here else FIRST_MASTER_PORT + number
-        master, interface = None, "lo"
-        if len(where) > 1 and where[0] in inside:
-            master, interface = order.cluster.region(where[0]).server.host, DEVICE
-        elif worker.launcher == "local" and not whole_here:
-            master = worker.hosts[0].host
-        made = world(Place(folder, port, devices, threads, order.resume, master, interface), region, worker)
-        mine = [job for job in made.jobs if job.region in order.sites]
-        for name, text in made.files.items() if mine else ():
-            (folder / name).parent.mkdir(exist_ok=True)
-            with whole_file(folder / name) as file:
-                file.write(text)
-        started += [_worker(job, inside.get(job.region)) for job in mine]
+        started += _worker(order, folder, region, worker, number, placed.get(worker.name), inside)
     return started
 
 
@@ -122,13 +107,17 @@ def _part_here(sites: Sequence[str], region: str, worker: WorkerConfig) -> tuple
 def far_site(order: Order, site: str, host: str) -> Process:
     """A site on another machine: `geotrain launch-site` there, told by its standard input what to start.
 
-    Its processes have their logs there; the log here has what ssh and that launcher say.
+    Its processes have their logs there, and are started again there; the log here has what ssh and that launcher say.
     """
     folder = order.cluster.global_folder if site == GLOBAL else order.cluster.region(site).folder
-    command = (python_there(folder), "-m", "geotrain", "launch-site")
-    only = Order(order.run, order.cluster, (site,), order.resume)
-    role = "server" if site == GLOBAL else "worker"
-    return Process(f"{site}.ssh", over_ssh(host, folder, command), hello=only.to_line(), role=role)  # type: ignore[arg-type]
+    command = over_ssh(host, folder, (python_there(folder), "-m", "geotrain", "launch-site"))
+
+    def process(resume: bool) -> Process:
+        hello = replace(order, sites=(site,), resume=resume).to_line()
+        role: Literal["server", "worker"] = "server" if site == GLOBAL else "worker"
+        return Process(f"{site}.ssh", command, hello=hello, role=role, again=lambda: process(True))
+
+    return process(order.resume)
 
 
 def over_ssh(
@@ -142,16 +131,70 @@ def over_ssh(
 
 def _server(order: Order, folder: Path, site: str, netns: int | None) -> Process:
     what = ("global",) if site == GLOBAL else ("region", site)
-    resume = ("--resume",) if order.resume else ()
-    command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"), *resume)
-    return Process(site, guarded(command, netns), role="server", keeps=() if netns is None else (netns,))
+    command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"))
+    keeps = () if netns is None else (netns,)
+
+    def process(resume: bool) -> Process:
+        whole = (*command, "--resume") if resume else command
+        return Process(site, guarded(whole, netns), role="server", keeps=keeps, again=lambda: process(True))
+
+    return process(order.resume)
 
 
-def _worker(job: Job, netns: int | None) -> Process:
-    if job.host is None:
-        return Process(job.name, guarded(job.command, netns), job.env, keeps=() if netns is None else (netns,))
-    guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *job.command)
-    return Process(job.name, over_ssh(job.host, None, guard, job.env))
+def _worker(
+    order: Order,
+    folder: Path,
+    region: str,
+    worker: WorkerConfig,
+    number: int,
+    placed: tuple[tuple[int, ...], int] | None,
+    inside: Mapping[str, int],
+) -> list[Process]:
+    """Those of its processes, one for each job, that are started here. number: of the worker in the cluster. placed:
+    devices and threads of a local worker; whole here, it meets at a port that is free whenever it is started."""
+    devices, threads = placed or ((), 1)
+    where = regions_of(region, worker)
+    whole_here = placed is not None and set(where) <= set(order.sites)
+    master, interface = None, "lo"
+    if len(where) > 1 and where[0] in inside:
+        master, interface = order.cluster.region(where[0]).server.host, DEVICE
+    elif worker.launcher == "local" and not whole_here:
+        master = worker.hosts[0].host
+    server = GLOBAL if order.run.outer.levels == 1 else region
+
+    def jobs(resume: bool) -> dict[int, Job]:
+        port = free_ports(1)[0] if whole_here else FIRST_MASTER_PORT + number
+        made = world(Place(folder, port, devices, threads, resume, master, interface), region, worker)
+        mine = [job for job in made.jobs if job.region in order.sites]
+        for name, text in made.files.items() if mine else ():
+            (folder / name).parent.mkdir(exist_ok=True)
+            with whole_file(folder / name) as file:
+                file.write(text)
+        return dict(enumerate(mine))
+
+    following: dict[int, Job] = {}  # of the life that is being started: its jobs meet at one port
+
+    def again(index: int) -> Process:
+        if index not in following:
+            following.update(jobs(True))
+        return process(following.pop(index), index)
+
+    def process(job: Job, index: int) -> Process:
+        netns = inside.get(job.region)
+        here = job.host is None
+        guard = job.command if here else (sys.executable, "-m", "geotrain.launch.guard", "--", *job.command)
+        command = guarded(guard, netns) if job.host is None else over_ssh(job.host, None, guard, job.env)
+        return Process(
+            job.name,
+            command,
+            job.env if here else {},
+            keeps=(netns,) if here and netns is not None else (),
+            again=lambda: again(index),
+            unit=worker.name,
+            needs=server,
+        )
+
+    return [process(job, index) for index, job in jobs(order.resume).items()]
 
 
 def python_there(folder: str | None) -> str:

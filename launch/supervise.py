@@ -1,4 +1,5 @@
-"""Starts a set of named processes, waits for them, and stops them all when one fails or the user says so.
+"""Starts a set of named processes, waits for them, starts again what dies, and stops them all when the run is over,
+when it has failed, or when the user says so.
 
 Each process writes one log file and stops when its standard input ends (`guarded` makes any command do so): the
 supervisor holds the other end, so nothing survives it, not even its death by SIGKILL.
@@ -16,13 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Literal
 
+from geotrain.config import RestartConfig
 from geotrain.launch import guard
+from geotrain.launch.restart import Backoff
+from geotrain.launch.started import SignalPipe, Started, how_it_ended, indented, shell_code, tail
 
-LOG_TAIL_LINES = 30
-LOG_TAIL_BYTES = 16384
 STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
 
 
@@ -40,6 +42,9 @@ class Process:
     role: the run is over when all but helpers have ended. A server ends by itself once all workers have; a helper
         (an emulated link) never does.
     keeps: file descriptors that it inherits.
+    again: makes what is started in its place when it has died; None: its death fails the run.
+    unit: processes of one unit (a worker's, one on each host) live and die together; "": it is one by itself.
+    needs: a unit (the server that a worker speaks to): once that has ended well, this one is not started again.
     """
 
     name: str
@@ -48,6 +53,19 @@ class Process:
     hello: bytes = b""
     role: Literal["worker", "server", "helper"] = "worker"
     keeps: tuple[int, ...] = ()
+    again: Callable[[], Process] | None = None
+    unit: str = ""
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Death:
+    """A unit has died. how: in words. pause_s: until it is started again; None: it is given up. restarts: so far."""
+
+    unit: str
+    how: str
+    pause_s: float | None
+    restarts: int
 
 
 @dataclass(frozen=True)
@@ -71,14 +89,27 @@ class Supervisor:
     """Use as a context manager, in the main thread: leaving it stops whatever still runs.
 
     logs: folder of the log files `<name>.log`, appended to. drain_s: how long servers may take to end after the
-    workers have.
+    workers have. restart: how often what has an `again` is started again. Then, a worker that is given up fails the
+    run only when no other is left, or when `needs_all`; a server that is given up always does.
+    tell: told of each death that does not end the run. watch: told of each process that was started (None) or has
+    ended (its code).
     """
 
-    def __init__(self, logs: Path, drain_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        drain_s: float = 120.0,
+        restart: RestartConfig | None = None,
+        needs_all: bool = False,
+        tell: Callable[[Death], None] = lambda death: None,
+        watch: Callable[[Process, int | None], None] = lambda *_: None,
+    ) -> None:
         self.logs = logs
         self.drain_s = drain_s
-        self._running: dict[str, _Running] = {}
-        self._wakeup = _SignalPipe()
+        self.restart, self.needs_all, self.tell = restart or RestartConfig(), needs_all, tell
+        self.watch = watch
+        self._units: dict[str, _Unit] = {}
+        self._wakeup = SignalPipe()
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Supervisor:
@@ -92,12 +123,18 @@ class Supervisor:
         self._selector.close()
         self._wakeup.close()
 
+    @property
+    def restarts(self) -> int:
+        """How often anything was started again."""
+        return sum(unit.backoff.restarts for unit in self._units.values())
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
     def start(self, process: Process) -> None:
         """Raises LaunchError when its program or its log file cannot be opened."""
-        if process.name in self._running:
+        unit = self._units.setdefault(process.unit or process.name, _Unit(process.role, Backoff(self.restart)))
+        if process.name in unit.running:
             raise ValueError(f"two processes are called {process.name!r}")
         try:
             with self.log(process.name).open("ab") as log:
@@ -112,17 +149,19 @@ class Supervisor:
                 )
         except OSError as error:
             raise LaunchError(f"process {process.name!r} cannot be started: {error}") from None
-        running = _Running(process, popen)
-        self._running[process.name] = running
-        self._selector.register(running.pidfd, selectors.EVENT_READ, running)
-        running.say(process.hello)
+        started = Started(process, popen)
+        unit.processes[process.name] = process
+        unit.running[process.name] = started
+        self._selector.register(started.pidfd, selectors.EVENT_READ, started)
+        started.say(process.hello)
+        self.watch(process, None)
 
     def stop_on_end_of(self, stdin: int) -> None:
         """Also stop when this file descriptor ends: for a supervisor that somebody else started."""
         self._selector.register(stdin, selectors.EVENT_READ, "stdin")
 
     def wait(self, tick: Callable[[], None] = lambda: None, every_s: float = 1.0) -> Outcome:
-        """Wait for all to end. The first one that fails, or a stop, decides the outcome; the others are stopped.
+        """Wait for all to end. A death that is not mended, or a stop, decides the outcome; the others are stopped.
 
         tick: called every `every_s`, for a progress display.
         """
@@ -144,46 +183,88 @@ class Supervisor:
         for running in self._alive():
             self._reap(running)
 
-    def _alive(self) -> list[_Running]:
-        return [r for r in self._running.values() if r.pidfd >= 0]
+    # -- waiting
+
+    def _alive(self) -> list[Started[Process]]:
+        return [started for unit in self._units.values() for started in unit.running.values()]
+
+    def _of(self, role: str) -> list[_Unit]:
+        return [unit for unit in self._units.values() if unit.role == role]
 
     def _wait_until(self, deadline: float, hurry: bool = False) -> None:
         while self._alive() and time.monotonic() < deadline:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
-                if isinstance(key.data, _Running):
+                if isinstance(key.data, Started):
                     self._reap(key.data)
                 elif key.data == "signal" and self._wakeup.read() is not None and hurry:
                     return
 
-    def _reap(self, running: _Running) -> int:
+    def _reap(self, started: Started[Process]) -> int:
         """Collect an ended process (or kill it), and end what is left of its process group. Gives its code."""
-        self._selector.unregister(running.pidfd)
+        self._selector.unregister(started.pidfd)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.popen.pid, signal.SIGKILL)  # before wait(): then the group's number is still ours
-        return running.close()
+            os.killpg(started.popen.pid, signal.SIGKILL)  # before wait(): then the group's number is still ours
+        del self._unit_of(started.process).running[started.process.name]
+        code = started.close()
+        self.watch(started.process, code)
+        return code
+
+    def _unit_of(self, process: Process) -> _Unit:
+        return self._units[process.unit or process.name]
 
     def _wait(self, tick: Callable[[], None], every_s: float) -> Outcome:
         next_tick = time.monotonic() + every_s
         drained_by: float | None = None
-        while alive := [r for r in self._alive() if r.process.role != "helper"]:
-            if drained_by is None and all(r.process.role == "server" for r in alive):
+        while any(unit.open for unit in self._units.values() if unit.role != "helper"):
+            if drained_by is None and self._of("worker") and not any(unit.open for unit in self._of("worker")):
                 drained_by = time.monotonic() + self.drain_s
             now = time.monotonic()
             if drained_by is not None and now > drained_by:
-                return self._not_drained(alive)
-            for key, _ in self._selector.select(max(0.0, min(next_tick, drained_by or next_tick) - now)):
+                return self._not_drained()
+            outcome = self._start_again(now)
+            if outcome:
+                return outcome
+            later = [unit.again_s for unit in self._units.values() if unit.again_s is not None and not unit.running]
+            wakes = [next_tick, *([drained_by] if drained_by else []), *later]
+            for key, _ in self._selector.select(max(0.0, min(wakes) - now)):
                 outcome = self._on_event(key)
                 if outcome:
                     return outcome
             if time.monotonic() >= next_tick:
                 tick()
                 next_tick = time.monotonic() + every_s
-        return Outcome(0)
+        given_up = [unit.given_up for unit in self._units.values() if unit.given_up]
+        return Outcome(0, "\n".join(["the others have finished, but", *given_up]) if given_up else "")
+
+    def _start_again(self, now: float) -> Outcome | None:
+        """Start what has paused for long enough. What cannot be started has died once more."""
+        for unit in self._units.values():
+            if unit.again_s is None or unit.running or (unit.again_s > now and not self._needless(unit)):
+                continue
+            unit.again_s = None
+            if self._needless(unit):
+                continue
+            for process in list(unit.processes.values()):
+                assert process.again is not None
+                try:
+                    self.start(process.again())
+                except (LaunchError, OSError) as error:  # no memory, a full disk
+                    outcome = self._died(process, 1, 0.0, f"process {process.name!r} cannot be started: {error}")
+                    if outcome:
+                        return outcome
+                    break
+        return None
+
+    def _needless(self, unit: _Unit) -> bool:
+        """Whether the server that it needs has ended well."""
+        servers = [self._units[p.needs] for p in unit.processes.values() if p.needs in self._units]
+        return bool(servers) and not any(server.open for server in servers)
+
+    # -- events
 
     def _on_event(self, key: selectors.SelectorKey) -> Outcome | None:
-        if isinstance(key.data, _Running):
-            code = self._reap(key.data)
-            return self._failed(key.data.process.name, code) if code or key.data.process.role == "helper" else None
+        if isinstance(key.data, Started):
+            return self._on_end(key.data)
         if key.data == "stdin":
             if os.read(key.fd, 4096):
                 return None
@@ -194,84 +275,58 @@ class Supervisor:
             return None
         return Outcome(128 + number, f"stopped by {signal.Signals(number).name}")
 
-    def _failed(self, name: str, code: int) -> Outcome:
-        how = f"failed with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
-        log = self.log(name)
-        text = f"process {name!r} {how}; the end of its log {log}:\n{_indented(tail(log))}"
-        return Outcome((code or 1) if code >= 0 else 128 - code, text)
+    def _on_end(self, started: Started[Process]) -> Outcome | None:
+        code, unit = self._reap(started), self._unit_of(started.process)
+        if unit.again_s is not None or unit.given_up or (code == 0 and unit.role != "helper"):
+            return None  # stopped for the sake of another of its unit, or ended well
+        lived_s = time.monotonic() - started.began_s
+        return self._died(started.process, code, lived_s, self._failed(started.process.name, code))
 
-    def _not_drained(self, alive: list[_Running]) -> Outcome:
-        names = ", ".join(repr(r.process.name) for r in alive)
-        log = self.log(alive[0].process.name)
+    def _died(self, process: Process, code: int, lived_s: float, text: str) -> Outcome | None:
+        """Start its unit again after a pause, or give it up. The outcome, when that ends the run."""
+        if process.again is None:
+            return Outcome(shell_code(code), text)
+        unit, now = self._unit_of(process), time.monotonic()
+        pause_s = unit.backoff.pause_s(code, now, lived_s)
+        if pause_s is None:
+            unit.given_up = text
+            others = [other for other in self._of("worker") if not other.given_up]
+            if unit.role != "worker" or self.needs_all or not others:
+                return Outcome(shell_code(code), text)
+        else:
+            unit.again_s = now + pause_s
+        for other in unit.running.values():
+            other.ask_to_stop()
+        self.tell(Death(process.unit or process.name, how_it_ended(code), pause_s, unit.backoff.restarts))
+        return None
+
+    def _failed(self, name: str, code: int) -> str:
+        log = self.log(name)
+        return f"process {name!r} {how_it_ended(code)}; the end of its log {log}:\n{indented(tail(log))}"
+
+    def _not_drained(self) -> Outcome:
+        alive = [started.process.name for started in self._alive() if started.process.role == "server"]
+        names = ", ".join(map(repr, alive)) or "a server"
+        log = self.log(alive[0]) if alive else self.logs
         text = (
             f"{names} still running {self.drain_s:g} s after all workers ended: a worker left before its work was "
-            f"done; look at the workers' logs in {self.logs}. The end of {log}:\n{_indented(tail(log))}"
+            f"done; look at the workers' logs in {self.logs}. The end of {log}:\n{indented(tail(log))}"
         )
         return Outcome(1, text)
 
 
-class _Running:
-    """A started process. pidfd: becomes readable when it ends; −1 once it was collected."""
+@dataclass
+class _Unit:
+    """again_s: when it is started again, once nothing of it runs. given_up: why; "" as long as it is not."""
 
-    def __init__(self, process: Process, popen: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.popen = popen
-        self.pidfd = os.pidfd_open(popen.pid)
+    role: str
+    backoff: Backoff
+    processes: dict[str, Process] = field(default_factory=dict)
+    running: dict[str, Started[Process]] = field(default_factory=dict)
+    again_s: float | None = None
+    given_up: str = ""
 
-    def say(self, text: bytes) -> None:
-        assert self.popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.write(text)
-            self.popen.stdin.flush()
-
-    def ask_to_stop(self) -> None:
-        assert self.popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.close()
-
-    def close(self) -> int:
-        """Collect it. Gives its exit code, or −n when signal n ended it."""
-        code = self.popen.wait()
-        self.ask_to_stop()
-        os.close(self.pidfd)
-        self.pidfd = -1
-        return code
-
-
-class _SignalPipe:
-    """Ctrl-C, SIGTERM and SIGHUP as bytes in a pipe, while open; then the old handlers are put back."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def open(self) -> None:
-        self.fd, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old = {number: signal.signal(number, self._on_signal) for number in self.NUMBERS}
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write_end, bytes([number]))
-
-    def read(self) -> int | None:
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.fd, 1)[0]
-        return None
-
-    def close(self) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        os.close(self.fd)
-        os.close(self._write_end)
-
-
-def tail(path: Path, lines: int = LOG_TAIL_LINES) -> list[str]:
-    """The last lines of a text file; none when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return []
-
-
-def _indented(lines: list[str]) -> str:
-    return "\n".join(f"  | {line}" for line in lines)
+    @property
+    def open(self) -> bool:
+        """Something of it runs, or will run again."""
+        return bool(self.running) or self.again_s is not None

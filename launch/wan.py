@@ -88,9 +88,13 @@ def cannot_emulate() -> str:
 
 
 @contextlib.contextmanager
-def emulated(links: Mapping[str, LinkConfig], *, between: Sequence[LinkConfig] = ()) -> Iterator[Wan]:
+def emulated(
+    links: Mapping[str, LinkConfig], *, between: Sequence[LinkConfig] = (), control: Path | None = None
+) -> Iterator[Wan]:
     """Set up the links, by region, to the global server on this side, and those between two regions.
 
+    control: where the pump makes a FIFO for commands, see `pump.py` and `disturb`; None: it takes none. A link
+    between two regions is called one-other there.
     Raises LaunchError; then nothing is left.
     """
     regions = tuple(dict.fromkeys((*links, *(region for link in between for region in link.regions))))
@@ -113,16 +117,32 @@ def emulated(links: Mapping[str, LinkConfig], *, between: Sequence[LinkConfig] =
             there = far_end(DEVICE, region, global_address, shaped)
             _set_up(_device(number, index), global_address, addresses[region], shaped)
             keeps += [here[region], there]
-            pump_arguments += [str(here[region]), str(there), str(shaped.one_way_s)]
+            pump_arguments += [region, str(here[region]), str(there), str(shaped.one_way_s)]
         for index, link in enumerate(between):
             (one, other), shaped = link.regions, shape(link)
             first = far_end(f"{DEVICE}{index}", one, addresses[other], shaped)
             second = far_end(f"{DEVICE}{index}", other, addresses[one], shaped)
             keeps += [first, second]
-            pump_arguments += [str(first), str(second), str(shaped.one_way_s)]
-        command = (sys.executable, "-I", "-S", str(Path(pump.__file__).resolve()), *pump_arguments)
+            pump_arguments += [f"{one}-{other}", str(first), str(second), str(shaped.one_way_s)]
+        command = (
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(pump.__file__).resolve()),
+            str(control or "-"),
+            *pump_arguments,
+        )
         process = Process("wan", guarded(command), role="helper", keeps=tuple(keeps))
         yield Wan(global_address, addresses, namespaces, process)
+
+
+def disturb(control: Path, region: str, what: str, *numbers: float) -> None:
+    """Cut a running link, or slow it down: `what` and `numbers` as in `pump.py`. Raises OSError."""
+    fifo = os.open(control, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody reads
+    try:
+        os.write(fifo, f"{region} {what} {' '.join(map(str, numbers))}\n".encode())
+    finally:
+        os.close(fifo)
 
 
 def _free_network(regions: tuple[str, ...], opened: contextlib.ExitStack) -> tuple[int, dict[str, int]]:

@@ -41,10 +41,11 @@ def write_files(
     workers: dict[str, list[int]],
     outer: dict[str, Any],
     certificates: Path | None = None,
+    restarts: int = 10,
     **run_keys: Any,
 ) -> tuple[Path, Path]:
     """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
-    run_keys: laid over the run file."""
+    restarts: of a process that died, at most. run_keys: laid over the run file."""
     run = {
         "name": "small", "folder": str(folder / name), "model": {"config": MODEL},
         "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": samples},
@@ -67,7 +68,7 @@ def write_files(
         for region, ranks in workers.items()
     ]
     paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
-    cluster: dict[str, Any] = {"name": "local", "regions": regions}
+    cluster: dict[str, Any] = {"name": "local", "regions": regions, "restart": {"limit": restarts}}
     if certificates:
         make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), certificates)
         cluster["security"] = {"folder": str(certificates)}

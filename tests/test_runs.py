@@ -58,7 +58,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_while_checkpointing_a_run_that_began_from_an_export(folder: Path, tiny_disk: Path) -> None:
     checkpoint = {"folder": str(tiny_disk), "every_jobs": 1}
     model = {"config": MODEL, "init_from": str(folder / "export")}
-    files = write_files(folder, "full", SAMPLES, {"eu": [1]}, HALOS, checkpoint=checkpoint, model=model)
+    files = write_files(folder, "full", SAMPLES, {"eu": [1]}, HALOS, restarts=0, checkpoint=checkpoint, model=model)
     done = launch(files)
     assert losses(files[0])["eu-0", 1] < 0.85 * math.log(MODEL["vocab_size"])  # what untrained weights begin with
     said = done.stdout + done.stderr

@@ -176,6 +176,10 @@ def _check(data: Path, index: Path) -> np.dtype:
         )
     if sequences == 0 or bounds < 2:
         raise DatasetError(f"{index}: tells of no document; prepare the data again")
+    with index.open("rb") as stream:
+        stream.seek(-8, os.SEEK_END)
+        if int.from_bytes(stream.read(8), "little") != sequences:  # Megatron-core asserts it
+            raise DatasetError(f"{index}: its last document does not end with the file: it is damaged; copy it again")
     dtype = np.dtype(DType.dtype_from_code(code))
     if data.stat().st_size % dtype.itemsize:
         raise DatasetError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -128,6 +130,20 @@ class GeoEngine(DeepSpeedEngine):
         if self.monitor.enabled and self.rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
 
+    def write_scalars(self, numbers: Mapping[str, float]) -> None:
+        """Hand the worker's numbers to what DeepSpeed's config block names: `tensorboard`, `wandb`, `csv_monitor`."""
+        if self.monitor.enabled and self.rank == 0:
+            self.monitor.write_events(
+                [(f"Train/Job/{name}", value, self.global_samples) for name, value in numbers.items()]
+            )
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """The most that this rank has held: of its device's memory, or else of the process's."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self.device))
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
     def settle(self) -> None:
         """Wait until the masters hold every step: before reading or writing what `shards` gives. With ACCO the last
         one is still under way when `train_step` returns; otherwise there is nothing to wait for."""
@@ -138,6 +154,21 @@ class GeoEngine(DeepSpeedEngine):
         self._check_batches(micro_batches, len(micro_batches))
         self.module.eval()
         return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
+
+    @torch.no_grad()
+    def evaluate_lent(self, weights: AbstractContextManager[None], micro_batches: Sequence[Tensor]) -> float:
+        """`evaluate`, with the masters holding other weights inside the context. Training then goes on as if nothing
+        had been. Every rank must call it."""
+        self.settle()
+        with weights:
+            self._take_masters()
+            loss = self.evaluate(micro_batches)
+        self._take_masters()
+        return loss
+
+    def _take_masters(self) -> None:
+        """Before evaluating: use what the masters hold."""
+        self.refresh()
 
     def _check_batches(self, micro_batches: Sequence[Tensor], count: int) -> None:
         shape = (self.train_micro_batch_size_per_gpu(), self.sequence_length + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     NotJoined,
     Refused,
     UpdatePart,
+    Validated,
     Welcome,
 )
 
@@ -56,6 +57,9 @@ class MemberClient:
         self, address: str, *, connect_s: float = 60.0, deadline_s: float = 3600.0, trust: Trust | None = None
     ) -> None:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
+        self.on_acknowledged: Callable[[int], None] = lambda sequence: (
+            None
+        )  # on the thread inside: an update is applied
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
@@ -91,9 +95,30 @@ class MemberClient:
         return self._start(self._pull(sequence, fragments))
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]:
+        """Waits for as long as the run is paused."""
+        link = self._live()
         return self._start(
-            self._live().persist(lambda: self._live().lease(request), self.deadline_s, rejoin=self._rejoin)
+            link.persist(lambda: link.lease(request), self.deadline_s, rejoin=self._rejoin, patient=True)
         )
+
+    def global_weights(self, number: int) -> Future[Answer]:
+        """What this rank holds of the global weights that validation `number` speaks of; empty: they are not here."""
+        link, join = self._live(), self._join
+        assert join is not None
+        limit_bytes, part = self._limit_bytes, join.part
+        return self._start(
+            link.persist(lambda: link.global_weights(part, number, limit_bytes), self.deadline_s, rejoin=self._rejoin)
+        )
+
+    def validated(self, result: Validated) -> None:
+        """Tell the server, in the background. What cannot be delivered is lost: the next one comes."""
+        link = self._live()
+
+        async def tell() -> bool:
+            await link.validated(result)
+            return True
+
+        self._start(link.persist(tell, self.deadline_s, rejoin=self._rejoin))
 
     def status(self) -> dict[str, Any]:
         """The server's status; works without joining. Raises Unreachable after `connect_s`."""
@@ -106,6 +131,11 @@ class MemberClient:
                 await link.close()
 
         return self._wait(ask(), self.connect_s + 5)
+
+    @property
+    def retries(self) -> int:
+        """Attempts that failed on their way and were repeated."""
+        return self._link.retries if self._link else 0
 
     def leave(self) -> None:
         """Say goodbye, once every update of this rank has been delivered; returns when all ranks of the member have
@@ -234,6 +264,8 @@ class MemberClient:
                 pushed.delivered.set_exception(error)
             return
         pushed.acknowledged = True
+        if applied >= pushed.part.sequence:
+            self.on_acknowledged(pushed.part.sequence)
         if not pushed.delivered.done():
             pushed.delivered.set_result(None)
         self._note_applied(applied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -13,20 +14,37 @@ from geotrain.monitor.events import (
     Pardoned,
     Quarantined,
     SentUp,
+    Steered,
     UpdateApplied,
     UpdateRefused,
+    ValidationDone,
 )
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Offence, Pardon, Send, UpdatePart
+from geotrain.outer.messages import (
+    Answer,
+    Join,
+    Lease,
+    Leave,
+    Message,
+    Offence,
+    Pardon,
+    Send,
+    Steer,
+    UpdatePart,
+    Validated,
+)
 from geotrain.outer.region_server import RegionServer
 
 
 class Diary:
-    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up."""
+    """`watch` is called on the machine's thread after each message, `sent` with what a region sends up.
 
-    def __init__(self, server: GlobalServer | RegionServer, events: EventLog) -> None:
-        self.server, self.events = server, events
+    sample_tokens: tokens in one sample.
+    """
+
+    def __init__(self, server: GlobalServer | RegionServer, events: EventLog, sample_tokens: int) -> None:
+        self.server, self.events, self.sample_tokens = server, events, sample_tokens
         self._leased: dict[int, int] = {}  # region server: lease → samples
         self._committed = server.book.committed_samples if isinstance(server, GlobalServer) else 0
 
@@ -36,6 +54,10 @@ class Diary:
                 self.events.write(Joined(message.member, message.part, message.incarnation))
             case Leave():
                 self.events.write(Left(message.member))
+            case Validated() if reply:
+                self.events.write(ValidationDone(**asdict(message), samples=self._committed))
+            case Steer():
+                self.events.write(Steered(message.what, message.region))
             case Offence():
                 self._refused(message, quarantined=reply)
             case Pardon():
@@ -65,6 +87,8 @@ class Diary:
         fragments = [d.fragment for d in part.deltas]
         size = sum(codec.encoded_bytes(numel(join.pushes[f])) for join in member.joined.values() for f in fragments)
         metrics = {name: value for name, value in member.metrics.items() if isfinite(value)}
+        samples = self._samples(part.leases)
+        top = isinstance(self.server, GlobalServer)
         return UpdateApplied(
             part.member,
             part.sequence,
@@ -72,10 +96,13 @@ class Diary:
             fragments,
             [state.version for state in self.server.fragments],
             int(metrics.pop("staleness", 0)),
-            self._samples(part.leases),
+            samples,
             size,
             metrics.get("loss"),
             metrics,
+            [member.staleness[f] for f in fragments],
+            [member.norms[f] for f in fragments],
+            self._committed * self.sample_tokens if top else None,
         )
 
     def _samples(self, leases: tuple[int, ...]) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator
@@ -83,17 +84,20 @@ class Journal:
     def replay(self, first_segment: int) -> Iterator[Any]:
         """Every message from that segment on, in order; then the journal is open for writing.
 
-        An empty folder begins anew. A torn tail is cut off and told in `cut`. Raises JournalDamaged.
+        Without its folder it begins anew. A torn tail is cut off and told in `cut`. Raises JournalDamaged.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.exists():
+            self._begin_folder(first_segment)
+            return
         present = self.segments()
-        segments = range(first_segment, max(first_segment, *present, 0) + 1) if present else []
+        if not present and first_segment == 1:  # no snapshot was ever taken: nothing can have been acknowledged
+            self._begin_segment(first_segment)
+            return
+        segments = range(first_segment, max(first_segment, *present, 0) + 1)
         for segment in segments:
             if segment not in present:
                 raise JournalDamaged(f"{self._path(segment)}: is missing. {_WHAT_TO_DO}")
             yield from self._replay_segment(segment, last=segment == segments[-1])
-        if not present:
-            self._begin_segment(first_segment)
         self._durable = self._number
 
     def _replay_segment(self, segment: int, last: bool) -> Iterator[Any]:
@@ -194,6 +198,18 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _begin_folder(self, segment: int) -> None:
+        """The folder appears with its first segment: one without any is damaged."""
+        final, self.folder = self.folder, self.folder.with_suffix(".partial")
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            self._begin_segment(segment)
+            self.folder.rename(final)
+            _sync_folder(final.parent)
+        finally:
+            self.folder = final
 
     def _begin_segment(self, segment: int) -> None:
         path = self._path(segment)

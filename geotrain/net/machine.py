@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from geotrain.outer.messages import (
     Release,
     Send,
     Silence,
+    Steer,
     UpdatePart,
+    Validated,
     Welcome,
 )
 from geotrain.outer.region_server import RegionServer
@@ -54,6 +57,8 @@ def take(server: AnyServer, message: Message) -> Any:
             return server.on_lease_request(message)
         case Silence():
             return server.on_silence(message)
+        case Validated():
+            return server.on_validated(message)
         case Offence():
             return server.on_offence(message)
         case Pardon():
@@ -70,8 +75,12 @@ def take(server: AnyServer, message: Message) -> Any:
                 return server.on_farewell()
             case Over():
                 return server.on_over()
-    if isinstance(message, Release) and isinstance(server, GlobalServer):
-        return server.on_release(message)
+    if isinstance(server, GlobalServer):
+        match message:
+            case Release():
+                return server.on_release(message)
+            case Steer():
+                return server.on_steer(message)
     if isinstance(message, Leave):
         return server.on_leave(message.member)
     raise Refused(f"a {type(message).__name__} means nothing to this server")
@@ -79,11 +88,12 @@ def take(server: AnyServer, message: Message) -> Any:
 
 @dataclass
 class _Work:
-    """Either a message or a call."""
+    """Either a message or a call. alone: shares no flush with what waits behind it."""
 
     message: Message | None
     call: Callable[[], Any]
     done: Future[Any]
+    alone: bool = False
 
 
 class Machine:
@@ -107,6 +117,8 @@ class Machine:
         self.server, self.journal = server, journal
         self.deliver, self.watch = deliver, watch
         self.status: dict[str, Any] = server.status()
+        self.flushes, self.flush_s = 0, 0.0  # of the journal, so far
+        self.calls = 0  # messages so far
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self._changed = asyncio.Event()
@@ -123,6 +135,12 @@ class Machine:
         result: T = await self._put(None, call)
         return result
 
+    async def alone(self, call: Callable[[], T]) -> T:
+        """Like `read`, when the journal holds exactly what the state machine was told: for snapshots. Messages that
+        share a flush are all written before the first of them is applied."""
+        result: T = await self._put(None, call, alone=True)
+        return result
+
     async def until(self, call: Callable[[], T | None], wait_s: float) -> T | None:
         """Like `read`, again after every message until there is a value; None after `wait_s`."""
         deadline = self._loop.time() + wait_s
@@ -137,6 +155,11 @@ class Machine:
             except TimeoutError:
                 return None
 
+    @property
+    def waiting(self) -> int:
+        """Messages and calls that wait for the thread."""
+        return self._queue.qsize()
+
     def close(self) -> None:
         """Ends after what was asked before."""
         self._queue.put(None)
@@ -144,21 +167,24 @@ class Machine:
 
     # -- inside
 
-    async def _put(self, message: Message | None, call: Callable[[], Any]) -> Any:
-        work = _Work(message, call, Future())
+    async def _put(self, message: Message | None, call: Callable[[], Any], alone: bool = False) -> Any:
+        work = _Work(message, call, Future(), alone)
         self._queue.put(work)
         return await asyncio.wrap_future(work.done)
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            group, closing = [work], False
-            while len(group) < GROUP and not self._queue.empty():
+        held: _Work | None = None
+        while (work := held or self._queue.get()) is not None:
+            group, held, closing = [work], None, False
+            while not (work.alone or held or closing or len(group) == GROUP or self._queue.empty()):
                 more = self._queue.get()
                 if more is None:
                     closing = True
-                    break
-                group.append(more)
-            self._work_on([work for work in group if work.done.set_running_or_notify_cancel()])
+                elif more.alone:
+                    held = more
+                else:
+                    group.append(more)
+            self._work_on([each for each in group if each.done.set_running_or_notify_cancel()])
             if closing:
                 return
 
@@ -188,7 +214,11 @@ class Machine:
                 self.journal.append(work.message)
             except JournalFull as full:
                 refused[id(work)] = Refused(f"the server's disk is full ({full.strerror})", FULL_RETRY_S)
+        begin = time.perf_counter()
         self.journal.flush()
+        if group:
+            self.flushes, self.flush_s = self.flushes + 1, self.flush_s + time.perf_counter() - begin
+            self.calls += len(group)
         return refused
 
     def _say(self, message: Message) -> Any:

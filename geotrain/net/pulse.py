@@ -39,6 +39,11 @@ class Pulse:
     def heard(self, member: str, part: int) -> None:
         self._heard_s[member, part] = time.monotonic()
 
+    def silent_for(self, member: str, now_s: float) -> float:
+        """Seconds since its most silent rank was heard of, on this machine's monotonic clock; 0 before the first."""
+        heard = [at_s for (name, _), at_s in list(self._heard_s.items()) if name == member]
+        return max(0.0, now_s - min(heard)) if heard else 0.0
+
     async def _watch(self) -> None:
         period_s = self.silent_s / 8
         woke_s = time.monotonic()

@@ -15,7 +15,7 @@ from geotrain.net.journal import Journal
 from geotrain.net.machine import AnyServer, take
 from geotrain.net.remote import Remote, newest_snapshot
 from geotrain.net.store import SNAPSHOTS, Store, StoreError
-from geotrain.outer.messages import Message, Refused
+from geotrain.outer.messages import Message, Refused, Silence
 from geotrain.outer.region_server import RegionServer
 
 JOURNAL = "journal"  # within a server's folder
@@ -104,9 +104,14 @@ def begin_snapshot(server: AnyServer, journal: Journal, ended: bool) -> tuple[di
     tensors, state = server.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     segment = journal.rotate()
-    for member in server.members.values():  # what the state leaves out is said again: joins, and halves of updates
+    for (
+        name,
+        member,
+    ) in server.members.items():  # what the state leaves out is said again: joins, and halves of updates
         for join in member.joined.values():
             journal.append(join)
+        if member.silent:  # a join would say otherwise
+            journal.append(Silence(name, member.incarnation))
         for parts in member.arriving.values():
             for part in parts.values():
                 journal.append(part)

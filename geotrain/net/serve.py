@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -21,10 +22,21 @@ import torch
 from torch import Tensor
 
 from geotrain.canonical import UnsupportedModelError
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig
+from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, ConfigError, RunConfig, is_loopback
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
-from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.events import (
+    Acknowledged,
+    EventLog,
+    LinkTraffic,
+    Recovery,
+    SnapshotWritten,
+    Trouble,
+    UpdatesLost,
+)
+from geotrain.monitor.history import facts
+from geotrain.monitor.monitor import Monitor
+from geotrain.net import calls
 from geotrain.net.certs import CertificateError, Credentials, Role, Trust, identity, load_credentials
 from geotrain.net.diary import Diary
 from geotrain.net.journal import JournalDamaged, JournalFull
@@ -36,7 +48,9 @@ from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_sna
 from geotrain.net.remote import Remote, Uploader
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
+from geotrain.net.tally import Tally
 from geotrain.net.uplink import Uplink
+from geotrain.net.watch import Watch
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import Layout, LayoutError, layout_of
 from geotrain.outer.messages import GLOBAL, Refused, Send
@@ -48,23 +62,14 @@ log = logging.getLogger(__name__)
 SNAPSHOT_RETRY_S = 30.0
 MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
+TRAFFIC_EVENT_S = 5.0
 LAST_UPLOAD_S = 120.0  # at the end
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
 STATUS = "status.json"  # in the server's folder, once it has ended: what it last said of itself
 EVENTS = "events.jsonl"
-EXPECTED = (
-    ListenError,
-    StoreError,
-    JournalDamaged,
-    CertificateError,
-    LayoutError,
-    Unreachable,
-    Refused,
-    ConfigError,
-    UnsupportedModelError,
-    OutputError,
-)
+FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError)
+EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
 def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool) -> int:
@@ -74,7 +79,8 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
         layout = layout_of(run)
         regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.serving}
         samples = run.data.train_samples, run.samples_per_step
-        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples)
+        every = run.monitor.validate_every_samples
+        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every)
         server.incarnation = uuid.uuid4().hex
         return server
 
@@ -91,7 +97,8 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
     def build() -> RegionServer:
         layout = layout_of(run)
         workers = tuple(w.name for w in cluster.region(region).workers)
-        server = RegionServer(region, identity_of(run, layout), layout, run.outer, workers)
+        validates = run.monitor.validate_every_samples is not None
+        server = RegionServer(region, identity_of(run, layout), layout, run.outer, workers, validates)
         server.incarnation = uuid.uuid4().hex
         return server
 
@@ -134,7 +141,11 @@ def _serve(
 ) -> int:
     try:
         credentials = place.credentials()
-        with alone_in(folder), EventLog(folder / EVENTS) as events:
+        with (
+            alone_in(folder),
+            EventLog(folder / EVENTS, source=place.name, enabled=run.monitor.enabled) as events,
+            _monitor(run, place, events) as monitor,
+        ):
             if not resume and (Store(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*"))):
                 raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
             remote = place.remote(run)
@@ -145,7 +156,7 @@ def _serve(
                 log.error("%s", fault)
                 events.write(Trouble(fault))
             events.write(Recovery(recovered.replayed))
-            host = _Host(recovered, events, folder, run.checkpoint.every_updates, place, credentials, remote)
+            host = _Host(recovered, events, folder, run, place, credentials, monitor, remote)
             asyncio.run(host.run())
     except EXPECTED as error:
         return _failed(error)
@@ -154,9 +165,17 @@ def _serve(
     return 0
 
 
+def _monitor(run: RunConfig, place: _Place, events: EventLog) -> Monitor:
+    """Raises ConfigError."""
+    layout = layout_of(run)
+    names = tuple(fragment.name for fragment in layout.fragments)
+    top = facts(run, place.cluster, layout.numel, names) if place.role == "global" else None
+    return Monitor(run, place.cluster, place.name, events, top)
+
+
 def _failed(error: Exception) -> int:
     print(f"geotrain serve: {error}", file=sys.stderr, flush=True)
-    return 1
+    return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
 
 
 @dataclass(frozen=True)
@@ -192,15 +211,16 @@ class _Host:
         recovered: Recovered,
         events: EventLog,
         folder: Path,
-        every_updates: int,
+        run: RunConfig,
         place: _Place,
         credentials: Credentials | None,
+        monitor: Monitor,
         remote: Remote | None,
     ) -> None:
         self.place, self.credentials, self.remote = place, credentials, remote
         self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
-        self.events, self.folder, self.every_updates = events, folder, every_updates
-        self.diary = Diary(self.server, events)
+        self.events, self.folder, self.run_config, self.monitor = events, folder, run, monitor
+        self.diary = Diary(self.server, events, run.data.sequence_length)
         self.uplink: Uplink | None = None
         self.uploader: Uploader | None = None
         self.saved_updates = self._updates()
@@ -215,7 +235,7 @@ class _Host:
         self.machine = Machine(self.server, self.journal, self._deliver, self.diary.watch)
         self.service = Service(
             self.machine,
-            self._control,
+            self._snapshot,
             self._status,
             member_role=self.place.member_role,
             silent_s=REGION_SILENT_S if self.place.member_role == "region" else WORKER_SILENT_S,
@@ -225,6 +245,11 @@ class _Host:
             self.uploader = Uploader(self.store, self.remote, self.events.write)
         address = self.place.address
         self.meter = Meter(self._is_wide_area)
+        beat_s = calls.REGION_BEAT_S if self.place.member_role == "region" else calls.BEAT_S
+        sample_s = self.run_config.monitor.sample_s
+        self.watch = Watch(
+            self.machine, self.service, self.events, self.folder, self._traffic, self.meter.total, sample_s, beat_s
+        )
         if not self.store.numbers():
             await self._snapshot()  # so that there is one, whatever happens
         port = await self.service.start(address)
@@ -232,7 +257,7 @@ class _Host:
         listening = self.folder / LISTENING
         with whole_file(listening) as file:
             json.dump({"address": f"{address.host}:{port}", "pid": os.getpid()}, file)
-        if self.credentials is None and not _is_loopback(address):
+        if self.credentials is None and not is_loopback(address.host):
             log.warning("listening on %s without TLS: set `security` in the cluster file", address)
         self.meter.start()
         uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
@@ -255,12 +280,21 @@ class _Host:
             self.machine.failure,
             asyncio.ensure_future(self.stop.wait()),
             asyncio.ensure_future(self._snapshots()),
+            asyncio.ensure_future(self._tell_traffic()),
         ]
+        if self.run_config.monitor.enabled:
+            tasks.append(asyncio.ensure_future(self.watch.run()))
         if isinstance(self.server, RegionServer):
             trust = Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None
             above = str(self.place.cluster.global_server)
-            self.uplink = Uplink(
-                self.machine, above, trust=trust, on_lost=lambda n: self.events.write(UpdatesLost(n))
+            name, life = self.server.name, self.server.incarnation
+            self.uplink = self.watch.uplink = Uplink(
+                self.machine,
+                above,
+                trust=trust,
+                on_lost=lambda n: self.events.write(UpdatesLost(n)),
+                on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, life, sequence)),
+                metrics=self.watch.metrics,
             )
             tasks.append(asyncio.ensure_future(self.uplink.run()))
         else:
@@ -271,7 +305,7 @@ class _Host:
                 task.result()
         finally:
             with whole_file(self.folder / STATUS) as file:  # while its links are still open
-                json.dump(self.service.status(), file)
+                json.dump({**self.service.status(), "page": None, "metrics": None}, file)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -300,17 +334,34 @@ class _Host:
                 self.events.write(Trouble(str(error)))
                 await asyncio.sleep(SNAPSHOT_RETRY_S)
 
+    async def _tell_traffic(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await asyncio.sleep(TRAFFIC_EVENT_S)
+            finally:  # the last one tells of the time until the end
+                recent = self.meter.take_recent()
+                seconds = round(time.monotonic() - began_s, 3)
+                sent, received = recent.sent_bytes, recent.received_bytes
+                peaks = recent.peak_sent_bytes, recent.peak_received_bytes
+                if self.place.role == "global":
+                    sent, received, peaks = received, sent, peaks[::-1]
+                self.events.write(LinkTraffic(seconds, sent, received, *peaks))
+
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
-        return self._updates() - self.saved_updates >= self.every_updates or journal_bytes >= enough_bytes
+        return (
+            self._updates() - self.saved_updates >= self.run_config.checkpoint.every_updates
+            or journal_bytes >= enough_bytes
+        )
 
-    async def _snapshot(self, ended: bool = False) -> None:
-        """Copy the state between two messages, write the copy beside the work. Raises StoreError."""
+    async def _snapshot(self, ended: bool = False) -> str:
+        """Copy the state between two messages, write the copy beside the work; says where. Raises StoreError."""
         async with self.saving:
             began_s, updates = time.monotonic(), self._updates()
             try:
-                tensors, meta = await self.machine.read(lambda: begin_snapshot(self.server, self.journal, ended))
+                tensors, meta = await self.machine.alone(lambda: begin_snapshot(self.server, self.journal, ended))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
             self.carried_bytes = self.journal.segment_bytes
@@ -320,6 +371,7 @@ class _Host:
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
             if self.uploader is not None:
                 self.uploader.wake()
+            return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
     def _is_over(self) -> bool:
         """Everyone has left in good order."""
@@ -336,25 +388,20 @@ class _Host:
         else:
             self.service.deliver(send)
 
-    async def _control(self, what: str) -> None:
-        if what == "stop":
-            self.stop.set()  # a snapshot comes with the end
-        else:
-            await self._snapshot()
-
     def _is_wide_area(self, peer: str) -> bool:
         """A region server's wide-area link is the one to the global server; the global server's are all it has."""
         return self.place.role == "global" or peer.rpartition(":")[2] == str(self.place.cluster.global_server.port)
 
     def _status(self) -> dict[str, Any]:
-        """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
-        rates over a second. peers: bytes with each member."""
-        traffic = self.meter.traffic()
-        members: dict[str, Traffic] = {}
-        for peer, member in self.service.peers.items():
-            if peer in traffic:
-                members.setdefault(member, Traffic()).join(traffic[peer])
+        """links: bytes on the wide-area links, up towards the global server and down from it, their highest rates
+        over a second, and what of them each fragment moved. peers: bytes with each member, likewise."""
+        members = self._traffic()
         total = self.meter.total
+        fragments = Tally()
+        layout, tallies = self.server.layout, self.service.tallies
+        above = [self.uplink.link.tally] if self.uplink else []
+        for tally in tallies.values() if self.place.role == "global" else above:
+            fragments.add(tally)
         sent, received = ("up", "down") if self.place.role == "region" else ("down", "up")
         return {
             "links": {
@@ -362,15 +409,28 @@ class _Host:
                 f"{received}_bytes": total.received_bytes,
                 f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
                 f"peak_{received}_bytes_per_s": total.peak_received_bytes,
+                "fragments": fragments.status(layout),
             },
             "peers": {
-                name: {"sent_bytes": t.sent_bytes, "received_bytes": t.received_bytes} for name, t in members.items()
+                name: {
+                    "sent_bytes": t.sent_bytes,
+                    "received_bytes": t.received_bytes,
+                    "fragments": tallies.get(name, Tally()).status(layout),
+                }
+                for name, t in members.items()
             },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,
+            "page": self.monitor.page_url,
+            "metrics": self.monitor.metrics_url,
             "snapshots": self.uploader.status() if self.uploader else None,
         }
 
-
-def _is_loopback(address: Address) -> bool:
-    return address.host in ("localhost", "::1") or address.host.startswith("127.")
+    def _traffic(self) -> dict[str, Traffic]:
+        """Bytes with each member, over all its connections."""
+        traffic = self.meter.traffic()
+        members: dict[str, Traffic] = {}
+        for peer, member in list(self.service.peers.items()):
+            if peer in traffic:
+                members.setdefault(member, Traffic()).join(traffic[peer])
+        return members

@@ -32,6 +32,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     UpdatePart,
+    Validated,
 )
 from geotrain.outer.region_server import RegionServer
 
@@ -44,7 +45,9 @@ FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that
 class Uplink:
     """connect_s: how long the first connection may take.
 
-    on_lost: told how many acknowledged updates a restored global server does not know.
+    on_lost: told how many acknowledged updates a restored global server does not know. on_acknowledged: told of each
+    update that the global server has taken.
+    metrics: numbers for people that go up with each heartbeat.
     """
 
     def __init__(
@@ -55,14 +58,17 @@ class Uplink:
         connect_s: float = 60.0,
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
+        on_acknowledged: Callable[[int], None] = lambda sequence: None,
+        metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         assert isinstance(machine.server, RegionServer)
         self.machine, self.server = machine, machine.server
-        self.connect_s, self.on_lost = connect_s, on_lost
+        self.connect_s, self.on_lost, self.on_acknowledged = connect_s, on_lost, on_acknowledged
+        self.metrics = metrics
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
-        self._leases: deque[Join | LeaseRequest | Release] = deque()  # Join: the data is known now
+        self._leases: deque[Join | LeaseRequest | Release | Validated] = deque()  # Join: the data is known now
         self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.layout.numel + 65536
 
@@ -71,8 +77,8 @@ class Uplink:
         message = send.message
         if isinstance(message, UpdatePart | Leave):
             self._updates.append(message)
-        elif isinstance(message, Join | Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
-            self._leases.append(message)
+        elif not isinstance(message, LeaseRequest) or self._is_new(message):
+            self._leases.append(message)  # type: ignore[arg-type]
         self._work.set()
 
     async def run(self) -> None:
@@ -125,6 +131,7 @@ class Uplink:
             if message.sequence > last:  # what was sent again at the beginning may be said a second time
                 last = message.sequence
                 await self._persist(partial(self.link.push, message))
+                self.on_acknowledged(message.sequence)
                 pushed[message.deltas[0].fragment].put_nowait(message)
             self._updates.popleft()
 
@@ -138,6 +145,8 @@ class Uplink:
             try:
                 if isinstance(message, Release):
                     await self._persist(_certain(self.link.release, message))
+                elif isinstance(message, Validated):
+                    await self._persist(_certain(self.link.validated, message))
                 else:
                     lease: Lease | Finished = await self._persist(partial(self.link.lease, message))
                     await self._tell(lease)
@@ -153,8 +162,8 @@ class Uplink:
 
     async def _run_beats(self) -> None:
         while True:
-            await asyncio.sleep(calls.BEAT_S)
-            if await self._persist(partial(self.link.beat, 0)) and not self.server.over:
+            await asyncio.sleep(calls.REGION_BEAT_S)
+            if await self._persist(partial(self.link.beat, 0, self.metrics())) and not self.server.over:
                 await self._tell(Over())
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:

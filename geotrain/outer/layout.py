@@ -96,10 +96,15 @@ class Layout:
         for p, offset in zip(f.parameters, f.offsets, strict=True):
             yield p.name, vector[offset : offset + p.numel].view(p.shape)
 
+    def not_finite(self, fragment: int, vector: Tensor) -> str | None:
+        """The first parameter whose part of the fragment's vector holds infinities or NaN."""
+        bad = (name for name, part in self.split(fragment, vector) if not bool(part.isfinite().all()))
+        return next(bad, None)
+
     def check_cover(self, fragment: int, slices: Iterable[Slice]) -> None:
         """Raises LayoutError unless the slices cover every element of the fragment exactly once."""
         f = self.fragments[fragment]
-        times = torch.zeros(f.numel, dtype=torch.uint8)
+        times = torch.zeros(f.numel, dtype=torch.int32)
         for piece in slices:
             _check(piece, f.numel, f.name)
             _view(times, piece).add_(1)
@@ -109,10 +114,14 @@ class Layout:
             raise LayoutError(f"fragment {f.name!r}: element {at} of {f.numel} is {what}")
 
     def check_slices(self, fragment: int, slices: Iterable[Slice]) -> None:
-        """Raises LayoutError when a slice reaches outside the fragment."""
+        """Raises LayoutError when a slice reaches outside the fragment, or together they are more than it."""
         f = self.fragments[fragment]
+        total = 0
         for piece in slices:
             _check(piece, f.numel, f.name)
+            total += piece.numel
+        if total > f.numel:
+            raise LayoutError(f"fragment {f.name!r}: slices of {total} elements overlap, it has {f.numel}")
 
     def _find(self, parameter: str) -> tuple[int, int, int]:
         try:
@@ -192,7 +201,8 @@ def _fragment(index: int, name: str, parameters: tuple[Parameter, ...]) -> Fragm
 
 def _check(piece: Slice, size: int, name: str) -> None:
     rows_overlap = piece.count > 1 and piece.stride < piece.length
-    if piece.start < 0 or piece.length < 1 or piece.count < 1 or rows_overlap or piece.stop > size:
+    negative = piece.start < 0 or piece.length < 1 or piece.count < 1 or piece.stride < 0
+    if negative or rows_overlap or piece.stop > size:
         raise LayoutError(f"fragment {name!r}: {piece} does not lie within its {size} elements")
 
 

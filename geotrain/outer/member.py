@@ -42,6 +42,8 @@ class Member:
     answers: dict[int, dict[int, list[FragmentWeights]]] = field(default_factory=dict)  # sequence → part → weights
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
     metrics: dict[str, float] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
+    norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
     updates: int = 0
     left: bool = False
     silent: bool = False  # not heard of for too long
@@ -91,6 +93,7 @@ class Member:
         return {
             "joined": self.complete,
             "left": self.left,
+            "restarts": len(self.former),
             "updates": self.updates,
             "sequence": self.sequence,
             "job": self.job,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.outer.codec import make_codec
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import (
@@ -23,10 +24,12 @@ from geotrain.outer.messages import (
     LeaseRequest,
     Leave,
     Offence,
+    Refused,
     Release,
     Send,
     Silence,
     UpdatePart,
+    Validated,
     Welcome,
 )
 from geotrain.outer.rules import RegionRule, region_rule
@@ -42,7 +45,13 @@ class RegionServer(Server):
     rule: RegionRule
 
     def __init__(
-        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, workers: tuple[str, ...]
+        self,
+        name: str,
+        identity: Identity,
+        layout: Layout,
+        config: OuterConfig,
+        workers: tuple[str, ...],
+        validates: bool = False,
     ) -> None:
         rule = region_rule(config, workers)
         super().__init__(identity, layout, rule, workers, config.local, config.local, config.limits)
@@ -58,6 +67,7 @@ class RegionServer(Server):
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs that wait for their lease
         self.reserved_to = dict.fromkeys(workers, 0)  # the last job whose lease was asked for in this life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
+        self.newest: list[Tensor] | None = [] if validates else None  # global weights, for validation
         self.first_versions = [0] * len(layout.fragments)  # that the first weights get here
         self.over = False  # all data of the run is trained for good
         self.gone = False  # said goodbye to the global server
@@ -95,6 +105,10 @@ class RegionServer(Server):
         state: what that holds as pending went up later, so it begins again from the global weights.
         """
         known = welcome.sequence - 1
+        if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.layout.fragments)):
+            raise Refused(
+                f"{self.name}: a welcome with sequence {welcome.sequence}, versions {welcome.versions} is none"
+            )
         if known > self.sequence and self.fragments:
             self._start_over()
         oldest = min(self.in_flight, default=self.sequence + 1)
@@ -106,7 +120,7 @@ class RegionServer(Server):
             }
             self.sequence = known + len(self.in_flight)
         self.sequence = max(self.sequence, known)
-        if lost:  # versions that it has lost, too, are none to start from
+        if lost and welcome.versions:  # versions that it has lost, too, are none to start from
             self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
             self.in_flight = {
                 s: replace(u, deltas=tuple(self._as_known(d) for d in u.deltas)) for s, u in self.in_flight.items()
@@ -138,11 +152,16 @@ class RegionServer(Server):
             state.version = version
 
     def on_global_weights(self, answer: Answer) -> None:
-        """The answer to an update of ours, or (sequence 0) to our join."""
+        """The answer to an update of ours, or (sequence 0) to our join. Raises Refused; then nothing has changed."""
         first = not self.fragments
         if not first and answer.sequence not in self.in_flight:
             return  # a second copy: a change must not be added to the mirror twice
+        self._check_answer(answer, first)
         vectors = [self.decode_weights(w) for w in answer.weights]
+        if self.newest is not None:
+            self.newest = self.newest or [torch.empty(0) for _ in self.layout.fragments]
+            for weights, vector in zip(answer.weights, vectors, strict=True):
+                self.newest[weights.fragment] = vector.clone()
         if first:
             self.set_weights([v.clone() for v in vectors])
             self.global_versions = [w.version for w in answer.weights]
@@ -156,6 +175,14 @@ class RegionServer(Server):
                 state = self.fragments[weights.fragment]
                 self.answer_members(self.rule.on_global_weights(state, vector), weights.fragment)
         self._send_what_is_due()
+
+    def _check_answer(self, answer: Answer, first: bool) -> None:
+        whole = range(len(self.layout.fragments))
+        wanted = list(whole) if first else [d.fragment for d in self.in_flight[answer.sequence].deltas]
+        if sorted(w.fragment for w in answer.weights) != sorted(wanted) or any(w.version < 0 for w in answer.weights):
+            raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {wanted}")
+        for weights in answer.weights:
+            self.check_weights(weights)
 
     def outgoing(self) -> list[Send]:
         """Messages that should leave now; each is returned once."""
@@ -186,6 +213,19 @@ class RegionServer(Server):
         if lease.job in self.wanted[lease.worker]:
             self.wanted[lease.worker].discard(lease.job)
             self._outgoing.append(Send(lease.worker, lease))
+
+    # -- validation
+
+    def on_validated(self, result: Validated) -> None:
+        self.frozen = None
+        self._outgoing.append(Send(GLOBAL, result))
+
+    def validation_weights(self) -> list[Tensor]:
+        newest = self.newest or []
+        return newest if all(vector.numel() for vector in newest) else []
+
+    def global_version_of(self, fragment: int) -> int:
+        return self.global_versions[fragment]
 
     # -- members
 
@@ -271,7 +311,7 @@ class RegionServer(Server):
             "done": self.done,
             "global_versions": list(self.global_versions),
             "leases": [
-                [v.worker, v.job, v.lease, v.start, v.samples, v.steps]
+                [v.worker, v.job, v.lease, v.start, v.samples, v.steps, v.validate]
                 for jobs in self.leases.values()
                 for v in jobs.values()
             ],
@@ -317,8 +357,20 @@ class RegionServer(Server):
             if fragment not in self.residuals:
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
-        what = f"delta of fragment {fragment} of region {self.name}"
-        return to_bytes(self.up_codec.encode(delta, residual=residual, seed=self.sequence, what=what).payload)
+        try:
+            seed = rounding_seed(self.name, 0, self.sequence, fragment)
+            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
+        except NonFiniteError:
+            parameter = self.layout.not_finite(fragment, delta)
+            what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
+            raise refusal(f"region {self.name}: {what}") from None
+
+    def check_weights(self, weights: FragmentWeights) -> None:
+        """Raises Refused."""
+        try:
+            self.downlink.check(weights, self.layout.fragments[weights.fragment].numel)
+        except CodecError as error:
+            raise Refused(f"{self.name}: fragment {weights.fragment} of the global server: {error}") from None
 
     def decode_weights(self, weights: FragmentWeights) -> Tensor:
         return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)
@@ -362,8 +414,22 @@ class RegionServer(Server):
         return complete
 
     def _mean_metrics(self) -> dict[str, float]:
-        losses = [m.metrics["loss"] for m in self.members.values() if "loss" in m.metrics]
-        return {"loss": sum(losses) / len(losses)} if losses else {}
+        """Of the workers that are here; at the end, of those that were here."""
+        here = [m for m in self.members.values() if not m.left] or list(self.members.values())
+        return mean_metrics([m.metrics for m in here])
+
+
+def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A region's numbers for people, from its workers': their rates together, the mean of the rest."""
+    told: dict[str, list[float]] = {}
+    for metrics in workers:
+        for name, value in metrics.items():
+            told.setdefault(name, []).append(value)
+    told.pop("staleness", None)  # counted in the region's versions
+    return {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in told.items()}
+
+
+_ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))
 
 
 def _numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:

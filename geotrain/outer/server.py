@@ -14,7 +14,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes
+from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes, to_bytes
 from geotrain.outer.layout import Layout, LayoutError, Slice, gather, numel, scatter
 from geotrain.outer.limits import NormLimits, norm
 from geotrain.outer.member import Member
@@ -51,6 +51,18 @@ def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
     return Identity(run.name, config_digest(run), layout.digest, model, data)
 
 
+VALIDATION_CODEC = CodecConfig(name="bf16")
+
+
+@dataclass
+class Frozen:
+    """Global weights as they were when a validation's first part asked. weights: bf16, one vector a fragment."""
+
+    number: int
+    versions: list[int]
+    weights: list[Tensor]
+
+
 class Server:
     """members: names of those who may join. up, down: codecs of the links to them."""
 
@@ -70,6 +82,7 @@ class Server:
         self.fragments: list[FragmentState] = []  # empty until the first weights are known
         self.up: Codec = make_codec(up)
         self.down = down
+        self.frozen: Frozen | None = None  # the global weights that a validation speaks of
         self.limits = limits
         self.norms = NormLimits(limits, len(layout.fragments)) if limits.norm_deviations is not None else None
         self.data = identity.data  # sha256 of the run's training data, once a member has told it
@@ -88,13 +101,13 @@ class Server:
         if join.parts != parts or not 0 <= join.part < parts:
             raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
         self._check_slices(join)
+        joined = {**({} if new else member.joined), join.part: join}
+        if len(joined) == parts:
+            self._check_cover(join.member, joined)
         if new:
             member.begin_life(join.incarnation)
             self.on_new_life(join.member, join)
-        member.parts, member.silent = parts, False
-        member.joined[join.part] = join
-        if member.complete:
-            self._check_cover(join.member, member)
+        member.parts, member.joined, member.silent = parts, joined, False
         self.data = self.data or join.data
         versions = tuple(state.version for state in self.fragments)
         return Welcome(member.sequence + 1, member.job + 1, self.incarnation, versions)
@@ -203,6 +216,33 @@ class Server:
             return None
         return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
 
+    # -- validation of the global weights
+
+    def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
+        """The global weights that validation `number` speaks of, as far as one part holds them, in bf16: the same for
+        all parts, whenever they ask. Empty when they are not here. Raises Refused."""
+        member = self.current(name, incarnation)
+        if part not in member.joined:
+            raise Refused(f"{name}: part {part} has not joined")
+        if self.frozen is None or self.frozen.number < number:
+            weights = self.validation_weights()
+            versions = [self.global_version_of(f) for f in range(len(weights))]
+            self.frozen = Frozen(number, versions, [w.bfloat16() for w in weights]) if weights else None
+        if self.frozen is None or self.frozen.number != number:
+            return Answer(number, (), self.incarnation)
+        plain, told = make_codec(VALIDATION_CODEC), []
+        for f, (version, weights_16) in enumerate(zip(self.frozen.versions, self.frozen.weights, strict=True)):
+            held = gather(weights_16.float(), member.joined[part].holds[f])
+            told.append(FragmentWeights(f, version, to_bytes(plain.encode(held).payload)))
+        return Answer(number, tuple(told), self.incarnation)
+
+    def validation_weights(self) -> list[Tensor]:
+        """The newest global weights, one fp32 vector a fragment; none when they are not known here."""
+        raise NotImplementedError
+
+    def global_version_of(self, fragment: int) -> int:
+        raise NotImplementedError
+
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -295,6 +335,7 @@ class Server:
                 scatter(self.up.decode(from_bytes(delta.payload), numel(slices)), slices, vector)
             except ValueError as error:
                 raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
+        member.norms[fragment] = norm(vector)
         return vector
 
     def encode_weights(self, member: Member, part: int, fragment: int) -> FragmentWeights:
@@ -356,12 +397,11 @@ class Server:
             # Ranks that hold copies of the same norm would see them drift apart, their blocks being different.
             raise Refused(f"{join.member}: codec {self.down.name!r} downwards needs a member that holds everything")
 
-    def _check_cover(self, name: str, member: Member) -> None:
+    def _check_cover(self, name: str, joined: dict[int, Join]) -> None:
         try:
             for f in range(len(self.layout.fragments)):
-                self.layout.check_cover(f, [s for join in member.joined.values() for s in join.pushes[f]])
+                self.layout.check_cover(f, [s for join in joined.values() for s in join.pushes[f]])
         except LayoutError as error:
-            member.joined.clear()
             raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
 
     def _check_part(self, part: UpdatePart, member: Member) -> None:
@@ -407,14 +447,15 @@ class Server:
         self._begin_answer(member, first.sequence, set(fragments))
         for fragment, delta, sent in zip(fragments, deltas, first.deltas, strict=True):
             state = self.fragments[fragment]
-            staleness = max(staleness, state.version - sent.anchor_version)
+            member.staleness[fragment] = state.version - sent.anchor_version
+            staleness = max(staleness, member.staleness[fragment])
             self.answer_members(self.rule.on_delta(state, name, delta, first.weight), fragment)
         member.metrics = {**first.metrics, "staleness": float(staleness)}
         self.on_applied(first)
 
     def _check_norms(self, name: str, fragments: list[int], deltas: list[Tensor], weight: int) -> None:
         if self.norms is not None:
-            sizes = [norm(delta) for delta in deltas]
+            sizes = [self.members[name].norms[fragment] for fragment in fragments]
             for fragment, size in zip(fragments, sizes, strict=True):
                 self.norms.check(name, fragment, size, weight)
             for fragment, size in zip(fragments, sizes, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from geotrain.canonical import Architecture
-from geotrain.config import ClusterConfig, ConfigError, DeviceConfig, HostConfig, RunConfig
+from geotrain.config import ClusterConfig, ConfigError, DeviceConfig, HostConfig, RegionConfig, RunConfig
 from geotrain.plan.job import model_of
 from geotrain.plan.network import Network
 
@@ -91,12 +91,17 @@ class Task:
         )
 
 
+def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
+    """What a plan may use in a region: its inventory; without one, the hosts of its workers."""
+    return region.hosts or tuple(h for w in region.workers for h in w.hosts)
+
+
 def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> Task:
     """Raises ConfigError where a host names no device, UnsupportedModelError."""
     network = Network(cluster)
     spots: dict[str, list[Spot]] = {}
     for region in cluster.regions:
-        hosts = region.hosts or tuple(h for w in region.workers for h in w.hosts)
+        hosts = hosts_of(region)
         names = [h.host for h in hosts]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:

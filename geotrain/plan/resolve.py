@@ -15,7 +15,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.plan.grouping import Worker, Workers
-from geotrain.plan.inventory import Task
+from geotrain.plan.inventory import Task, hosts_of
 from geotrain.plan.layouts import home_of
 from geotrain.plan.network import GLOBAL
 from geotrain.plan.settings import line_to
@@ -36,7 +36,7 @@ def name_workers(task: Task, workers: Workers) -> dict[str, Worker]:
 def resolve(
     task: Task, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float
 ) -> tuple[RunConfig, ClusterConfig]:
-    """The run and the cluster as planned: regions without workers are left out."""
+    """The run and the cluster as planned: regions that neither have a worker nor lend a host to one are left out."""
     return _run(task, workers, outer, tokens), _cluster(task, workers, place)
 
 
@@ -58,17 +58,18 @@ def _run(task: Task, workers: Mapping[str, Worker], outer: OuterConfig, tokens: 
 
 def _cluster(task: Task, workers: Mapping[str, Worker], place: str) -> ClusterConfig:
     given = task.cluster
-    regions = []
+    regions, homes = [], []
+    used = {(spot.region, spot.host) for worker in workers.values() for spot in worker.layout.spots}
     for region in given.regions:
-        mine = tuple(
-            _worker(name, worker, region)
-            for name, worker in workers.items()
-            if home_of(worker.layout.spots) == region.name
-        )
+        at_home = {name: w for name, w in workers.items() if home_of(w.layout.spots) == region.name}
+        mine = tuple(_worker(name, worker, region, given) for name, worker in at_home.items())
+        lent = tuple(h for h in hosts_of(region) if (region.name, h.host) in used)
         if mine:
+            homes.append(region.name)
             regions.append(region.model_copy(update={"workers": mine, "hosts": ()}))
-    homes = [region.name for region in regions]
-    kept = {spot.region for worker in workers.values() for spot in worker.layout.spots} | set(homes)
+        elif lent:
+            regions.append(region.model_copy(update={"workers": (), "hosts": lent}))
+    kept = {region.name for region in regions}
     links = [link for link in given.links if set(link.regions) <= kept]
     for home in homes:
         line = line_to(task, home, place)
@@ -81,10 +82,11 @@ def _cluster(task: Task, workers: Mapping[str, Worker], place: str) -> ClusterCo
     return parse(ClusterConfig, raw, "the planned cluster")
 
 
-def _worker(name: str, worker: Worker, region: RegionConfig) -> WorkerConfig:
-    """Started by DeepSpeed's launcher on each host: over ssh, or here where the region is this machine."""
+def _worker(name: str, worker: Worker, region: RegionConfig, given: ClusterConfig) -> WorkerConfig:
+    """Started by DeepSpeed's launcher on each host: over ssh, or here if its hosts are (or stand for) this machine.
+    A worker that has all these hosts already keeps its launcher."""
     config = worker.layout.worker(name)
-    local = region.ssh is None and all(host.host in ("localhost", "127.0.0.1") for host in config.hosts)
+    local = given.emulate_links or all(host.host in ("localhost", "127.0.0.1") for host in config.hosts)
     like = next((w for w in region.workers if {h.host for h in w.hosts} >= {h.host for h in config.hosts}), None)
     kept = {} if like is None else {"launcher": like.launcher, "launcher_args": like.launcher_args, "env": like.env}
     return config.model_copy(update={"launcher": "local" if local else "ssh", **kept})

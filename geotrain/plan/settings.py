@@ -67,8 +67,8 @@ class Place:
 
 
 def places(task: Task, homes: Sequence[str], model_bytes: int) -> list[Place]:
-    """Every region that could hold the global server, the best first; only one where the cluster file gives links to
-    "global", and so its place.
+    """Everywhere the global server could stand, the best first: each region, and, if the cluster file has links to
+    "global", where it is now; only that if `global_ssh` is set.
 
     homes: regions with workers. Raises PlanError when a link's figure is missing wherever it would stand.
     """
@@ -87,15 +87,15 @@ def places(task: Task, homes: Sequence[str], model_bytes: int) -> list[Place]:
 
 def _allowed(task: Task) -> list[str]:
     cluster, pinned = task.cluster, task.pins.global_region
-    given = any(GLOBAL in link.regions for link in cluster.links) or cluster.global_ssh is not None
-    if given and pinned is not None and cluster.region(pinned).ssh != cluster.global_ssh:
-        raise PlanError(
-            f"--pin-global {pinned} contradicts cluster {cluster.name!r}, which places the global server itself "
-            f"(global_ssh = {cluster.global_ssh!r}, and links to 'global'); leave one of the two out"
-        )
-    if given:
+    if cluster.global_ssh is not None:
+        if pinned is not None and cluster.region(pinned).ssh != cluster.global_ssh:
+            raise PlanError(
+                f"--pin-global {pinned} contradicts cluster {cluster.name!r}, which has the global server on "
+                f"global_ssh = {cluster.global_ssh!r}; leave one of the two out"
+            )
         return [GLOBAL]
-    return [pinned] if pinned is not None else [region.name for region in cluster.regions]
+    now = [GLOBAL] if any(GLOBAL in link.regions for link in cluster.links) else []
+    return [pinned] if pinned is not None else [*(region.name for region in cluster.regions), *now]
 
 
 def line_to(task: Task, home: str, place: str) -> Line:

@@ -20,12 +20,12 @@ def cluster() -> ClusterConfig:
 
 
 def member(**more: Any) -> dict[str, Any]:
-    return {"joined": True, "left": False, **more}
+    return {"joined": True, "left": False, "restarts": 0, **more}
 
 
 TOP = {
     "versions": [7, 8],
-    "members": {"eu": member(staleness=2.0), "us": member()},
+    "members": {"eu": member(staleness=2.0, restarts=1), "us": member()},
     "train_samples": 100,
     "committed_samples": 25,
 }
@@ -33,7 +33,7 @@ EU = {
     "versions": [30, 31],
     "global_versions": [6, 7],
     "members": {
-        "eu-0": member(loss=3.0, tokens_per_s=1000.0),
+        "eu-0": member(loss=3.0, tokens_per_s=1000.0, restarts=2),
         "eu-1": member(loss=4.0, tokens_per_s=500.0, left=True),
     },
     "links": {"up_bytes": 1_500_000, "down_bytes": 2_000},
@@ -44,7 +44,7 @@ def test_a_row_for_each_region() -> None:
     seen = view(cluster(), {"global": TOP, "eu": EU}, eta_s=83.0)
     assert line(seen.rows[0], seen) == (
         "eu: loss 3.500, 1,500 tokens/s, up 1.5 MB, down 2.0 kB, version 31 (global 7), staleness 2, "
-        "workers 1/2, committed 25%, 1:23 left"
+        "workers 1/2, restarts 3, committed 25%, 1:23 left"
     )
     assert seen.rows[1].loss is None
     assert [text[:2] for text in lines(seen)] == ["eu"]  # nothing is known of the other

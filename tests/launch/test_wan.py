@@ -47,7 +47,7 @@ from geotrain.config import LinkConfig
 from geotrain.launch import wan
 from geotrain.launch.supervise import Process, Supervisor, guarded
 links = {"eu": LinkConfig(regions=("eu", "global"), gbps=1.0, rtt_ms=1.0)}
-with wan.emulated(links) as made, Supervisor(Path(sys.argv[1])) as supervisor:
+with wan.emulated(links, Path(sys.argv[1]) / "control") as made, Supervisor(Path(sys.argv[1])) as supervisor:
     supervisor.start(made.process)
     namespace = made.namespaces["eu"]
     supervisor.start(Process("eu-0", guarded(["sleep", "300"], namespace), keeps=(namespace,)))
@@ -72,7 +72,7 @@ def devices() -> set[str]:
 @contextmanager
 def running(links: dict[str, LinkConfig], logs: Path) -> Iterator[wan.Wan]:
     """Links with the pump and a far end in each region running."""
-    with wan.emulated(links) as made, Supervisor(logs) as supervisor:
+    with wan.emulated(links, logs / "control") as made, Supervisor(logs) as supervisor:
         supervisor.start(made.process)
         for region in links:
             far_end = (sys.executable, "-I", "-S", "-c", FAR_END, made.addresses[region])
@@ -142,6 +142,25 @@ def test_links_have_their_delay_and_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+def test_a_link_is_cut_and_slowed_on_command(tmp_path: Path) -> None:
+    with running({"eu": link("eu", 1.0, 4.0)}, tmp_path) as made:
+        address, control = made.addresses["eu"], tmp_path / "control"
+        assert round_trips_ms(address, 1)[0] < 100
+        wan.disturb(control, "eu", "cut", 1.0)
+        time.sleep(0.1)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+            out.settimeout(0.5)
+            out.sendto(b"x", (address, 7001))
+            with pytest.raises(TimeoutError):
+                out.recvfrom(2048)
+        time.sleep(0.6)
+        assert round_trips_ms(address, 1)[0] < 100
+        wan.disturb(control, "eu", "slow", 1e6, 30.0)
+        time.sleep(0.1)
+        assert gbps_up(address, 1_000_000) < 0.009
+
+
+@pytest.mark.root
 def test_several_runs_at_once_and_nothing_left(tmp_path: Path) -> None:
     before = devices()
     links = {"eu": link("eu", 1.0, 2.0)}
@@ -166,12 +185,12 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_a_link_that_cannot_be_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_cannot_be_set_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, open_before = devices(), open_files()
     monkeypatch.setattr(wan.Shape, "__getattribute__", _no_mtu)
     with (
         pytest.raises(LaunchError, match=r"'ip link set geo mtu -5 .*' failed"),
-        wan.emulated({"eu": link("eu", 1, 1)}),
+        wan.emulated({"eu": link("eu", 1, 1)}, tmp_path / "control"),
     ):
         pass
     assert devices() == before
@@ -184,7 +203,7 @@ def _no_mtu(self: wan.Shape, name: str) -> object:
 
 @pytest.mark.root
 def test_a_pump_that_dies_fails_the_run(tmp_path: Path) -> None:
-    with wan.emulated({"eu": link("eu", 1.0, 1.0)}) as made, Supervisor(tmp_path) as supervisor:
+    with wan.emulated({"eu": link("eu", 1.0, 1.0)}, tmp_path / "control") as made, Supervisor(tmp_path) as supervisor:
         supervisor.start(made.process)
         supervisor.start(
             Process("eu-0", guarded(("sleep", "300"), made.namespaces["eu"]), keeps=(made.namespaces["eu"],))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from pathlib import Path
 
 from geotrain.net.meter import Meter, Traffic
+from tests.net.net_worlds import clusters, outer, whole
 
 
 def test_a_known_transfer_is_counted_on_both_sides_and_kept_when_the_sockets_close():
@@ -45,3 +47,19 @@ def test_the_peak_is_of_one_second():
         traffic.add(at_s, sent, 1)
     assert (traffic.sent_bytes, traffic.peak_sent_bytes) == (47, 30)
     assert (traffic.received_bytes, traffic.peak_received_bytes) == (4, 2)
+
+
+def test_a_member_is_known_by_every_connection_it_speaks_over(tmp_path: Path) -> None:
+    """After a loss it comes over a new one, without joining again: its bytes are still its own."""
+    with clusters(tmp_path) as make:
+        cluster = make(outer(), {"eu": {"a": whole}})
+        worker = cluster.worker("a")
+        worker.join()
+        peers = cluster.regions["eu"].service.peers
+        assert set(peers.values()) == {"a"}
+        peers.clear()
+        lease = worker.lease()
+        assert lease is not None
+        worker.train(lease)
+        assert set(peers.values()) == {"a"}
+        worker.close()

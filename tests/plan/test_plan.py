@@ -155,7 +155,10 @@ def test_a_worker_spans_regions_where_one_is_too_small() -> None:
     holds(plan)
     (worker,) = plan.workers.values()
     assert set(worker.regions) == {"a", "b"}
-    assert [r.name for r in plan.cluster.regions] == ["a"] or [r.name for r in plan.cluster.regions] == ["b"]
+    assert [r.name for r in plan.cluster.regions] == ["a", "b"]
+    assert [r.name for r in plan.cluster.serving] == [plan.prediction.workers[next(iter(plan.workers))].region]
+    lender = next(r for r in plan.cluster.regions if not r.workers)
+    assert len(lender.hosts) == 4
     layout = worker.layout
     per_stage = len(layout.spots) // layout.parallel.pipeline
     stages = [{s.region for s in layout.spots[i : i + per_stage]} for i in range(0, len(layout.spots), per_stage)]
@@ -201,7 +204,7 @@ def test_contradictory_pins() -> None:
         raw["links"] += [{"regions": [name, "global"], "gbps": 2.0, "rtt_ms": 1.0} for name in "ab"]
 
     given = changed(cluster, placed)
-    with pytest.raises(PlanError, match=r"--pin-global b contradicts cluster 'inventory'.*global_ssh = 'a-0'"):
+    with pytest.raises(PlanError, match=r"--pin-global b contradicts cluster 'inventory', .*global_ssh = 'a-0'"):
         planned(small_run(), given, Pins(global_region="b"))
     plan = planned(small_run(), given, Pins(global_region="a"))
     assert (plan.place.region, plan.cluster.global_ssh) == ("global", "a-0")
@@ -218,6 +221,13 @@ def test_missing_figures() -> None:
         planned(small_run(), cut({"a", "b"}))
     with pytest.raises(PlanError, match=r"no figure for the link between 'b' and 'a'|between 'a' and 'b'"):
         planned(small_run(), cut({"a"}, {"b"}))
+
+    apart = small_regions()
+    inside = tuple(link for link in apart.links if len(set(link.regions)) == 1)
+    with pytest.raises(
+        PlanError, match=r"fits into no region alone, and .* cannot be joined: .* between 'a' and 'b'"
+    ):
+        planned(small_run(), apart.model_copy(update={"links": inside}))
 
     def nameless(raw: dict[str, Any]) -> None:
         raw["regions"][1]["hosts"][0].pop("device")

@@ -1,0 +1,176 @@
+// Asks the server for what is new, once a second, and shows it.
+import { LossChart, smoothed } from "./chart.js";
+import { bytes, clock, count, html, percent, say, span } from "./format.js";
+import { Members, isSlow, paces } from "./members.js";
+import { WorldMap, mapLegend } from "./map.js";
+import { Timeline } from "./timeline.js";
+
+const EVERY_MS = 1000;
+const HIDDEN_MS = 15000;
+const DEADLINE_MS = 8000;
+const $ = (id) => document.getElementById(id);
+
+const known = { epoch: "", number: 0, points: [], marks: [], ticks: {}, state: null, answered: 0 };
+const map = new WorldMap($("map"));
+const chart = new LossChart($("loss"));
+const members = new Members($("members"));
+const timeline = new Timeline($("timeline"), $("marks"));
+
+async function ask() {
+  const begin_ms = performance.now();
+  try {
+    const answer = await fetch(`/state.json?since=${known.number}&epoch=${known.epoch}`, { signal: AbortSignal.timeout(DEADLINE_MS), cache: "no-store" });
+    if (!answer.ok) throw new Error(String(answer.status));
+    take(await answer.json());
+    const { dataset } = document.documentElement; // for who measures this page
+    dataset.refreshMs = (performance.now() - begin_ms).toFixed(1);
+    dataset.refreshes = Number(dataset.refreshes ?? 0) + 1;
+    dataset.shownMs ??= performance.now().toFixed(1);
+  } catch {
+    if (known.state) health(known.state, performance.now() - known.answered);
+    else pill("bad", "the global server does not answer");
+  }
+  setTimeout(ask, document.hidden ? HIDDEN_MS : EVERY_MS);
+}
+
+function take(state) {
+  if (state.full) Object.assign(known, { points: [], marks: [], ticks: {} });
+  known.points.push(...state.points);
+  known.marks = [...known.marks, ...state.marks].slice(-1000);
+  for (const [name, more] of Object.entries(state.ticks)) known.ticks[name] = [...(known.ticks[name] ?? []), ...more].slice(-200);
+  const fresh = state.full || state.points.length > 0;
+  Object.assign(known, { epoch: state.epoch, number: state.number, state, answered: performance.now() });
+  show(state, fresh);
+}
+
+function show(state, fresh) {
+  document.title = `${state.facts.run} – GeoTrain`;
+  say($("run"), state.facts.run);
+  const levels = state.members.every((m) => state.facts.members[m.name].region === m.name) ? "region" : "worker";
+  say($("facts"), `${count(state.facts.parameters)} parameters · ${plural(state.members.length, levels)} · ${plural(state.facts.fragments.length, "fragment")}`);
+  health(state, 0);
+  figures(state);
+  map.show(state);
+  chart.height = window.innerWidth > 860 ? map.height : 300; // as high as its neighbour
+  if (fresh) chart.show(known.points, state.members.map((m) => m.name));
+  members.show(state, known.ticks);
+  timeline.show(state, known.marks, known.ticks);
+  footer(state);
+}
+
+const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+
+// ---- the one sentence
+
+function pill(kind, text) {
+  $("health").className = `health ${kind}`;
+  say($("health").querySelector("span"), text);
+}
+
+function health(state, late_ms) {
+  const lost = state.members.filter((m) => m.state === "lost");
+  const away = state.members.filter((m) => m.state === "away");
+  const left = state.members.filter((m) => m.state === "left");
+  const pace = paces(state);
+  const slow = state.members.filter((m) => isSlow(pace.get(m.name)));
+  const refused = state.members.filter((m) => m.refused);
+  if (late_ms > 4000) return pill("bad", `the global server has not answered for ${span(late_ms / 1000)}; this is what was known`);
+  if (left.length === state.members.length) return pill("good", state.tokens >= state.facts.target_tokens ? "finished: all tokens are trained" : "ended: all have left");
+  if (lost.length) return pill("bad", `${list(lost)} lost for ${span(state.now_s - Math.min(...lost.map((m) => m.since_s)))}; ${up(state)} go on`);
+  if (state.server && state.server.disk_total_bytes && state.server.disk_free_bytes < 0.05 * state.server.disk_total_bytes) {
+    return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
+  }
+  if (refused.length) return pill("warn", `messages of ${list(refused)} were refused; see below`);
+  if (slow.length) return pill("warn", `${list(slow)} ${slow.length > 1 ? "are" : "is"} slow: ${percent(pace.get(slow[0].name))} of the median`);
+  if (away.length) return pill("warn", `waiting for ${list(away)}`);
+  const training = state.members.length - left.length;
+  return pill("good", training === 1 ? "training" : `all ${training} training`);
+}
+
+const up = (state) => `${state.members.filter((m) => m.state === "up").length} of ${state.members.length}`;
+const list = (some) => some.slice(0, 3).map((m) => m.name).join(", ") + (some.length > 3 ? ` and ${some.length - 3} more` : "");
+
+// ---- the figures
+
+function figures(state) {
+  const { facts } = state;
+  const smooth = smoothed(known.points);
+  const share = state.tokens / Math.max(1, facts.target_tokens);
+  const left = state.tokens_per_s ? (facts.target_tokens - state.tokens) / state.tokens_per_s : null;
+  const rates = state.members.map((m) => [m.received_bytes_per_s, m.sent_bytes_per_s]);
+  const [upRate, downRate] = [0, 1].map((k) => rates.reduce((sum, r) => sum + r[k], 0));
+  const training = state.members.filter((m) => m.state === "up" && m.shares.compute !== undefined);
+  const busy = training.reduce((sum, m) => sum + m.shares.compute, 0) / Math.max(1, training.length);
+  figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", "", trend(smooth));
+  figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share);
+  figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min");
+  figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : "");
+  figure("busy", "Computing", training.length ? percent(busy) : "–", "", "of the workers' time");
+  figure("wan", "Between regions", `${bytes(upRate + downRate)}/s`, "", `↑ ${bytes(upRate)}/s ↓ ${bytes(downRate)}/s`);
+}
+
+function when(time_s) {
+  const far = time_s - Date.now() / 1000 > 72000;
+  return far ? new Date(time_s * 1000).toLocaleDateString([], { month: "short", day: "numeric" }) : clock(time_s, false);
+}
+
+// Over the last fifth of the curve.
+function trend(smooth) {
+  if (smooth.length < 10) return "";
+  const change = smooth[smooth.length - 1] - smooth[Math.floor(smooth.length * 0.8)];
+  if (Math.abs(change) < 0.0005) return "level, last fifth";
+  return `${change < 0 ? "▼" : "▲"} ${Math.abs(change).toFixed(3)}, last fifth`;
+}
+
+const made = {};
+function figure(key, title, value, unit, text, share = null) {
+  if (!made[key]) {
+    const root = html("dl", { class: "figure", id: `figure-${key}` }, $("figures"));
+    html("dt", {}, root, title);
+    const dd = html("dd", {}, root);
+    const big = html("span", {}, dd);
+    const small = html("small", {}, dd);
+    const bar = share === null ? null : html("progress", { max: "1", "aria-label": title }, root);
+    made[key] = { big, small, bar, under: html("p", {}, root) };
+  }
+  const { big, small, bar, under } = made[key];
+  say(big, value);
+  say(small, unit);
+  say(under, text);
+  if (bar) bar.value = Math.min(1, share);
+}
+
+function footer(state) {
+  const s = state.server;
+  if (!s) return;
+  const parts = [
+    `global server: memory ${bytes(s.rss_bytes)}`, `disk ${bytes(s.disk_free_bytes)} free of ${bytes(s.disk_total_bytes)}`,
+    `journal ${bytes(s.journal_bytes)}`, `queue ${s.queue}`, `open leases ${s.open_leases}`,
+    `journal flush ${s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–"}`,
+  ];
+  const old = [...$("server").children].map((c) => c.textContent).join();
+  if (old !== parts.join()) $("server").replaceChildren(...parts.map((text) => html("span", {}, null, text)));
+}
+
+// ---- what can be pressed
+
+function pressed(id, choose) {
+  $(id).addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (!button) return;
+    for (const other of $(id).children) other.setAttribute("aria-pressed", String(other === button));
+    choose(button.dataset);
+  });
+}
+pressed("loss-switch", ({ x }) => { chart.axis = x; chart.draw(); });
+pressed("loss-zoom", ({ part }) => { chart.part = Number(part); chart.draw(); });
+pressed("timeline-switch", ({ s }) => { timeline.period_s = Number(s); timeline.draw(); });
+mapLegend($("map-legend"));
+mapLegend($("members-legend"));
+document.addEventListener("visibilitychange", () => { if (!document.hidden && known.state) show(known.state, true); });
+let resizing = 0;
+window.addEventListener("resize", () => {
+  cancelAnimationFrame(resizing);
+  resizing = requestAnimationFrame(() => { if (known.state) show(known.state, true); });
+});
+ask();

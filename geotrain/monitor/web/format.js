@@ -1,0 +1,109 @@
+// Numbers and times as people read them; small helpers for SVG, HTML and the tooltip.
+
+const UNITS = ["", "k", "M", "B", "T"];
+
+export function count(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  let unit = 0;
+  while (Math.abs(value) >= 999.5 && unit < UNITS.length - 1) { value /= 1000; unit += 1; }
+  if (unit === 0 && Number.isInteger(value)) return String(value);
+  return `${Number(value.toPrecision(digits))}${UNITS[unit] ? " " + UNITS[unit] : ""}`;
+}
+
+export function bytes(value) {
+  let unit = 0;
+  const names = ["B", "kB", "MB", "GB", "TB", "PB"];
+  while (Math.abs(value) >= 999.5 && unit < names.length - 1) { value /= 1000; unit += 1; }
+  return `${unit ? Number(value.toPrecision(3)) : Math.round(value)} ${names[unit]}`;
+}
+
+export function span(seconds) {
+  if (seconds === null || !Number.isFinite(seconds)) return "–";
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 172800) return `${Number((seconds / 3600).toPrecision(2))} h`;
+  return `${Number((seconds / 86400).toPrecision(3))} days`;
+}
+
+export const percent = (share) => `${Math.round(100 * share)} %`;
+
+export function clock(time_s, withSeconds = true) {
+  const options = { hour: "2-digit", minute: "2-digit", hour12: false };
+  if (withSeconds) options.second = "2-digit";
+  return new Date(time_s * 1000).toLocaleTimeString([], options);
+}
+
+export function day(time_s) {
+  return new Date(time_s * 1000).toLocaleDateString([], { month: "short", day: "numeric" });
+}
+
+// Colours that stay apart: eight chosen ones, then hues a golden angle apart.
+const PALETTE = ["#2f6feb", "#e8871e", "#12a37f", "#b14fd8", "#e0447c", "#0aa5c0", "#8a9a1b", "#8b6b4f"];
+export function colour(index, of = 0) {
+  if (index < PALETTE.length && of <= PALETTE.length) return PALETTE[index];
+  return `hsl(${Math.round((215 + index * 137.508) % 360)} 62% 52%)`;
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+export function svg(name, attributes = {}, parent = null, text = null) {
+  const made = document.createElementNS(SVG, name);
+  set(made, attributes);
+  if (text !== null) made.textContent = text;
+  if (parent) parent.append(made);
+  return made;
+}
+
+export function html(name, attributes = {}, parent = null, text = null) {
+  const made = document.createElement(name);
+  set(made, attributes);
+  if (text !== null) made.textContent = text;
+  if (parent) parent.append(made);
+  return made;
+}
+
+export function set(element, attributes) {
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+}
+
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// About `wanted` round numbers from low to high.
+export function ticks(low, high, wanted, steps = [1, 2, 2.5, 5, 10]) {
+  const rough = (high - low) / Math.max(1, wanted);
+  if (!(rough > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = steps.map((s) => s * power).find((s) => s >= rough * 0.999) ?? 10 * power;
+  const found = [];
+  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(at);
+  return found;
+}
+
+const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+export function timeTicks(low, high, wanted) {
+  const step = TIME_STEPS.find((s) => s >= (high - low) / Math.max(1, wanted)) ?? 604800;
+  const offset = new Date(low * 1000).getTimezoneOffset() * 60;
+  const found = [];
+  for (let at = Math.ceil((low - offset) / step) * step + offset; at <= high; at += step) {
+    found.push([at, step >= 86400 ? day(at) : clock(at, step < 60)]);
+  }
+  return found;
+}
+
+const tip = () => document.getElementById("tip");
+export function showTip(event, text) {
+  const box = tip();
+  say(box, text);
+  box.hidden = false;
+  const x = Math.min(event.clientX + 14, window.innerWidth - box.offsetWidth - 8);
+  const below = event.clientY + 16 + box.offsetHeight < window.innerHeight;
+  box.style.transform = `translate(${Math.max(8, x)}px, ${below ? event.clientY + 16 : event.clientY - box.offsetHeight - 12}px)`;
+}
+export function hideTip() { tip().hidden = true; }
+
+// text: a function, asked each time, so that it is never stale
+export function tipOn(element, text) {
+  element.addEventListener("pointermove", (event) => showTip(event, text()));
+  element.addEventListener("pointerleave", hideTip);
+}

@@ -1,0 +1,186 @@
+"""What dies is started again: the pauses as numbers, and a supervisor with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from geotrain.config import EXIT_FOR_GOOD, ConfigError, RestartConfig
+from geotrain.launch.region import locked
+from geotrain.launch.restart import Backoff
+from geotrain.launch.supervise import Death, Process, Supervisor, guarded
+from tests.launch.trees import marked, new_mark, until
+
+BUSY_S = 60.0  # until a process has started, on a busy machine
+FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=60.0)
+
+
+def lasting(script: str, name: str, **more: Any) -> Process:
+    """Is started again for as long as the supervisor wants to."""
+    command = guarded(("bash", "-c", script), grace_s=1.0)
+    return Process(name, command, again=lambda: lasting(script, name, **more), **more)
+
+
+def supervisor(folder: Path, deaths: list[Death], **more: Any) -> Supervisor:
+    return Supervisor(folder, restart=more.pop("restart", FAST), tell=deaths.append, **more)
+
+
+def test_pauses_double_and_begin_anew_after_a_long_life() -> None:
+    backoff = Backoff(RestartConfig(limit=100, first_s=1.0, longest_s=5.0))
+    assert [backoff.pause_s(1, t, lived_s=0.1) for t in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert backoff.pause_s(1, 10.0, lived_s=6.0) == 1.0
+    assert backoff.restarts == 6
+
+
+def test_restarts_are_bounded_within_the_window() -> None:
+    backoff = Backoff(RestartConfig(limit=2, window_s=100.0, first_s=1.0, longest_s=1.0))
+    assert [backoff.pause_s(137, t, lived_s=9.0) for t in (0.0, 50.0, 60.0)] == [1.0, 1.0, None]
+    assert backoff.pause_s(137, 101.0, lived_s=9.0) == 1.0
+    assert backoff.pause_s(EXIT_FOR_GOOD, 300.0, lived_s=9.0) is None
+
+
+def test_what_dies_is_started_again(tmp_path: Path) -> None:
+    deaths: list[Death] = []
+    with supervisor(tmp_path, deaths) as running:
+        running.start(lasting(f"echo life >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) = 3 ] || exit 7", "a"))
+        assert running.wait().code == 0
+    assert [(d.unit, d.how, d.pause_s, d.restarts) for d in deaths] == [
+        ("a", "failed with exit code 7", 0.05, 1),
+        ("a", "failed with exit code 7", 0.1, 2),
+    ]
+    assert running.restarts == 2
+
+
+def test_a_worker_that_dies_at_once_again_and_again_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    deaths: list[Death] = []
+    with supervisor(tmp_path, deaths) as running:
+        running.start(lasting("echo the cause; exit 1", "ill"))
+        running.start(lasting("sleep 2", "well"))
+        outcome = running.wait()
+    assert [d.pause_s is None for d in deaths] == [False, False, False, True]
+    assert outcome.code == 0
+    assert "the others have finished, but\nprocess 'ill' failed with exit code 1" in outcome.reason
+    assert "| the cause" in outcome.reason
+
+
+def test_the_run_fails_when_no_worker_is_left_or_a_server_is_given_up(tmp_path: Path) -> None:
+    for role in ("worker", "server"):
+        deaths: list[Death] = []
+        with supervisor(tmp_path / role, deaths, restart=RestartConfig(limit=1, first_s=0.05)) as running:
+            running.start(lasting("exit 9", "ill", role=role))
+            if role == "server":
+                running.start(lasting("sleep 300", "well"))
+            outcome = running.wait()
+        assert (outcome.code, len(deaths)) == (9, 1)
+        assert "process 'ill' failed with exit code 9" in outcome.reason
+
+
+def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
+    deaths: list[Death] = []
+    with supervisor(tmp_path, deaths) as running:
+        running.start(lasting(f"exit {EXIT_FOR_GOOD}", "a"))
+        assert running.wait().code == EXIT_FOR_GOOD
+    assert deaths == []
+
+
+def test_what_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None:
+    tries: list[str] = []
+
+    def again() -> Process:
+        tries.append("try")
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        return Process("a", guarded(("true",)), again=again)
+
+    deaths: list[Death] = []
+    with supervisor(tmp_path, deaths) as running:
+        running.start(Process("a", guarded(("false",)), again=again))
+        assert running.wait().code == 0
+    assert (len(tries), [d.pause_s for d in deaths]) == (2, [0.05, 0.1])
+
+
+def test_a_synchronous_run_needs_every_worker(tmp_path: Path) -> None:
+    with supervisor(tmp_path, [], needs_all=True, restart=RestartConfig(limit=0)) as running:
+        running.start(lasting("exit 1", "ill"))
+        running.start(lasting("sleep 300", "well"))
+        assert running.wait().code == 1
+
+
+def test_a_worker_of_two_hosts_lives_and_dies_as_one(tmp_path: Path) -> None:
+    """One host's job is killed: the other's is stopped too, and both are started again."""
+    mark, deaths = new_mark(), list[Death]()
+    script = "echo begins; sleep 300 & wait"
+    with supervisor(tmp_path, deaths) as running:
+        for host in ("a.0", "a.1"):
+            running.start(lasting(script, host, env=mark, unit="a"))
+        logs = [tmp_path / f"{name}.log" for name in ("a.0", "a.1")]
+        assert until(lambda: all("begins" in log.read_text() for log in logs), BUSY_S)
+        os.kill(min(marked(mark)), signal.SIGKILL)
+
+        def stop_when_both_began_twice() -> None:
+            if all(log.read_text().count("begins") == 2 for log in logs):
+                signal.raise_signal(signal.SIGTERM)
+
+        assert running.wait(stop_when_both_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
+    assert [death.unit for death in deaths] == ["a"]
+    assert marked(mark) == []
+
+
+def test_a_worker_whose_server_has_ended_well_is_not_started_again(tmp_path: Path) -> None:
+    deaths: list[Death] = []
+    slow = RestartConfig(limit=3, first_s=1.0)
+    begin = time.monotonic()
+    with supervisor(tmp_path, deaths, restart=slow) as running:
+        running.start(lasting("sleep 0.3", "eu", role="server"))
+        running.start(lasting("exit 1", "eu-0", needs="eu"))
+        assert running.wait().code == 0
+    assert len(deaths) == 1 and time.monotonic() - begin < 30.0
+    assert (tmp_path / "eu-0.log").read_text() == ""
+
+
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_what_is_killed_is_started_again_with_nothing_left_of_it(tmp_path: Path, role: str) -> None:
+    mark, deaths = new_mark(), list[Death]()
+    with supervisor(tmp_path, deaths) as running:
+        running.start(lasting("echo begins; setsid sleep 300 & sleep 300", "a", env=mark, role=role))
+        log = tmp_path / "a.log"
+        assert until(lambda: "begins" in log.read_text() and len(marked(mark)) == 4, BUSY_S)
+        first = set(marked(mark))
+        (bash,) = [pid for pid in first if psutil.Process(pid).name() == "bash"]
+        os.kill(bash, signal.SIGKILL)  # what it began runs on, and is ended by its guard
+
+        def stop_when_it_began_twice() -> None:
+            if log.read_text().count("begins") == 2:
+                assert not first & set(marked(mark))
+                signal.raise_signal(signal.SIGTERM)
+
+        assert running.wait(stop_when_it_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
+    assert [death.how for death in deaths] == ["failed with exit code 137"]
+    assert marked(mark) == []
+
+
+HOLDER = """
+import signal, sys, time
+from pathlib import Path
+from geotrain.launch.region import locked
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with locked(Path(sys.argv[1]), ("eu",)):
+    print("holds", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_new_connection_takes_over_from_a_launcher_that_is_left(tmp_path: Path) -> None:
+    """As launch-site does when ssh was cut and the far end has not noticed."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout and holder.stdout.readline() == b"holds\n"
+        with pytest.raises(ConfigError, match="running already"), locked(tmp_path, ("eu",)):
+            pass
+        with locked(tmp_path, ("us",)), locked(tmp_path, ("eu",), take_over=True):
+            assert holder.wait(10) == 0

@@ -1,0 +1,112 @@
+"""TensorBoard and Weights & Biases: of the run from the global server, of a worker through DeepSpeed's own block."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from geotrain.config import ConfigError, ParallelConfig, WandbConfig
+from geotrain.monitor.board import TensorBoard, Wandb, scalars
+from geotrain.monitor.events import Record, Trouble, UpdateApplied
+from tests.local_servers import LocalClient, LocalServers
+
+METRICS = {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "compute_s": 3.0, "waiting_s": 1.0}
+
+
+def merge(tokens: int | None) -> Record:
+    return Record(
+        5.0, "global", UpdateApplied("eu", 1, 1, [0, 1], [3, 4], 2, 8, 9, 2.5, METRICS, [2, 1], [3, 4], tokens)
+    )
+
+
+def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Curve → (step, value)."""
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+
+
+def test_scalars_of_a_merge() -> None:
+    event = merge(10).event
+    assert isinstance(event, UpdateApplied)
+    found = scalars(event)
+    assert found["run/loss"] == found["loss/eu"] == 2.5 and found["run/version"] == 4
+    assert (found["delta_norm/eu"], found["time_compute/eu"], found["staleness/eu"]) == (5.0, 0.75, 2)
+
+
+def test_the_run_in_tensorboard(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    for tokens in (4096, 8192):
+        board.on(merge(tokens))
+    board.on(Record(6.0, "global", Trouble("not a number")))
+    board.on(merge(None))
+    board.close()
+    curves = read(tmp_path)
+    assert curves["run/loss"] == [(4096, 2.5), (8192, 2.5)]
+    assert curves["tokens_per_s/eu"][-1] == (8192, 10.0)
+
+
+def test_the_run_in_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package, which is optional and speaks to a service."""
+    calls: list[Any] = []
+    run = types.SimpleNamespace(log=calls.append, finish=lambda: calls.append("finish"))
+    package = types.ModuleType("wandb")
+    package.init = lambda **settings: calls.append(settings) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    board = Wandb(WandbConfig(project="p", group="g"), "r", tmp_path)
+    board.on(merge(4096))
+    board.close()
+    assert (calls[0]["project"], calls[0]["group"], calls[0]["name"]) == ("p", "g", "r")
+    assert calls[1]["tokens"] == 4096 and calls[1]["run/loss"] == 2.5 and calls[2] == "finish"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        Wandb(WandbConfig(project="p"), "r", tmp_path)
+
+
+def train_a_worker(folder: str) -> dict[str, Any]:
+    """Two jobs, with DeepSpeed's own block for TensorBoard."""
+    from geotrain.data.loader import LeasedLoader, SampleSource
+    from geotrain.inner.engine import build_engine
+    from geotrain.trainer import Trainer
+
+    block = {**deepspeed_block(1), "tensorboard": {"enabled": True, "output_path": folder, "job_name": "eu-0"}}
+    run = run_config(LLAMA, block)
+    run = run.model_copy(update={"data": run.data.model_copy(update={"train_samples": 16 * BATCH})})
+    engine = build_engine(run, ParallelConfig(), block, timeout_s=60)
+    tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
+    loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
+    servers = LocalServers(run)
+    reports: list[dict[str, float]] = []
+    trainer = Trainer(
+        run, "w", servers.identity, servers.layout, engine, loader, LocalClient(servers), Path(folder) / "checkpoints"
+    )
+    trainer.report = reports.append
+    trainer.peak_flops_per_token_s = 1e6
+    trainer.train(resume=False)
+    engine.close()
+    return {"reports": reports}
+
+
+def test_a_worker_in_tensorboard_and_what_it_reports(tmp_path: Path) -> None:
+    (result,) = run_world(1, train_a_worker, str(tmp_path))
+    reports = result["reports"]
+    curves = read(tmp_path / "eu-0")
+    assert len(curves["Train/Samples/train_loss"]) == len(curves["Train/Samples/lr"]) == 16
+    for name in ("loss", "lr", "tokens_per_s", "mfu", "compute_s", "memory_bytes"):
+        written = [value for _, value in curves[f"Train/Job/{name}"]]
+        assert written == pytest.approx([report[name] for report in reports], rel=1e-5), name
+    for report in reports:
+        assert report["compute_s"] > 0 and report["communication_s"] > 0 and report["memory_bytes"] > 1e7
+        assert report["mfu"] == pytest.approx(report["tokens"] / report["compute_s"] / 1e6)
+        assert report["waited_s"] <= report["communication_s"]
+        whole_s = report["tokens"] / report["tokens_per_s"]
+        assert report["compute_s"] + report["communication_s"] <= whole_s * 1.001
+    json.dumps(reports)

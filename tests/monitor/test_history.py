@@ -1,0 +1,134 @@
+"""What the page is told: bounded, whole for who knows nothing, and only what is new for who knows the rest."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.monitor import history
+from geotrain.monitor.events import (
+    Event,
+    Found,
+    Joined,
+    Left,
+    Lost,
+    MemberSampled,
+    Record,
+    Recovery,
+    SnapshotWritten,
+    UpdateApplied,
+    UpdateRefused,
+)
+from geotrain.monitor.history import Facts, History, facts
+
+FACTS = Facts(
+    "r", 10, 8, 8000, ("all",), {n: {"region": n, "workers": 1, "gbps": None, "rtt_ms": None} for n in "ab"}
+)
+
+
+def merge(member: str, loss: float, tokens: int, staleness: int = 0) -> UpdateApplied:
+    return UpdateApplied(member, 1, 1, [0], [1], staleness, 1, 1, loss, {}, [staleness], [1.0], tokens)
+
+
+def told(*events: Event, begin_s: float = 0.0) -> History:
+    made = History(FACTS, "life")
+    for i, event in enumerate(events):
+        made.on(Record(begin_s + i, "global", event))
+    return made
+
+
+def states(made: History) -> dict[str, str]:
+    return {m["name"]: m["state"] for m in made.state(100)["members"]}
+
+
+def test_states_of_a_member() -> None:
+    assert states(told()) == {"a": "away", "b": "away"}
+    assert states(told(Joined("a", 0, "x"), Joined("b", 0, "x"), Lost("a", 6))) == {"a": "lost", "b": "up"}
+    assert states(told(Joined("a", 0, "x"), Lost("a", 6), Found("a", 9), Left("b"))) == {"a": "up", "b": "left"}
+    restarted = told(Joined("a", 0, "x"), Left("b"), Recovery(0))
+    assert states(restarted) == {"a": "away", "b": "left"}
+    kinds = [
+        mark[2]
+        for mark in told(Joined("a", 0, "x"), Joined("a", 1, "x"), Lost("a", 6), Found("a", 9)).state(9)["marks"]
+    ]
+    assert kinds == ["joined", "lost", "found"], "one mark for all ranks"
+
+
+def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:
+    made = told(Joined("a", 0, "x"), merge("a", 3.0, 80, 2))
+    first = made.state(5)
+    assert first["full"] and len(first["points"]) == 1 and first["ticks"] == {"a": [[2, 1.0, 2]]}
+    assert first["members"][0]["staleness"] == [2] and first["tokens"] == 80
+    again = made.state(5, first["number"], first["epoch"])
+    assert not again["full"] and not again["points"] and not again["marks"] and not again["ticks"]
+    made.on(Record(6, "global", merge("b", 2.0, 160)))
+    more = made.state(7, first["number"], first["epoch"])
+    assert [point[3] for point in more["points"]] == [2.0] and set(more["ticks"]) == {"b"}
+    assert made.state(7, first["number"], "another life")["full"]
+    json.dumps(more, allow_nan=False)
+
+
+def test_a_long_run_stays_within_bounds_and_keeps_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_RECENT", 32)
+    monkeypatch.setattr(history, "MAX_PAST", 32)
+    made = told(Joined("a", 0, "x"))
+    epochs = set()
+    for i in range(1000):
+        made.on(Record(i, "global", merge("ab"[i % 2], 10 - i / 100, 8 * i)))
+        made.on(Record(i, "global", UpdateRefused("a", "no", i)))
+        state = made.state(i)
+        epochs.add(state["epoch"])
+        assert len(state["points"]) <= 64 and len(state["marks"]) <= history.MAX_MARKS
+    assert len(epochs) > 5, "who knew points that were merged since is told all again"
+    tokens = [point[2] for point in state["points"]]
+    losses = [point[3] for point in state["points"]]
+    assert tokens == sorted(tokens) and losses == sorted(losses, reverse=True)
+    assert (losses[0], losses[-1]) == (pytest.approx(10, abs=0.5), pytest.approx(0.01)), "no part of the run is lost"
+    steps = [b - a for a, b in itertools.pairwise(tokens)]
+    assert max(steps) <= 8 * 64, "nor is any part much coarser than the others"
+    assert state["points"][-1][4] == 1.0 and state["points"][0][4] == -1.0
+    assert len(state["ticks"]["a"]) == history.TICKS
+
+
+def test_speed_is_that_of_the_last_minutes() -> None:
+    made = History(FACTS, "life")
+    for second in range(0, 600, 10):
+        made.on(Record(second, "global", merge("a", 1.0, 100 * second if second < 300 else 30_000 + (second - 300))))
+    assert made.state(590)["tokens_per_s"] == pytest.approx(1.0, rel=0.1)
+    assert made.state(2000)["tokens_per_s"] < 0.1, "a run that stands still is not fast"
+
+
+def test_rates_of_a_lost_member_are_not_shown() -> None:
+    sample = MemberSampled("a", 0.5, 10, 20, 5.0, 6.0, 0, {"workers": 1.0})
+    made = told(Joined("a", 0, "x"), sample)
+    assert made.state(2)["members"][0]["received_bytes_per_s"] == 6.0
+    assert made.state(3)["members"][0]["silent_s"] == 2.5
+    made.on(Record(3, "global", Lost("a", 6)))
+    assert made.state(4)["members"][0]["received_bytes_per_s"] == 0.0
+    assert made.state(4)["members"][0]["received_bytes"] == 20
+
+
+def test_what_others_say_of_unknown_members_is_left_out() -> None:
+    made = told(Joined("c", 0, "x"), merge("c", 1.0, 8), SnapshotWritten(1, 0.5))
+    assert made.state(3)["points"] == [] and [m[2] for m in made.state(3)["marks"]] == ["snapshot"]
+
+
+def test_facts_of_a_run_with_and_without_regions_servers() -> None:
+    workers = [{"name": f"eu-{i}", "hosts": [{"host": "h", "slots": 1}]} for i in range(2)]
+    cluster = parse(
+        ClusterConfig,
+        {"name": "c", "regions": [{"name": "eu", "workers": workers}],
+         "links": [{"regions": ["eu", "global"], "gbps": 0.5, "rtt_ms": 40.0}]}, "c",
+    )  # fmt: skip
+    raw = {
+        "name": "r", "model": {"config": {}}, "data": {"train": "x", "sequence_length": 4, "train_samples": 10},
+        "deepspeed": {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1},
+    }  # fmt: skip
+    found = facts(parse(RunConfig, raw, "r"), cluster, 7, ("all",))
+    assert found.members == {"eu": {"region": "eu", "workers": 2, "gbps": 0.5, "rtt_ms": 40.0}}
+    assert found.target_tokens == 40
+    flat = facts(parse(RunConfig, {**raw, "outer": {"levels": 1}}, "r"), cluster, 7, ("all",))
+    assert set(flat.members) == {"eu-0", "eu-1"} and flat.members["eu-1"]["region"] == "eu"

@@ -1,0 +1,91 @@
+"""The launcher: where it says the page is, what it writes down, its metrics."""
+
+from __future__ import annotations
+
+import io
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.launch.progress import Display, page_line
+from geotrain.launch.supervise import Process, Supervisor
+from geotrain.launch.watching import event_log, writer
+from geotrain.monitor.events import Follower, ProcessEnded, ProcessStarted
+from geotrain.monitor.monitor import LAUNCHER, Monitor, metrics_port
+
+
+def a_run(folder: Path, **monitor: Any) -> RunConfig:
+    raw = {
+        "name": "r", "folder": str(folder), "model": {"config": {}}, "monitor": monitor,
+        "data": {"train": "x", "sequence_length": 4, "train_samples": 10},
+        "deepspeed": {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1},
+    }  # fmt: skip
+    return parse(RunConfig, raw, "run")
+
+
+def a_cluster(**keys: Any) -> ClusterConfig:
+    def region(name: str) -> dict[str, Any]:
+        return {"name": name, "workers": [{"name": f"{name}-0", "hosts": [{"host": "h", "slots": 1}]}]}
+
+    return parse(ClusterConfig, {"name": "c", "regions": [region("eu"), region("us")], **keys}, "cluster")
+
+
+def test_processes_become_events_and_metrics(tmp_path: Path) -> None:
+    run = a_run(tmp_path, metrics_port=0)
+    with event_log(run, tmp_path) as events, Monitor(run, a_cluster(), LAUNCHER, events) as monitor:
+        with Supervisor(tmp_path / "logs", watch=writer(events)) as supervisor:
+            supervisor.start(Process("good", (sys.executable, "-c", "pass"), role="worker"))
+            supervisor.start(
+                Process("bad", (sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(3)"))
+            )
+            assert supervisor.wait().code == 3
+        assert monitor.metrics_url and monitor.page_url is None
+        wanted = 'geotrain_process_exits_total{code="3",process="bad",run="r",site="launcher"} 1.0'
+        text = ""
+        for _ in range(50):
+            with urllib.request.urlopen(monitor.metrics_url, timeout=10) as answer:
+                text = answer.read().decode()
+            if wanted in text:
+                break
+        assert wanted in text and 'geotrain_process_up{process="good",run="r",site="launcher"} 0.0' in text
+    told = [record.event for record in Follower(tmp_path / "events" / "launcher.jsonl").read()]
+    assert [e for e in told if isinstance(e, ProcessStarted)] == [
+        ProcessStarted("good", "worker"),
+        ProcessStarted("bad", "worker"),
+    ]
+    assert sorted((e.process, e.code) for e in told if isinstance(e, ProcessEnded)) == [("bad", 3), ("good", 0)]
+
+
+def test_nothing_is_served_or_written_when_it_is_switched_off(tmp_path: Path) -> None:
+    run = a_run(tmp_path, enabled=False, metrics_port=0)
+    with event_log(run, tmp_path) as events, Monitor(run, a_cluster(), LAUNCHER, events) as monitor:
+        writer(events)(Process("x", ()), None)
+        assert monitor.metrics_url is None
+    assert (tmp_path / "events" / "launcher.jsonl").read_text() == ""
+
+
+def test_each_process_has_a_port_of_its_own(tmp_path: Path) -> None:
+    sites = ("global", "launcher", "eu", "us")
+    ports = [metrics_port(a_run(tmp_path, metrics_port=9400), a_cluster(), site) for site in sites]
+    assert ports == [9400, 9401, 9402, 9403]
+    assert {metrics_port(a_run(tmp_path, metrics_port=0), a_cluster(), site) for site in sites} == {0}
+    assert metrics_port(a_run(tmp_path), a_cluster(), "eu") is None
+
+
+def test_where_the_page_is() -> None:
+    assert page_line(a_cluster(), "http://127.0.0.1:80/") == "status page: http://127.0.0.1:80/"
+    far = a_cluster(global_ssh="top.example", global_server={"host": "10.0.0.1", "port": 5})
+    assert "ssh -N -L 8600:127.0.0.1:8600 top.example" in page_line(far, "http://127.0.0.1:8600/")
+    assert page_line(far, "http://10.0.0.1:8600/") == "status page: http://10.0.0.1:8600/"
+
+
+def test_the_launcher_says_it_once(tmp_path: Path) -> None:
+    said = io.StringIO()
+    display = Display(a_run(tmp_path), a_cluster(), Console(file=said, width=200))
+    for url in (None, "http://127.0.0.1:80/", "http://127.0.0.1:80/", "http://127.0.0.1:81/"):
+        display._tell_page(url)
+    assert said.getvalue().splitlines() == [f"status page: http://127.0.0.1:{port}/" for port in (80, 81)]

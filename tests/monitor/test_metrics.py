@@ -1,0 +1,164 @@
+"""Metrics: what Prometheus reads, and that dashboard and alert rules ask only for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.monitoring_synthetic import synthetic_events, synthetic_facts
+from geotrain.monitor.events import (
+    Joined,
+    Left,
+    Lost,
+    MemberSampled,
+    ProcessEnded,
+    ProcessStarted,
+    Record,
+    ServerSampled,
+    SnapshotWritten,
+    UpdateApplied,
+    UpdateRefused,
+)
+from geotrain.monitor.metrics import PREFIX, Metrics, time_shares
+
+SHIPPED = Path(__file__).parents[2] / "configs" / "monitoring"
+UPDATE = UpdateApplied(
+    "eu", 1, 1, [0, 2], [3, 1, 4], 5, 8, 100, 2.5,
+    {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "mfu": 0.4, "compute_s": 6.0, "communication_s": 3.0,
+     "waiting_s": 1.0},
+    [5, 2], [0.5, 0.25], 4096,
+)  # fmt: skip
+
+
+def told(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """(name, label values but run and site, sorted) → value, read back by the official parser."""
+    text = metrics.route({}).body.decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["run"] == "r" and sample.labels["site"] == "global"
+            labels = [v for name, v in sample.labels.items() if name not in ("run", "site")]
+            found[(sample.name.removeprefix(PREFIX), *sorted(labels))] = sample.value
+    return found
+
+
+def test_events_become_metrics() -> None:
+    metrics = Metrics("r", "global", 8192, {"eu": 0.8})
+    sample = MemberSampled("eu", 2.0, 70, 80, 7.0, 8.0, 1, {"pending": 3.0})
+    server = ServerSampled(1, 2, 3, 4, 5, 6, 7, 0.5, [3, 1, 4], retries=2, open_leases=9)
+    for event in (
+        Joined("eu", 0, "x"), UPDATE, sample, server, SnapshotWritten(1, 1.5),
+        UpdateRefused("eu", "no", 1), UpdateRefused("eu", "no", 2), server,
+        ProcessStarted("eu-0", "worker"), ProcessEnded("eu-0", 3), Joined("us", 0, "x"), Lost("us", 6.0),
+        Joined("af", 0, "x"), Left("af"),
+    ):  # fmt: skip
+        metrics.on(Record(1000.0, "global", event))
+    found = told(metrics)
+    wanted: dict[tuple[str, ...], float] = {
+        ("member_up", "eu"): 1, ("member_up", "us"): 0, ("member_losses_total", "us"): 1,
+        ("member_heard_timestamp_seconds", "eu"): 998, ("loss", "eu"): 2.5, ("learning_rate", "eu"): 0.1,
+        ("staleness_versions", "eu", "2"): 2, ("delta_norm", "eu", "0"): 0.5, ("committed_tokens",): 4096,
+        ("target_tokens",): 8192, ("mfu_ratio", "eu"): 0.4, ("time_share_ratio", "eu", "communication"): 0.3,
+        ("link_bytes_total", "eu", "from"): 80, ("link_bytes_per_second", "eu", "to"): 7,
+        ("link_capacity_bytes_per_second", "eu"): 1e8, ("refusals_total", "eu"): 2,
+        ("member_says", "eu", "pending"): 3,
+        ("retries_total",): 2, ("journal_flushes_total",): 14, ("journal_flush_seconds_total",): 1.0,
+        ("open_leases",): 9, ("snapshots_total",): 1, ("snapshot_seconds",): 1.5, ("process_up", "eu-0"): 0,
+        ("process_exits_total", "eu-0", "3"): 1, ("fragment_version", "2"): 4, ("disk_free_bytes",): 2,
+        ("events_total", "ServerSampled"): 2,
+    }  # fmt: skip
+    for (name, *labels), value in wanted.items():
+        assert found.get((name, *sorted(labels))) == value, (name, labels)
+    assert ("member_up", "af") not in found
+
+
+def test_time_shares() -> None:
+    assert time_shares({"compute_s": 3.0, "waiting_s": 1.0}) == {"compute": 0.75, "communication": 0, "waiting": 0.25}
+    assert time_shares({"loss": 1.0}) == {}
+
+
+def test_a_long_run_of_many_regions_is_text_that_the_parser_takes() -> None:
+    metrics = Metrics("r", "global")
+    for record in synthetic_events(synthetic_facts(8, 0.1), time.time(), 0.1):
+        metrics.on(record)
+    assert len(told(metrics)) > 100
+
+
+def exposed() -> dict[str, set[str]]:
+    """Every name that a query may use → its labels."""
+    names: dict[str, set[str]] = {}
+    for family in Metrics("r", "global").registry.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        names[name] = set()
+    for metric in vars(Metrics("r", "global")).values():
+        if hasattr(metric, "_labelnames"):
+            counted = "_total" if type(metric).__name__ == "Counter" else ""
+            names[metric._name + counted] = set(metric._labelnames)
+    return names
+
+
+def names_and_labels(expression: str) -> tuple[set[str], set[str]]:
+    """Metrics, and labels in matchers and groupings."""
+    bare = re.sub(r'"[^"]*"', '""', expression)
+    labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", bare))
+    for group in re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", bare):
+        labels |= {label.strip() for label in group.split(",") if label.strip()}
+    return set(re.findall(rf"\b{PREFIX}\w+", bare)), labels
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where, expression) of everything shipped."""
+    for path in sorted(SHIPPED.glob("*.yaml")):
+        for group in yaml.safe_load(path.read_text()).get("groups", []):
+            for rule in group["rules"]:
+                yield f"{path.name}: {rule['alert']}", rule["expr"]
+    for path in sorted(SHIPPED.glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel.get("targets", []):
+                yield f"{path.name}: {panel['title']}", target["expr"]
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda v: str(v)[:50])
+def test_what_is_shipped_asks_only_for_what_there_is(where: str, expression: str) -> None:
+    known = exposed()
+    names, labels = names_and_labels(expression)
+    assert names, f"{where}: names no metric: {expression}"
+    assert names <= set(known), f"{where}: no such metric: {names - set(known)}"
+    every = {"run", "site", "job", "instance"}.union(*(known[name] for name in names))
+    assert labels <= every, f"{where}: no such label: {labels - every}"
+    assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}")
+
+
+def test_the_alerts_that_a_run_needs_are_there() -> None:
+    rules: dict[str, Any] = {
+        rule["alert"]: rule
+        for group in yaml.safe_load((SHIPPED / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    }
+    assert {"RegionStalled", "StalenessGrows", "Refusals", "DeltaNormExplodes", "DiskNearlyFull"} <= set(rules)
+    for name, rule in rules.items():
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}, name
+        assert re.fullmatch(r"\d+[smh]", rule["for"]), name
+        assert rule["labels"]["severity"] in ("warning", "critical"), name
+        assert rule["annotations"]["summary"] and rule["annotations"]["description"], name
+
+
+def test_the_dashboard_is_one_that_grafana_loads() -> None:
+    dashboard = json.loads((SHIPPED / "grafana-dashboard.json").read_text())
+    assert dashboard["uid"] and dashboard["title"] and dashboard["schemaVersion"] >= 36
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    boxes = [panel["gridPos"] for panel in dashboard["panels"]]
+    for i, a in enumerate(boxes):
+        assert a["x"] >= 0 and a["x"] + a["w"] <= 24
+        for b in boxes[:i]:
+            beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+            assert beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (a, b)

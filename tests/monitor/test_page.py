@@ -1,0 +1,213 @@
+"""The status page in a real browser, served by a real global server with a real region below it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.monitoring_chromium import Chromium
+from benchmarks.monitoring_synthetic import synthetic_events, synthetic_facts
+from geotrain.monitor.events import (
+    Follower,
+    Joined,
+    MemberSampled,
+    Merged,
+    Record,
+    Recovery,
+    SentUp,
+    ServerSampled,
+    Trouble,
+    UpdateApplied,
+    UpdateRefused,
+)
+from geotrain.monitor.history import History
+from geotrain.monitor.http import HttpServer
+from geotrain.monitor.page import page_routes
+from tests.net.test_net_serve import Site
+
+POINTS = "Number(document.querySelector('#loss-curve')?.dataset.points ?? 0)"
+STATE = "document.querySelector('[data-member=eu]')?.dataset.state ?? ''"
+HEALTH = "document.querySelector('#health').textContent.trim()"
+
+
+@pytest.fixture
+def chromium() -> Iterator[Chromium]:
+    with Chromium() as browser:
+        yield browser
+
+
+class Training(threading.Thread):
+    """A worker that trains until it is told to stop."""
+
+    def __init__(self, site: Site, incarnation: str) -> None:
+        super().__init__(daemon=True)
+        self.worker, self.enough = site.worker("a", incarnation), threading.Event()
+
+    def run(self) -> None:
+        self.worker.join()
+        while not self.enough.is_set() and (lease := self.worker.lease()):
+            self.worker.train(lease)
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        self.enough.set()
+        self.join(30)
+        self.worker.close()
+
+
+def check_metrics(site: Site) -> None:
+    """Both servers serve them, by the official parser."""
+    for which, member, wanted in (("global", "eu", "geotrain_committed_tokens"), ("eu", "a", "geotrain_merges")):
+        url = site.status(which)["metrics"]
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
+        assert sum(s.value for s in families[wanted].samples if not s.name.endswith("_created")) > 0
+        for name in ("geotrain_staleness_versions", "geotrain_delta_norm", "geotrain_link_bytes"):
+            assert {s.labels["member"] for s in families[name].samples} == {member}, name
+            assert {s.labels["site"] for s in families[name].samples} == {which}
+
+
+def check_events(site: Site, folder: Path) -> None:
+    """What a server writes down has what the schema promises, measured."""
+    for which, member in (("global", "eu"), ("eu", "a")):
+        records = list(Follower(folder / which / "events.jsonl").read())
+        assert {record.source for record in records} == {which}
+        events = [record.event for record in records]
+        kinds = {type(event) for event in events}
+        assert {Recovery, Joined, UpdateApplied, MemberSampled, ServerSampled} <= kinds
+        updates = [event for event in events if isinstance(event, UpdateApplied)]
+        for event in updates:
+            assert len(event.fragment_staleness) == len(event.delta_norms) == len(event.fragments)
+            assert max(event.fragment_staleness) == event.staleness and min(event.delta_norms) > 0
+            assert (event.tokens is not None) == (which == "global")
+        assert max(event.staleness for event in updates) <= max(max(event.versions) for event in updates)
+        samples = [i for i, e in enumerate(events) if isinstance(e, MemberSampled) and e.member == member]
+        last = events[samples[-1]]
+        assert isinstance(last, MemberSampled)
+        before = [event.payload_bytes for event in events[: samples[-1]] if isinstance(event, UpdateApplied)]
+        assert last.received_bytes > sum(before) > 0 and last.received_bytes_per_s > 0
+        servers = [event for event in events if isinstance(event, ServerSampled)]
+        assert sum(event.journal_flushes for event in servers) > 0 and servers[-1].calls > len(updates)
+        assert servers[-1].rss_bytes > 1e7 and servers[-1].disk_free_bytes > 0
+    assert kinds >= {SentUp, Merged}
+    sample = [
+        e for r in Follower(folder / "global" / "events.jsonl").read() if isinstance(e := r.event, MemberSampled)
+    ]
+    assert {"loss", "workers", "in_flight", "retries", "rss_bytes"} <= set(sample[-1].metrics)
+
+
+def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None:
+    site = Site(tmp_path, train_samples=4000)
+    run = json.loads((tmp_path / "run.json").read_text())
+    run |= {"folder": str(tmp_path), "monitor": {"sample_s": 1.0, "metrics_port": 0, "tensorboard": "boards"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    try:
+        site.serve("global")
+        region = site.serve("eu")
+        url = site.status("global")["page"]
+        assert url.startswith("http://127.0.0.1:")
+        training = Training(site, "life-1")
+        training.start()
+        chromium.open(url)
+        first = chromium.wait_for(POINTS, good=lambda n: n >= 2)
+        curve = chromium.evaluate("document.querySelector('#loss-curve').getAttribute('d')")
+        chromium.wait_for(POINTS, good=lambda n: n > first)
+        assert chromium.evaluate("document.querySelector('#loss-curve').getAttribute('d')") != curve
+        assert chromium.wait_for(STATE) == "up"
+        assert "training" in chromium.evaluate(HEALTH)
+        assert float(chromium.evaluate("document.querySelector('#figure-loss dd span').textContent")) > 0
+        chromium.wait_for("document.querySelector('.c-link').textContent", good=lambda text: "kB/s" in text)
+        training.end()
+        check_metrics(site)
+        check_events(site, tmp_path)
+
+        region.send(signal.SIGKILL)
+        killed_s = time.monotonic()
+        chromium.wait_for(STATE, 10, good=lambda state: state == "lost")
+        chromium.wait_for(HEALTH, 10 - (time.monotonic() - killed_s), good=lambda text: text.startswith("eu lost"))
+        site.serve("eu", resume=True)
+        chromium.wait_for(STATE, 20, good=lambda state: state == "up")
+        marks = chromium.evaluate("document.querySelector('#marks').textContent")
+        assert "not heard of" in marks and "joined" in marks
+
+        assert chromium.complaints == []
+        assert {request for request in chromium.requests if not request.startswith(url)} <= {"about:blank"}
+        assert list((tmp_path / "boards").glob("events.out.tfevents.*"))
+        site.servers[0].send(signal.SIGKILL)
+        chromium.wait_for(HEALTH, 15, good=lambda text: "has not answered" in text)
+        assert chromium.evaluate(POINTS) > first, "what was known stays"
+    finally:
+        for server in site.servers:
+            server.process.kill()
+            server.process.join()
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    """A page of ten regions, one of them lost, some slow."""
+    facts, now_s = synthetic_facts(10, 0.5), time.time()
+    history = History(facts, "test")
+    for record in synthetic_events(facts, now_s, 0.5):
+        history.on(record)
+    server = HttpServer("127.0.0.1", 0, page_routes(history))
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.mark.parametrize(("width", "phone"), [(360, True), (768, True), (1440, False)])
+def test_nothing_is_wider_than_the_screen(chromium: Chromium, page: str, width: int, phone: bool) -> None:
+    chromium.resize(width, 800, phone)
+    chromium.open(page)
+    chromium.wait_for(POINTS, good=lambda n: n >= 2)
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+    beyond = """[...document.querySelectorAll('main *')].filter((e) => {
+        const box = e.getBoundingClientRect();
+        return box.width > 0 && box.right > innerWidth + 1 }).map((e) => e.id)"""
+    assert chromium.evaluate(beyond) == []
+    assert chromium.complaints == []
+
+
+def test_controls_and_tooltips(chromium: Chromium, page: str) -> None:
+    chromium.open(page)
+    chromium.wait_for(POINTS, good=lambda n: n >= 2)
+    everything = chromium.evaluate(POINTS)
+    chromium.evaluate("document.querySelector('[data-part=\"0.1\"]').click()")
+    assert chromium.evaluate(POINTS) < everything / 3
+    chromium.evaluate("document.querySelector('[data-x=time]').click()")
+    assert "local time" in chromium.evaluate("document.querySelector('#loss').textContent")
+    slow = "document.querySelector('[data-member=region-07] .badge').textContent"
+    assert "slow" in chromium.evaluate(slow) or "lost" in chromium.evaluate(slow)
+    box = chromium.evaluate("(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+                            "(document.querySelector('#loss svg').getBoundingClientRect())")  # fmt: skip
+    chromium.command("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+    chromium.wait_for("!document.querySelector('#tip').hidden && document.querySelector('#tip').textContent",
+                      good=lambda text: text and "tokens" in text)  # fmt: skip
+    assert chromium.complaints == []
+
+
+def test_a_name_is_text_and_never_markup(chromium: Chromium) -> None:
+    """What comes from other machines must not run in the reader's browser."""
+    facts = synthetic_facts(2, 0.1)
+    history = History(facts, "test")
+    for record in synthetic_events(facts, time.time(), 0.1):
+        history.on(record)
+    history.on(Record(time.time(), "global", Trouble("<img src=x onerror=alert(1)>")))
+    history.on(Record(time.time(), "global", UpdateRefused("region-00", "<script>alert(1)</script>", 1)))
+    server = HttpServer("127.0.0.1", 0, page_routes(history))
+    server.start()
+    try:
+        chromium.open(server.url)
+        chromium.wait_for("document.querySelector('#marks').textContent", good=lambda text: "<script>" in text)
+        assert chromium.evaluate("document.querySelectorAll('#marks img, #marks script').length") == 0
+    finally:
+        server.stop()

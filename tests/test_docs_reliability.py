@@ -1,0 +1,18 @@
+"""docs/reliability.md names tests that are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = NAMED.findall((ROOT / "docs/reliability.md").read_text())
+    assert len(named) > 15
+    for path, name in named:
+        defined = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(node, "name")}
+        assert not name or name in defined, f"{path}::{name}"

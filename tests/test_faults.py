@@ -1,0 +1,134 @@
+"""Real processes that are killed and cut off at chosen moments; a region that comes late. Then the accounts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from geotrain.launch.check import free_ports
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from faults import jobs_of, make_world  # noqa: E402
+from faults_audit import accounts, coverage  # noqa: E402
+from faults_goodput import goodput  # noqa: E402
+from faults_runner import FaultyRun, kinds_done, read_events  # noqa: E402
+from faults_scenario import KILLS, Event, Fault, random_faults  # noqa: E402
+
+START_S = 240.0
+REGIONS = {"eu": ("eu-0", "eu-1"), "us": ("us-0", "us-1")}
+
+# One after the other, as the run goes on: each when the one before has been got over.
+SCENARIO = (
+    Fault("kill", Event("us-0", "JobTrained", 2), "us-0", "rank"),
+    Fault("cut", Event("eu-0", "JobTrained", 3), "eu", for_s=3.0),
+    Fault("kill", Event("eu-0", "JobTrained", 6), "eu", "server"),
+    Fault("kill", Event("us-0", "JobTrained", 4), "us-0", "deepspeed"),
+    Fault("kill", Event("us-0", "JobTrained", 8), "global", "global"),
+    Fault("kill", Event("eu-0", "JobTrained", 14), "eu", "region"),
+)
+
+
+def few_workers(files: tuple[Path, Path], ranks: dict[str, int]) -> None:
+    """One worker a region, of so many ranks."""
+    cluster = json.loads(files[1].read_text())
+    for region in cluster["regions"]:
+        region["workers"] = region["workers"][:1]
+        region["workers"][0]["hosts"][0]["slots"] = ranks[region["name"]]
+    files[1].write_text(json.dumps(cluster))
+
+
+def test_random_faults_are_the_same_again_and_of_every_kind() -> None:
+    faults = random_faults(3, 600.0, 20.0, REGIONS)
+    assert faults == random_faults(3, 600.0, 20.0, REGIONS) != random_faults(4, 600.0, 20.0, REGIONS)
+    assert {fault.kind for fault in faults if fault.what == "kill"} == set(KILLS)
+    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow"}
+    assert 20 < len(faults) < 40
+    times = [fault.when for fault in faults]
+    assert times == sorted(times) and times[-1] < 580.0
+    assert {fault.of for fault in faults} <= {"global", "all", *REGIONS, *REGIONS["eu"], *REGIONS["us"]}
+
+
+def test_coverage() -> None:
+    assert coverage([(0, 4), (8, 4), (4, 4)]) == (12, 0)
+    assert coverage([(0, 4), (2, 4), (8, 2)]) == (8, 2)
+    assert coverage([]) == (0, 0)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
+    files = make_world(tmp_path, pace_s=0.1)
+    few_workers(files, {"eu": 1, "us": 2})
+    with FaultyRun(*files, tmp_path / "archive") as run:
+        assert run.wait_for(lambda: jobs_of(run, "eu-0") > 0 and jobs_of(run, "us-0") > 0, START_S), (
+            run.log.read_text()
+        )
+        for fault in SCENARIO:
+            assert run.wait_for(lambda f=fault: run.happened(f.when), START_S), (fault, run.log.read_text())
+            run.play([fault], 0.3)
+        before = {worker: jobs_of(run, worker) for worker in ("eu-0", "us-0")}
+        for worker, jobs in before.items():
+            assert run.wait_for(lambda w=worker, n=jobs: jobs_of(run, w) >= n + 3, START_S), run.log.read_text()
+        end_s = run.events("us-0")[-1]["time_s"]
+    said = run.log.read_text()
+    assert len(run.done) == len(SCENARIO) == sum(kinds_done(run).values())
+    found = accounts(run)
+    assert found["acknowledged_updates"] > 10 and found["snapshots_compared"] >= 2
+    assert found["server_deaths"] >= 3
+    for figure in ("lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped", "samples_twice"):
+        assert found[figure] == 0, (figure, found)
+    died = [e["unit"] for e in run.events("launcher") if e["event"] == "ProcessDied"]
+    assert {"us-0", "eu", "global", "eu-0"} <= set(died)
+    assert all(e["pause_s"] is not None for e in run.events("launcher"))
+    assert "us-0 failed with exit code" in said and "started again in" in said
+    us = json.loads((run.folder / "servers/us/status.json").read_text())
+    assert us["members"]["us-0"]["restarts"] == died.count("us-0") == 2
+    assert 0.2 < goodput(run, found["committed_samples"], end_s)["goodput"] <= 1.0
+    for segment in sorted((run.archive / "eu/journal").iterdir())[3:]:
+        segment.unlink()
+    assert accounts(run)["lost_acknowledged"] > 0  # it sees what is missing
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_region_that_comes_late_and_is_launched_by_itself(tmp_path: Path) -> None:
+    """The global server with one region, and later the other region, each under a launcher of its own."""
+    files = make_world(tmp_path, pace_s=0.1, samples=6 * 4 * 30)
+    few_workers(files, {"eu": 1, "us": 1})
+    cluster = json.loads(files[1].read_text())
+    cluster["emulate_links"] = False
+    ports = free_ports(3)
+    cluster["global_server"] = {"port": ports[0]}
+    for region, port in zip(cluster["regions"], ports[1:], strict=True):
+        region["server"] = {"port": port}
+    files[1].write_text(json.dumps(cluster))
+    folder = tmp_path / "run"
+
+    def launch(*sites: str) -> subprocess.Popen[str]:
+        only = [word for site in sites for word in ("--only", site)]
+        command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), "--resume", *only]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    first = launch("global", "eu")
+    try:
+        while not any(e["event"] == "JobTrained" for e in read_events(folder, "eu-0")):
+            assert first.poll() is None, first.communicate()[0]
+        second = launch("us")
+        said = [process.communicate(timeout=START_S)[0] for process in (second, first)]
+    finally:
+        first.kill()
+    assert (first.returncode, second.returncode) == (0, 0), said
+    top = json.loads((folder / "servers/global/status.json").read_text())
+    assert top["committed_samples"] == top["train_samples"]
+    assert any(e["event"] == "JobTrained" for e in read_events(folder, "us-0"))
+    welcome = next(e for e in read_events(folder, "global") if e["event"] == "Joined" and e["member"] == "us")
+    assert welcome["time_s"] > read_events(folder, "eu-0")[0]["time_s"]
