@@ -101,9 +101,10 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_region_that_comes_late_and_is_launched_by_itself(tmp_path: Path) -> None:
     """The global server with one region, and later the other region, each under a launcher of its own."""
-    files = make_world(tmp_path, pace_s=0.1, samples=6 * 4 * 30)
+    files = make_world(tmp_path, pace_s=0.5, samples=6 * 4 * 40, lease_reserve=0)
     few_workers(files, {"eu": 1, "us": 1})
     cluster = json.loads(files[1].read_text())
+    cluster["regions"][1]["workers"][0]["min_step_s"] = 0.0  # what is left when it comes, it trains quickly
     cluster["emulate_links"] = False
     ports = free_ports(3)
     cluster["global_server"] = {"port": ports[0]}

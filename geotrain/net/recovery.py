@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import typing
 from collections.abc import Callable
 from contextlib import suppress
@@ -103,6 +104,7 @@ def begin_snapshot(server: AnyServer, journal: Journal, ended: bool) -> tuple[di
     """
     tensors, state = server.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
     for (
         name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -314,3 +315,18 @@ def test_a_journal_moved_away_leaves_the_snapshot(tmp_path):
     again = recover(recorded.build, recorded.begin, tmp_path, keep=2)
     assert all(torch.equal(want[name], tensor) for name, tensor in again.server.state()[0].items())
     again.journal.close()
+
+
+def test_a_snapshot_is_a_copy(tmp_path):
+    """It is written to disk while the server goes on: numbers and tensors alike are of its moment."""
+    recorded = Recorded(tmp_path, GLOBAL)
+    server, journal = recorded.recovered.server, recorded.recovered.journal
+    take(server, LeaseRequest("a", 1, 0.5))
+    tensors, meta = begin_snapshot(server, journal, ended=False)
+    before = json.dumps(meta["state"])
+    take(server, LeaseRequest("a", 2, 0.25))
+    for state in server.fragments:
+        state.x.add_(1.0)
+    assert json.dumps(meta["state"]) == before
+    assert not any(torch.equal(tensors[f"fragment.{i}.x"], state.x) for i, state in enumerate(server.fragments))
+    journal.close()
