@@ -1,10 +1,13 @@
-# make train · make test · make lint · make bench; each installs what it needs into .venv first.
+# make train · make test · make lint · make bench · make docs; each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
+# A benchmark is <name>.py; <name>_<part>.py are parts of it, which are not run by themselves, as the shared ones are not.
+BENCHMARKS := $(shell ls benchmarks/*.py | grep -v -e /common.py -e /real_delta.py $(foreach b,$(wildcard benchmarks/*.py),-e '^$(b:.py=)_'))
+KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 
-.PHONY: install train test lint bench clean
+.PHONY: install train test lint bench docs clean
 
 install: $(VENV)/.installed
 
@@ -27,7 +30,14 @@ lint: install
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 bench: install
-	for b in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$b || exit 1; done
+	for b in $(BENCHMARKS); do echo "== $$b" && $(BIN)/python $$b || exit 1; done
+
+# The API reference, in build/docs. pdoc warns of what it cannot read or resolve: warnings are errors. kernels lists what
+# it exports, so its modules are named one by one.
+docs: install
+	rm -rf build/docs
+	DS_ACCELERATOR=cpu $(BIN)/python -W error::UserWarning -m pdoc --no-show-source -o build/docs \
+	  geotrain geotrain.launch geotrain.kernels $(addprefix geotrain.,$(subst /,.,$(KERNELS:.py=))) '!geotrain.__main__'
 
 clean:
 	rm -rf $(VENV) build runs *.egg-info

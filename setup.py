@@ -67,6 +67,7 @@ setup(
         "pyarrow>=18",
         "tensorboard>=2.18",
         "psutil>=6",
+        "matplotlib>=3.9",
         "prometheus_client>=0.21",
     ],
     extras_require={
@@ -78,11 +79,11 @@ setup(
             "ruff>=0.9",
             "mypy>=1.14",
             "pre-commit>=4",
+            "pdoc>=15",
             "s3fs>=2025.1",
             "moto[server]>=5.1",
         ],
         "s3": ["s3fs>=2025.1"],
-        "plots": ["matplotlib>=3.9"],
     },
     entry_points={"console_scripts": ["geotrain = geotrain.cli:main"]},
 )

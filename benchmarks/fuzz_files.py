@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Configs:
             changed = json.loads(text)
             for _ in range(rng.randint(1, 3)):
                 holder, key = rng.choice(list(places(changed)))
-                value = rng.choice([v for v in ODD if not isinstance(v, bytes)])
+                value = deepcopy(rng.choice([v for v in ODD if not isinstance(v, bytes)]))
                 if isinstance(holder, dict) and rng.random() < 0.3:
                     holder[rng.choice(["nmae", "", "x" * 300, key + "s"])] = holder.pop(key)
                 else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import msgpack
@@ -199,7 +200,7 @@ def _change_a_field(rng: random.Random, bodies: list[bytearray]) -> None:
     found = list(places(raw))
     if found:
         holder, key = rng.choice(found)
-        holder[key] = rng.choice(ODD)
+        holder[key] = deepcopy(rng.choice(ODD))
         try:
             bodies[0][:] = msgpack.packb(raw)
         except (OverflowError, ValueError):

@@ -4,10 +4,12 @@ For each of DT-FM's five scenarios (benchmarks/data/dtfm_scenarios.json): `cost`
 `seconds` (the worst search, by the clock) and `cpu_seconds` (the same, processor time), `lower_bound`, its own
 `bound_seconds`, and `gap` = cost / lower_bound − 1. The placements go to benchmarks/out/placement_<scenario>.json.
 `scale`: seconds for synthesized clusters of 256 and 1,024 devices; `scale_detail` what they found.
+`plan`: seconds of a whole plan (workers, server, outer loop) for 1,024 accelerators in 8 regions, and its tokens a
+second over what they could reach without any waiting, by model.
 With root, on emulated links (planner_runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
-    python benchmarks/planner.py [--only search | runs] [--quick]
+    python benchmarks/planner.py [--only search | runs] [--quick] [--note TEXT]
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ from typing import Any
 
 import numpy as np
 
+from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.launch.planning import default_run
 from geotrain.plan.bound import lower_bound, quick_bound
 from geotrain.plan.cost import Placement, Problem, problem_from_links, table_costs
+from geotrain.plan.inventory import Pins, task_of
+from geotrain.plan.planner import Wish, plan
 from geotrain.plan.search import search
 
 HERE = Path(__file__).resolve().parent
 SCENARIOS = HERE / "data" / "dtfm_scenarios.json"
 OUT = HERE / "out"
 SEEDS = 10
-RECORDED = ("placement_speedup", "prediction_error", "runs")
+RUNS = ("placement_speedup", "prediction_error", "runs")
+PLANNED_MODELS = ("llama-8b", "llama-70b")
 SCALES = {256: 16, 1024: 32}  # devices: stages
 
 
@@ -129,19 +136,67 @@ def measure_scale(devices: int, stages: int) -> dict[str, float]:
     }
 
 
+def many_regions(regions: int = 8, hosts: int = 16) -> ClusterConfig:
+    """Regions of hosts of eight accelerators, a third of them slower, joined by links of 1 to 1.4 Gbit/s."""
+    names = [f"r{i}" for i in range(regions)]
+    pairs = [(i, j) for i in range(regions) for j in range(i, regions)]
+    raw = {
+        "name": "many",
+        "regions": [
+            {
+                "name": name,
+                "ssh": f"{name}-n0",
+                "server": {"host": name, "port": 7077},
+                "hosts": [
+                    {"host": f"{name}-n{j}", "slots": 8, "device": "slow" if i % 3 == 0 else "fast"}
+                    for j in range(hosts)
+                ],
+            }
+            for i, name in enumerate(names)
+        ],
+        "links": [
+            {"regions": [names[i], names[j]], "gbps": 1.0 + 0.1 * ((i + j) % 5), "rtt_ms": 80.0}
+            if i != j
+            else {"regions": [names[i], names[i]], "gbps": 400.0, "rtt_ms": 0.05}
+            for i, j in pairs
+        ],
+        "devices": {
+            "fast": {"memory_gb": 76.0, "tflops": 989.0, "host_gbps": 3600.0},
+            "slow": {"memory_gb": 76.0, "tflops": 312.0, "host_gbps": 2400.0},
+        },
+    }
+    return parse(ClusterConfig, raw, "many regions")
+
+
+def measure_plan(model: str) -> dict[str, float]:
+    config = json.loads((HERE.parent / f"configs/models/{model}.json").read_text())
+    task = task_of(parse(RunConfig, default_run(model, config, 1e12), model), Pins(), many_regions())
+    began, began_cpu = time.perf_counter(), time.process_time()
+    found = plan(task, Wish(1e12))
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - began_cpu,
+        "of_bound": found.prediction.tokens_per_s / found.inventory_tokens_per_s,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("search", "runs"))
     parser.add_argument(
         "--quick", action="store_true", help="one run only, to see that it works; nothing is recorded"
     )
+    parser.add_argument("--note", default="", help="goes with what is recorded, as in: other jobs ran beside it")
     args = parser.parse_args()
+    from common import record
+
     report: dict[str, Any] = {}
     if args.only != "runs":
         searches(report)
+        if not args.quick:
+            record("planner", report, unit, args.note)
     if args.only != "search":
         import planner_runs
-        from common import record
 
         from geotrain.launch.wan import cannot_emulate
 
@@ -149,13 +204,14 @@ def main() -> None:
             sys.exit(f"links cannot be emulated here: {reason}; --only search works without")
         report.update(planner_runs.measure(args.quick))
         if not args.quick:
-            record("planner", {k: v for k, v in report.items() if k in RECORDED}, unit)
+            record("planner", {k: v for k, v in report.items() if k in RUNS}, unit, args.note)
     json.dump(report, sys.stdout)
     print(flush=True)
 
 
 def unit(metric: str) -> str:
-    return "s" if metric.endswith("_s") else ""
+    seconds = ("_s", "seconds", "cost", "cost_best", "lower_bound", "quick_bound")
+    return "s" if metric.endswith(seconds) or metric.startswith("scale.") else ""
 
 
 def searches(report: dict[str, Any]) -> None:
@@ -165,6 +221,7 @@ def searches(report: dict[str, Any]) -> None:
     detail = {str(devices): measure_scale(devices, stages) for devices, stages in SCALES.items()}
     report["scale"] = {devices: figures["seconds"] for devices, figures in detail.items()}
     report["scale_detail"] = detail
+    report["plan"] = {model: measure_plan(model) for model in PLANNED_MODELS}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -10,17 +11,19 @@ from typing import Annotated
 
 import typer
 
+from geotrain import cli_operate
+
 app = typer.Typer(
     name="geotrain",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Pretrain language models on GPU clusters in different regions, joined by slow links.",
-    epilog="Each command has its own --help, with examples.",
+    epilog="Each command has its own --help, with examples. Completion: geotrain --install-completion.",
 )
 serve = typer.Typer(no_args_is_help=True, help="Run one server by hand; `launch` does it for you.")
 app.add_typer(serve, name="serve")
+cli_operate.register(app)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
@@ -118,6 +121,12 @@ def launch_site() -> None:
     raise typer.Exit(start())
 
 
+@serve.callback()
+def before_serving() -> None:
+    """Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 @serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
 def serve_global(run: RunOption, cluster: ClusterOption = None, resume: Resume = False) -> None:
     """Run the global server until every region has left."""
@@ -137,24 +146,6 @@ def serve_region(
     from geotrain.launch.serving import run_region
 
     raise typer.Exit(run_region(region, run, cluster, resume))
-
-
-@app.command(epilog="Example: geotrain status runs/mine")
-def status(
-    folder: RunFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
-) -> None:
-    """Show how a run goes, or went."""
-    from geotrain.launch.progress import new_console, page_line, status_of_run, table, view
-
-    cluster, statuses = status_of_run(folder)
-    if as_json:
-        print(json.dumps(statuses, indent=2))
-        return
-    console, page = new_console(), statuses.get("global", {}).get("page")
-    console.print(table(view(cluster, statuses)))
-    if page:
-        console.print(page_line(cluster, page), highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")
@@ -182,6 +173,74 @@ def sample(
     from geotrain.sample import sample as write
 
     print(write(folder, prompt, tokens, temperature, seed))
+
+
+@app.command(epilog="Example: geotrain picture runs/quickstart quickstart.svg")
+def picture(
+    folder: RunFolder,
+    output: Annotated[Path, typer.Argument(metavar="FILE", help=".png, .svg or .pdf.")],
+) -> None:
+    """Draw what a run's events tell: losses over tokens, and what its links carried."""
+    from geotrain.config import load_run
+    from geotrain.monitor.picture import picture as draw
+
+    draw(folder, load_run(folder / "run.json").data.sequence_length, output)
+    print(output)
+
+
+@app.command("eval", epilog="Example: geotrain eval exported --data data/mine/validation --tasks hellaswag,arc_easy")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
+    data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
+    tasks: Annotated[str, typer.Option(metavar="TASK,…", help="Of lm-evaluation-harness: pip install lm-eval.")] = "",
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample, with --data.")] = 1024,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples, or examples a task, at most.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="At a time.")] = 16,
+) -> None:
+    """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
+    from geotrain import evaluate as measure
+
+    if data is None and not tasks:
+        raise typer.BadParameter("say what to measure: --data PREFIX, --tasks TASK,…, or both")
+    said: dict[str, object] = {}
+    if data is not None:
+        said["loss"] = measure.evaluate(folder, data, limit, sequence_length, batch)
+    if tasks:
+        said["tasks"] = measure.run_tasks(folder, tasks.split(","), limit, batch)
+    print(json.dumps(said, indent=2))
+
+
+@app.command(
+    epilog="Example: geotrain simulate configs/runs/1b.json configs/clusters/four-regions-ssh.json --tflops 150 "
+    "--codec int4 --picture run.svg",
+)
+def simulate(
+    run: RunFile,
+    cluster: ClusterFile,
+    tflops: Annotated[float | None, typer.Option(help="What one rank really reaches.")] = None,
+    step_s: Annotated[float | None, typer.Option("--step-s", help="Or: measured seconds of an inner step.")] = None,
+    local_steps: Annotated[int | None, typer.Option("--local-steps", "-H", min=1, help="What if: H.")] = None,
+    updates: Annotated[int | None, typer.Option("--updates-per-send", "-K", min=1, help="What if: K.")] = None,
+    codec: Annotated[str | None, typer.Option(help="What if: codec of both directions between regions.")] = None,
+    without: Annotated[str | None, typer.Option(metavar="REGION", help="What if: one region less.")] = None,
+    loss_curve: Annotated[bool, typer.Option("--loss-curve", help="Also train a stand-in model: minutes.")] = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures, as JSON.")] = False,
+) -> None:
+    """Run a run in a simulated world: hours, utilization, bytes of each link; and what if. Nothing is started."""
+    from geotrain.simulate.run import WhatIf, told
+    from geotrain.simulate.run import simulate as start
+
+    report = start(
+        run,
+        cluster,
+        step_s=step_s,
+        tflops=tflops,
+        what_if=WhatIf(local_steps, updates, codec, without),
+        loss_curve=loss_curve,
+        picture=picture,
+    )
+    print(json.dumps(report, indent=2) if as_json else told(report))
 
 
 @app.command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")
@@ -276,13 +335,22 @@ def certs(
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")
-def schema(out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema")) -> None:
-    """Write the JSON Schema of run and cluster files, for editors."""
+def schema(
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema"),
+    docs: Annotated[Path, typer.Option(help="The reference to write.")] = Path("docs/configuration.md"),
+) -> None:
+    """Write the JSON Schema of run and cluster files, for editors, and their reference as Markdown."""
     from geotrain.config import ClusterConfig, RunConfig, json_schema
     from geotrain.files import whole_file
+    from geotrain.reference import reference
 
-    out.mkdir(parents=True, exist_ok=True)
-    for name, kind in (("run", RunConfig), ("cluster", ClusterConfig)):
-        with whole_file(out / f"{name}.json") as file:
-            file.write(json.dumps(json_schema(kind), indent=2) + "\n")
-        print(out / f"{name}.json")
+    texts = {
+        out / "run.json": json.dumps(json_schema(RunConfig), indent=2),
+        out / "cluster.json": json.dumps(json_schema(ClusterConfig), indent=2),
+        docs: reference(RunConfig, ClusterConfig),
+    }
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            file.write(text + "\n")
+        print(path)

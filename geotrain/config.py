@@ -196,6 +196,11 @@ class MonitorConfig(Block):
     """What shows how the run goes: events, the status page, metrics for Prometheus, TensorBoard."""
 
     every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
+    validate_every_samples: PositiveInt | None = Field(
+        None,
+        description="Committed samples between two validations of the global weights; at least 4 times "
+        "data.validation_samples, so that they cost at most a twelfth of the compute. null: none.",
+    )
     enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
     host: str = Field("127.0.0.1", description="Where page and metrics listen; beyond loopback needs token_file.")
@@ -246,6 +251,18 @@ class RunConfig(Block):
             value = self.deepspeed.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _validation_is_affordable(self) -> RunConfig:
+        every = self.monitor.validate_every_samples
+        if every is not None and self.data.validation is None:
+            raise ValueError("monitor.validate_every_samples needs data.validation, the prefix of its .bin/.idx pair")
+        if every is not None and every < 4 * self.data.validation_samples:
+            raise ValueError(
+                f"monitor.validate_every_samples = {every} is below 4 times data.validation_samples = "
+                f"{self.data.validation_samples}: validation would cost more than a twelfth of the compute"
+            )
         return self
 
     @property

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner import checkpoint
@@ -16,7 +18,7 @@ from geotrain.monitor.laps import Laps
 from geotrain.outer import exchange
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.layout import Layout, fragments_due
-from geotrain.outer.messages import Finished, Lease, LeaseRequest
+from geotrain.outer.messages import Answer, Finished, Lease, LeaseRequest, Validated
 from geotrain.outer.server import Identity
 from geotrain.outer.worker import Piece, WorkerRank
 
@@ -25,6 +27,8 @@ class Client(exchange.Client, Protocol):
     """This rank's connection to the server above (`geotrain.net.client.MemberClient`). Futures have deadlines."""
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
+    def global_weights(self, number: int) -> Future[Answer]: ...
+    def validated(self, result: Validated) -> None: ...
     def leave(self) -> None: ...
 
 
@@ -45,6 +49,7 @@ class Trainer:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.engine, self.loader, self.client = engine, loader, client
         self.checkpoints = checkpoints
+        self.validation: Sequence[Tensor] = ()  # this rank's micro-batches of the validation set
         self.life = ""  # of this worker: the same on all its ranks, new whenever it is started
         self.min_step_s = 0.0  # an inner step takes at least so long
         self.report: Callable[[dict[str, Any]], None] = lambda numbers: None
@@ -53,7 +58,7 @@ class Trainer:
         pieces = [Piece(s.runs, s.master, s.pushes) for s in engine.shards()]
         self.worker = WorkerRank(layout, run.outer, pieces)
         self.exchange = Exchange(
-            name, run.outer.overlap, engine, self.worker, client, len(layout.fragments), time.perf_counter
+            name, run.outer, engine, self.worker, client, len(layout.fragments), time.perf_counter
         )
 
     def train(self, resume: bool) -> None:
@@ -65,6 +70,8 @@ class Trainer:
         self.laps.restart()
         lease = self.client.lease(LeaseRequest(self.name, job)).result()
         while isinstance(lease, Lease):
+            if lease.validate:
+                self.validate(lease.validate)
             following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
             self.train_job(lease)
             if lease.job % self.run.checkpoint.every_jobs == 0:
@@ -96,6 +103,21 @@ class Trainer:
             self.engine.write_scalars(metrics)
             self.report({"job": lease.job, "start": lease.start, **metrics})
         self.laps.restart()
+
+    def validate(self, number: int) -> None:
+        """Evaluate the global weights between two jobs; left out when they are not the same for all ranks (a server
+        was restarted meanwhile)."""
+        begin = time.perf_counter()
+        answer = self.client.global_weights(number).result()
+        versions = [w.version for w in answer.weights]
+        words = f"{answer.life} {versions}"
+        same = self.engine.from_rank_0(words) == words
+        if not self.engine.agree(same and bool(versions) and bool(self.validation)):
+            return
+        loss = self.engine.evaluate_lent(self.worker.lent(answer.weights), self.validation)
+        if self.engine.is_metrics_rank:
+            seconds = time.perf_counter() - begin
+            self.client.validated(Validated(self.name, number, max(versions), loss, seconds))
 
     def save(self, job: int) -> None:
         keep = self.run.checkpoint.keep

@@ -57,7 +57,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     """Build everything, train, close everything."""
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
-    from geotrain.data.loader import LeasedLoader, open_source
+    from geotrain.data.loader import LeasedLoader, open_source, validation_batches
     from geotrain.data.tokens import read_manifest
     from geotrain.inner.dataset import open_tokens
     from geotrain.inner.engine import build_engine
@@ -98,6 +98,10 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         if peak is not None:
             per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
             trainer.peak_flops_per_token_s = peak / per_token
+        if run.monitor.validate_every_samples is not None and run.data.validation is not None:
+            held_out = open_source(Path(run.data.validation), open_tokens, run.data.sequence_length, vocab_size, None)
+            sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
+            trainer.validation = validation_batches(held_out, *sizes)
         trainer.train(resume)
     engine.close()
 

@@ -4,6 +4,7 @@ goes, and ends with the run's exit code."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ from geotrain.config import (
     load_cluster,
     load_run,
 )
+from geotrain.files import whole_file
 from geotrain.launch import wan
 from geotrain.launch.check import (
     check_data,
@@ -46,6 +48,7 @@ from geotrain.monitor.events import EventLog, ProcessDied
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.messages import GLOBAL
 
+OUTCOME = "outcome.json"  # in the run's folder, once its launcher has ended: exit code and reason
 DRAIN_S = 900.0  # servers flush and write their last snapshot
 HOLDER_BYTES = 300  # of a lock's file: host and process id of its holder
 WAN_CONTROL = "wan.control"  # in the run's folder: commands to the pump of emulated links
@@ -79,6 +82,8 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False, only: tuple
         order = Order(run, cluster, tuple(site for site, host in hosts.items() if host is None), resume)
         write_files(order, folder)
         inside = links.namespaces if links else {}
+        if GLOBAL in hosts:
+            (folder / OUTCOME).unlink(missing_ok=True)
         starting = [links.process] if links else []
         starting += processes(order, folder, this_machine(), inside)
         starting += [far_site(order, site, host) for site, host in hosts.items() if host]
@@ -93,6 +98,7 @@ def launch(run_path: Path, cluster_path: Path, resume: bool = False, only: tuple
         outcome = supervisor.wait(display.show if display else lambda: None, run.monitor.every_s)
         if display:
             display.finish(folder)
+            _write_outcome(folder, outcome)
     if links:
         _tell_pump(folder / "logs" / f"{links.process.name}.log", console)
     if outcome.code == 0 and outcome.reason:
@@ -276,6 +282,11 @@ def _tell_pump(log: Path, console: Console) -> None:
         said = json.loads(tail(log)[-1])
         share, carried = said["cpu_s"] / said["wall_s"], size(said["carried_bytes"])
         console.print(f"emulated links carried {carried} with {share:.1%} of a core", highlight=False)
+
+
+def _write_outcome(folder: Path, outcome: Outcome) -> None:
+    with whole_file(folder / OUTCOME) as file:
+        json.dump(dataclasses.asdict(outcome), file)
 
 
 def _tell(outcome: Outcome) -> None:

@@ -11,7 +11,18 @@ from geotrain.config import RunConfig
 from geotrain.initial import initial_tensor
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import Layout, layout_of
-from geotrain.outer.messages import Answer, Finished, Join, Lease, LeaseRequest, Leave, Release, UpdatePart, Welcome
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    Release,
+    UpdatePart,
+    Validated,
+    Welcome,
+)
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.server import identity_of
 
@@ -28,9 +39,10 @@ class LocalServers:
         self.layout = layout_of(run)
         self.identity = identity_of(run, self.layout)
         samples, batch = run.data.train_samples, run.samples_per_step
-        self.top = GlobalServer(self.identity, self.layout, run.outer, {"eu": workers}, samples, batch)
+        every = run.monitor.validate_every_samples
+        self.top = GlobalServer(self.identity, self.layout, run.outer, {"eu": workers}, samples, batch, every)
         self.top.set_weights(first_weights(self.layout, run.seed))
-        self.region = RegionServer("eu", self.identity, self.layout, run.outer, workers)
+        self.region = RegionServer("eu", self.identity, self.layout, run.outer, workers, every is not None)
         self.region.incarnation = "life-1"
         self.top.on_join(self.region.join_message())
         self._answer_region(0, tuple(range(len(self.layout.fragments))))
@@ -45,11 +57,13 @@ class LocalServers:
                         self.top.on_part(update)
                         self._answer_region(update.sequence, tuple(d.fragment for d in update.deltas))
                     case LeaseRequest() as request:
-                        self.region.on_lease(self.top.on_lease_request(request))
+                        self.region.on_lease(granted(self.top.on_lease_request(request)))
                     case Lease() | Finished() as lease:
                         leases[send.to] = lease
                     case Release() as release:
                         self.top.on_release(release)
+                    case Validated() as result:
+                        self.top.on_validated(result)
                     case Leave() as leave:
                         self.top.on_leave(leave.member)
         return leases
@@ -84,6 +98,13 @@ class LocalClient:
         lease = self.servers.region.on_lease_request(request)
         return done(lease or self.servers.pump()[request.worker])
 
+    def global_weights(self, number: int) -> Future[Answer]:
+        return done(self.servers.region.weights_to_validate(self.name, self.incarnation, 0, number))
+
+    def validated(self, result: Validated) -> None:
+        self.servers.region.on_validated(result)
+        self.servers.pump()
+
     def leave(self) -> None:
         self.servers.region.on_leave(self.name)
         self.servers.pump()
@@ -93,3 +114,8 @@ def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+def granted(lease: Lease | Finished | None) -> Lease | Finished:
+    assert lease is not None, "nobody pauses this run"
+    return lease

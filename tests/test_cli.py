@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from geotrain import cli
+from geotrain.launch.operate import State
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
+COMMANDS = (
+    "quickstart", "prepare", "launch", "serve global", "serve region", "status", "logs", "pause", "resume", "drain",
+    "snapshot", "stop", "export", "picture", "eval", "sample", "dry-run", "plan", "probe", "simulate", "certs",
+    "schema",
+)  # fmt: skip
 
 
 @dataclass
@@ -61,25 +67,11 @@ def test_help_is_quick() -> None:
     assert done.returncode == 0
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
-    for command in (
-        "prepare",
-        "launch",
-        "serve",
-        "status",
-        "export",
-        "sample",
-        "dry-run",
-        "plan",
-        "schema",
-        "quickstart",
-    ):
-        assert f" {command} " in done.stdout
+    for command in COMMANDS:
+        assert f" {command.split()[0]} " in done.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["prepare", "launch", "serve global", "serve region", "status", "export", "sample", "dry-run", "plan", "schema"],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_an_example(command: str, geotrain: Run) -> None:
     done = geotrain(*command.split(), "--help")
     assert done.returncode == 0
@@ -135,14 +127,17 @@ def test_status_and_export_where_no_run_is(tmp_path: Path, refused: Callable[...
     assert refused("sample", tmp_path).startswith(f"geotrain: {tmp_path}: cannot be loaded")
 
 
-def test_a_run_that_left_nothing(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_run_that_left_nothing(tmp_path: Path, geotrain: Run, refused: Callable[..., str]) -> None:
     for name, source in (("run", "runs/quickstart"), ("cluster", "clusters/local-two-regions")):
         raw = json.loads((ROOT / f"configs/{source}.json").read_text())
         if name == "run":
             raw["model"]["config"] = json.loads((ROOT / "configs/models/llama-tiny.json").read_text())
             raw["data"]["tokenizer"] = None
         (tmp_path / f"{name}.json").write_text(json.dumps(raw))
-    assert "no server answers (global at 127.0.0.1:0" in refused("status", tmp_path)
+    done = geotrain("status", tmp_path, "--once")
+    assert done.returncode == State.UNREACHABLE
+    assert "no server answers (global at 127.0.0.1:0" in " ".join(done.stdout.split())
+    assert "the server at 127.0.0.1:0 does not answer" in refused("pause", tmp_path)
     assert "holds no snapshot that is whole" in refused("export", tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -155,7 +150,10 @@ def test_serve_names_unknown_regions(tmp_path: Path, refused: Callable[..., str]
 
 
 def test_schema_writes_both(tmp_path: Path, geotrain: Run) -> None:
-    assert geotrain("schema", "--out", tmp_path / "s").returncode == 0
+    assert geotrain("schema", "--out", tmp_path / "s", "--docs", tmp_path / "d/c.md").returncode == 0
+    for made, kept in (("s/run.json", "configs/schema/run.json"), ("s/cluster.json", "configs/schema/cluster.json"),
+                       ("d/c.md", "docs/configuration.md")):  # fmt: skip
+        assert (tmp_path / made).read_text() == (ROOT / kept).read_text(), f"{kept} is old: run `geotrain schema`"
     assert json.loads((tmp_path / "s/run.json").read_text())["title"] == "RunConfig"
     assert json.loads((tmp_path / "s/cluster.json").read_text())["title"] == "ClusterConfig"
 
@@ -166,3 +164,48 @@ def test_dry_run_prints_what_a_rank_needs(geotrain: Run) -> None:
     assert "70,553,706,496 parameters" in done.stdout
     assert "TP 8 + sequence × PP 4 × DP 1, ZeRO 1" in done.stdout
     assert "146 s" in done.stdout  # 36.4 GB at 2 Gbit/s
+
+
+def test_simulate_tells_what_if(tmp_path: Path, geotrain: Run) -> None:
+    files = "configs/runs/1b.json", "configs/clusters/four-regions-ssh.json"
+    reports = []
+    for more in ((), ("-H", "64", "-K", "4", "--codec", "int4", "--picture", tmp_path / "run.svg")):
+        done = geotrain("simulate", *files, "--tflops", "150", *more, "--json")
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads(done.stdout))
+    plain, changed = reports
+    assert (changed["outer"]["local_steps"], changed["outer"]["updates_per_send"]) == (64, 4)
+    assert changed["outer"]["up"]["name"] == changed["outer"]["down"]["name"] == "int4"
+    assert changed["links"].keys() == plain["links"].keys() and changed["links"] != plain["links"]
+    assert (tmp_path / "run.svg").read_text().startswith("<?xml")
+    region = json.loads((ROOT / files[1]).read_text())["regions"][0]["name"]
+    done = geotrain("simulate", *files, "--tflops", "150", "--without", region)
+    assert done.returncode == 0 and " h for " in done.stdout and region not in done.stdout
+
+
+def test_eval_calls_the_harness_or_says_how_to_install_it(
+    tmp_path: Path, geotrain: Run, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "say what to measure" in geotrain("eval", tmp_path).stderr
+    assert "is no checkpoint folder" in refused("eval", tmp_path, "--tasks", "arc_easy")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    said = refused("eval", tmp_path, "--tasks", "arc_easy")
+    assert said.endswith("which is not installed: pip install lm-eval")
+    harness = tmp_path / "site"
+    harness.mkdir()
+    (harness / "lm_eval.py").write_text(
+        "def simple_evaluate(model, model_args, tasks, limit, batch_size, device):\n"
+        "    assert model == 'hf' and model_args['dtype'] == 'float32' and batch_size == 4\n"
+        "    if 'nonsense' in tasks: raise KeyError('nonsense')\n"
+        "    row = {'acc,none': 0.25, 'alias': 'a', 'limit': limit}\n"
+        "    return {'results': {task: {**row, 'alias': model_args['pretrained']} for task in tasks}}\n"
+    )
+    monkeypatch.delitem(sys.modules, "lm_eval")
+    monkeypatch.syspath_prepend(harness)
+    done = geotrain("eval", tmp_path, "--tasks", "arc_easy,piqa", "--limit", "7", "--batch", "4")
+    assert done.returncode == 0, done.stderr
+    figures = {"acc,none": 0.25, "limit": 7.0}
+    assert json.loads(done.stdout) == {"tasks": {"arc_easy": figures, "piqa": figures}}
+    assert "nonsense" in refused("eval", tmp_path, "--tasks", "nonsense", "--batch", "4")
+    monkeypatch.delitem(sys.modules, "lm_eval")

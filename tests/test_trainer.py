@@ -10,9 +10,18 @@ import pytest
 import torch
 from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world, write
 
-from geotrain.config import CodecConfig, FragmentConfig, MomentumConfig, OuterConfig, OverlapConfig, ParallelConfig
+from geotrain.config import (
+    CodecConfig,
+    FragmentConfig,
+    MomentumConfig,
+    MonitorConfig,
+    OuterConfig,
+    OverlapConfig,
+    ParallelConfig,
+)
 from tests.local_servers import LocalClient, LocalServers
 
+VALIDATED = "halos, validated"
 STEPS = 12  # inner steps of a whole run
 FP32 = CodecConfig(name="fp32")
 PLAIN = dict(up=FP32, down=FP32, local=FP32)
@@ -35,6 +44,7 @@ OUTER = {
         **{"global": EACH_DELTA_WHOLE},
     ),
 }
+OUTER[VALIDATED] = OUTER["halos"]
 OUTER["streaming, late"] = OUTER["streaming, overlapped"].model_copy(
     update={"overlap": OverlapConfig(steps=2, late="continue", adopt="rebase")}
 )
@@ -53,6 +63,8 @@ def try_outer_loops() -> dict[str, Any]:
         block = deepspeed_block(1)
         run = run_config(LLAMA, block).model_copy(update={"outer": outer or TAKES_THE_WORKERS_WEIGHTS})
         run = run.model_copy(update={"data": run.data.model_copy(update={"train_samples": STEPS * BATCH})})
+        if name == VALIDATED:
+            run = run.model_copy(update={"monitor": MonitorConfig(validate_every_samples=4 * BATCH)})
         engine = build_engine(run, ParallelConfig(), block, timeout_s=60)
         losses: list[float] = []
         inner_step = engine.train_step
@@ -75,6 +87,8 @@ def try_outer_loops() -> dict[str, Any]:
                 client = LocalClient(servers)
                 trainer = Trainer(run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
                 trainer.report = reports.append
+                trainer.validation = next(iter(loader.steps(0, BATCH)))
+                checked = check_validations(engine, servers, client, trainer.validation)
                 trainer.train(resume=False)
             masters = torch.cat([s.master for s in engine.shards()])
             results[name] = {
@@ -85,11 +99,32 @@ def try_outer_loops() -> dict[str, Any]:
                 "left": servers.top.finished,
                 "weights": torch.cat([s.x for s in servers.top.fragments]).norm().item(),
                 "masters": masters.norm().item(),
+                "validations": checked,
             }
         results.setdefault(name, {"losses": losses})
         engine.close()
         shut_down(leave_world=False)
     return results
+
+
+def check_validations(engine: Any, servers: LocalServers, client: LocalClient, batches: Any) -> list[tuple[Any, ...]]:
+    """Filled, at each validation, with its number, its loss, and that of the global weights as found by hand."""
+    found: list[tuple[Any, ...]] = []
+    told = client.validated
+
+    def validated(result: Any) -> None:
+        own = [shard.master.clone() for shard in engine.shards()]
+        assert servers.region.frozen is not None
+        [weights] = servers.region.frozen.weights
+        write(engine, {name: view.clone() for name, view in servers.layout.split(0, weights.float())})
+        found.append((result.number, result.loss, engine.evaluate(batches)))
+        for shard, values in zip(engine.shards(), own, strict=True):
+            shard.master.copy_(values)
+        engine.refresh()
+        told(result)
+
+    client.validated = validated  # type: ignore[method-assign]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +156,15 @@ def test_rebasing_loses_no_step_of_a_single_worker(results, name):
 
 def test_the_outer_loop_matters(results):
     assert results["halos"]["losses"][4:] != pytest.approx(results["alone"]["losses"][4:], rel=1e-4)
+
+
+def test_validation_sees_the_global_weights_and_changes_no_bit_of_training(results):
+    assert results[VALIDATED]["losses"] == results["halos"]["losses"]
+    assert results[VALIDATED]["weights"] == results["halos"]["weights"]
+    validations = results[VALIDATED]["validations"]
+    assert [number for number, _, _ in validations] == [1]  # the first update commits half of the run
+    for _, loss, by_hand in validations:
+        assert loss == by_hand
+    latest = results[VALIDATED]["status"]["validation"]
+    assert (latest["number"], latest["loss"], latest["worker"]) == (1, validations[0][1], "w")
+    assert results["halos"]["validations"] == [] and results["halos"]["status"]["validation"] is None

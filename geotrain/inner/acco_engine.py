@@ -93,6 +93,9 @@ class AccoEngine(GeoEngine):
         with self.optimizer.committed():
             return super().evaluate(micro_batches)
 
+    def _take_masters(self) -> None:
+        """`evaluate` gathers them by itself; predicted weights stay as they are."""
+
     @torch.no_grad()
     def refresh(self, predicted: bool = False) -> None:
         if predicted:

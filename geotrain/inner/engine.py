@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -153,6 +154,21 @@ class GeoEngine(DeepSpeedEngine):
         self._check_batches(micro_batches, len(micro_batches))
         self.module.eval()
         return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
+
+    @torch.no_grad()
+    def evaluate_lent(self, weights: AbstractContextManager[None], micro_batches: Sequence[Tensor]) -> float:
+        """`evaluate`, with the masters holding other weights inside the context. Training then goes on as if nothing
+        had been. Every rank must call it."""
+        self.settle()
+        with weights:
+            self._take_masters()
+            loss = self.evaluate(micro_batches)
+        self._take_masters()
+        return loss
+
+    def _take_masters(self) -> None:
+        """Before evaluating: use what the masters hold."""
+        self.refresh()
 
     def _check_batches(self, micro_batches: Sequence[Tensor], count: int) -> None:
         shape = (self.train_micro_batch_size_per_gpu(), self.sequence_length + 1)

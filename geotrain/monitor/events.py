@@ -95,6 +95,18 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class LinkTraffic:
+    """Bytes on a server's wide-area links since the event before this one (or the server's start), up towards the
+    global server and down from it; the peaks are the most within one second."""
+
+    seconds: Annotated[float, "since the event before this one"]
+    up_bytes: Annotated[int, "towards the global server"]
+    down_bytes: Annotated[int, "from the global server"]
+    peak_up_bytes_per_s: Annotated[int, "the most within one second"]
+    peak_down_bytes_per_s: Annotated[int, "the most within one second"]
+
+
+@dataclass(frozen=True)
 class UpdatesLost:
     """The global server was restored from a state older than what it had acknowledged."""
 
@@ -247,6 +259,26 @@ class ProcessEnded:
 
 
 @dataclass(frozen=True)
+class ValidationDone:
+    """A worker has evaluated the global weights."""
+
+    worker: Annotated[str, "who did it"]
+    number: Annotated[int, "of the validation, from 1"]
+    version: Annotated[int, "the newest of the fragments' global versions"]
+    loss: Annotated[float, "nats a token"]
+    seconds: Annotated[float, "that it took"]
+    samples: Annotated[int, "committed by then"]
+
+
+@dataclass(frozen=True)
+class Steered:
+    """A person told the run to pause, resume, drain a region, or stop."""
+
+    what: Annotated[str, "what it was told"]
+    region: Annotated[str, "to drain; else empty"]
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Something that a person should know of."""
 
@@ -264,10 +296,13 @@ Event = (
     | Pardoned
     | SentUp
     | Merged
+    | LinkTraffic
     | UpdatesLost
     | SnapshotWritten
     | SnapshotUploaded
     | JobTrained
+    | ValidationDone
+    | Steered
     | MemberSampled
     | ServerSampled
     | Recovery

@@ -7,21 +7,22 @@ push      UpdatePart, streamed       Ack or Refusal, which may come before the w
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
+weights   PullGlobal                 Answer, streamed; empty when the server has none
+validated SayValidated               Ack
 leave     SayLeave                   Ack
 beat      Beat                       Ack
 status    nothing                    JSON
-control   Control                    Ack
+control   Control                    Told
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import grpc
+from typing import Any
 
 from geotrain.net import wire
-from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release
+from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release, Validated
 
 SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
@@ -109,6 +110,23 @@ class ReleaseLeases:
 
 
 @dataclass(frozen=True)
+class PullGlobal:
+    """The global weights that validation `number` speaks of, please."""
+
+    member: str
+    incarnation: str
+    part: int
+    number: int
+
+
+@dataclass(frozen=True)
+class SayValidated:
+    member: str
+    incarnation: str
+    result: Validated
+
+
+@dataclass(frozen=True)
 class SayLeave:
     """One rank is done. sequence: the last update that it has sent; the server has to know it whole. The member has
     left, and all ranks are told so, when each of them has said it."""
@@ -131,10 +149,18 @@ class Beat:
 
 @dataclass(frozen=True)
 class Control:
-    """what: "snapshot", "stop" (snapshot and end), or "pardon" (of `member`, which is quarantined)."""
+    """From the operator. what: "snapshot", of any server; "pardon", of the server whose member `name` is quarantined;
+    of the global server also what `Steer` may say (`name`: the region to drain)."""
 
     what: str
-    member: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Told:
+    """It is done. text: for the operator; of a snapshot, where it lies."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -151,8 +177,8 @@ class Refusal:
         return (NotJoined if self.join_first else Refused)(self.reason, self.retry_s)
 
 
-def refusal_of(error: grpc.aio.AioRpcError) -> Refused | None:
-    """What the server said; None when the call failed for another reason."""
+def refusal_of(error: Any) -> Refused | None:
+    """What the server said, by the gRPC error; None when the call failed for another reason."""
     for key, value in error.trailing_metadata() or ():
         if key == REFUSAL_KEY:
             refusal: Refusal = wire.unpack(value, Refusal)

@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     NotJoined,
     Refused,
     UpdatePart,
+    Validated,
     Welcome,
 )
 
@@ -94,9 +95,30 @@ class MemberClient:
         return self._start(self._pull(sequence, fragments))
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]:
+        """Waits for as long as the run is paused."""
+        link = self._live()
         return self._start(
-            self._live().persist(lambda: self._live().lease(request), self.deadline_s, rejoin=self._rejoin)
+            link.persist(lambda: link.lease(request), self.deadline_s, rejoin=self._rejoin, patient=True)
         )
+
+    def global_weights(self, number: int) -> Future[Answer]:
+        """What this rank holds of the global weights that validation `number` speaks of; empty: they are not here."""
+        link, join = self._live(), self._join
+        assert join is not None
+        limit_bytes, part = self._limit_bytes, join.part
+        return self._start(
+            link.persist(lambda: link.global_weights(part, number, limit_bytes), self.deadline_s, rejoin=self._rejoin)
+        )
+
+    def validated(self, result: Validated) -> None:
+        """Tell the server, in the background. What cannot be delivered is lost: the next one comes."""
+        link = self._live()
+
+        async def tell() -> bool:
+            await link.validated(result)
+            return True
+
+        self._start(link.persist(tell, self.deadline_s, rejoin=self._rejoin))
 
     def status(self) -> dict[str, Any]:
         """The server's status; works without joining. Raises Unreachable after `connect_s`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -13,12 +14,26 @@ from geotrain.monitor.events import (
     Pardoned,
     Quarantined,
     SentUp,
+    Steered,
     UpdateApplied,
     UpdateRefused,
+    ValidationDone,
 )
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.layout import numel
-from geotrain.outer.messages import Answer, Join, Lease, Leave, Message, Offence, Pardon, Send, UpdatePart
+from geotrain.outer.messages import (
+    Answer,
+    Join,
+    Lease,
+    Leave,
+    Message,
+    Offence,
+    Pardon,
+    Send,
+    Steer,
+    UpdatePart,
+    Validated,
+)
 from geotrain.outer.region_server import RegionServer
 
 
@@ -39,6 +54,10 @@ class Diary:
                 self.events.write(Joined(message.member, message.part, message.incarnation))
             case Leave():
                 self.events.write(Left(message.member))
+            case Validated() if reply:
+                self.events.write(ValidationDone(**asdict(message), samples=self._committed))
+            case Steer():
+                self.events.write(Steered(message.what, message.region))
             case Offence():
                 self._refused(message, quarantined=reply)
             case Pardon():

@@ -15,6 +15,7 @@ from grpc import aio
 from geotrain.net import calls, wire
 from geotrain.net.certs import Trust
 from geotrain.net.deadline import Pace, within
+from geotrain.net.tally import Tally
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -25,6 +26,7 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     UpdatePart,
+    Validated,
     Welcome,
 )
 
@@ -74,6 +76,7 @@ class Link:
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
+        self.tally = Tally()
         self.retries = 0  # attempts that failed on their way and were repeated
         self._up, self._down = Pace(), Pace()
         self._broken: dict[int, int] = {}  # part → checksum of the header of its update that was broken off
@@ -103,7 +106,7 @@ class Link:
         try:
             first = await self._resume(call, part, header) if again else 0
             tasks = [
-                asyncio.create_task(self._write(call, wire.frames(part, first), replied)),
+                asyncio.create_task(self._write(call, self.tally.sending(part, first), replied)),
                 asyncio.create_task(call.read()),
             ]
             writing, reading = tasks
@@ -165,11 +168,13 @@ class Link:
                 half = _Arriving(frame, wire.Reader(Answer, calls.NotYet, limit_bytes=limit_bytes))
                 half.reader.feed(frame)
             reader = half.reader
+            count = self.tally.receiving(reader.header, reader.chunks)
             while not reader.complete:
                 frame = await self._down.frame(call.read())
                 if frame is aio.EOF:
                     raise Lost("the answer ended early")
                 reader.feed(frame)
+                count(frame)
             return None if isinstance(reader.message, calls.NotYet) else reader.message
         except (aio.AioRpcError, TimeoutError) as error:
             self._keep(key, half)
@@ -187,6 +192,24 @@ class Link:
             if len(self._arriving) > MAX_HALF_ANSWERS:
                 del self._arriving[next(iter(self._arriving))]
 
+    async def global_weights(self, part: int, number: int, limit_bytes: int) -> Answer:
+        """What validation `number` speaks of."""
+        request = calls.PullGlobal(self.member, self.incarnation, part, number)
+        call = self._channel.unary_stream(f"/{calls.SERVICE}/weights")(wire.pack(request))
+        reader = wire.Reader(Answer, limit_bytes=limit_bytes)
+        try:
+            while not reader.complete:
+                frame = await self._down.frame(call.read())
+                if frame is aio.EOF:
+                    raise Lost("the weights ended early")
+                reader.feed(frame)
+            answer: Answer = reader.message
+            return answer
+        except (aio.AioRpcError, TimeoutError) as error:
+            raise self._reason(error) from None
+        finally:
+            call.cancel()
+
     async def lease(self, request: LeaseRequest, wait_s: float = calls.MAX_WAIT_S) -> Lease | Finished | None:
         ask = calls.AskLease(self.member, self.incarnation, request, wait_s)
         reply = await self._unary("lease", wire.pack(ask), Lease, Finished, calls.NotYet, within_s=wait_s + REPLY_S)
@@ -195,6 +218,11 @@ class Link:
     async def release(self, release: Release) -> None:
         await self._unary(
             "release", wire.pack(calls.ReleaseLeases(self.member, self.incarnation, release)), calls.Ack
+        )
+
+    async def validated(self, result: Validated) -> None:
+        await self._unary(
+            "validated", wire.pack(calls.SayValidated(self.member, self.incarnation, result)), calls.Ack
         )
 
     async def leave(self, part: int, sequence: int) -> None:
@@ -211,8 +239,10 @@ class Link:
     async def status(self) -> dict[str, Any]:
         return json.loads(await self._raw_unary("status", b"", REPLY_S))
 
-    async def control(self, what: str, member: str = "") -> None:
-        await self._unary("control", wire.pack(calls.Control(what, member)), calls.Ack, within_s=ANSWER_S)
+    async def control(self, what: str, name: str = "") -> str:
+        """What the server says to the operator."""
+        told = await self._unary("control", wire.pack(calls.Control(what, name)), calls.Told, within_s=ANSWER_S)
+        return str(told.text)
 
     # -- again and again
 
@@ -221,10 +251,11 @@ class Link:
         attempt: Callable[[], Awaitable[T | None]],
         deadline_s: float,
         rejoin: Callable[[], Awaitable[None]] | None = None,
+        patient: bool = False,
     ) -> T:
         """Repeat an attempt until it gives a value: after losses with growing pauses, after a refusal that says when
         to try again, after "not yet" at once. rejoin: called when the server does not know this life; without it,
-        NotJoined is raised.
+        NotJoined is raised. patient: "not yet" is a sign of life, from which the deadline counts anew.
 
         Raises Refused (for good), wire.WireError, Unreachable when `deadline_s` is over.
         """
@@ -242,6 +273,7 @@ class Link:
                     if value is not None:
                         return value
                     pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
+                    deadline = loop.time() + deadline_s if patient else deadline
                     continue
             except (Lost, wire.DamagedError) as lost:
                 self.retries += 1

@@ -29,7 +29,9 @@ from geotrain.outer.messages import (
     Release,
     Send,
     Silence,
+    Steer,
     UpdatePart,
+    Validated,
     Welcome,
 )
 from geotrain.outer.region_server import RegionServer
@@ -55,6 +57,8 @@ def take(server: AnyServer, message: Message) -> Any:
             return server.on_lease_request(message)
         case Silence():
             return server.on_silence(message)
+        case Validated():
+            return server.on_validated(message)
         case Offence():
             return server.on_offence(message)
         case Pardon():
@@ -71,8 +75,12 @@ def take(server: AnyServer, message: Message) -> Any:
                 return server.on_farewell()
             case Over():
                 return server.on_over()
-    if isinstance(message, Release) and isinstance(server, GlobalServer):
-        return server.on_release(message)
+    if isinstance(server, GlobalServer):
+        match message:
+            case Release():
+                return server.on_release(message)
+            case Steer():
+                return server.on_steer(message)
     if isinstance(message, Leave):
         return server.on_leave(message.member)
     raise Refused(f"a {type(message).__name__} means nothing to this server")

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 PERIOD_S = 0.2
+DESCRIPTORS = "/proc/self/fd"
 WINDOW_S = 1.0
 TCP_INFO_BYTES = 256
 COUNTERS = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
@@ -54,11 +54,13 @@ class Meter:
     """Samples every PERIOD_S on a thread of its own. A socket that closes between two samples loses at most what it
     moved since the last one. Peers are named "host:port".
 
-    counted: which peers belong to the sum that `total` gives (its peaks are those of the sum).
+    counted: which peers belong to the sum that `total` gives (its peaks are those of the sum). `recent` is that sum
+    since `take_recent` was last called.
     """
 
     def __init__(self, counted: Callable[[str], bool] = lambda peer: True) -> None:
         self.total = Traffic()
+        self.recent = Traffic()
         self._counted = counted
         self._peers: dict[str, Traffic] = {}
         self._last: dict[str, tuple[str, int, int]] = {}  # socket's inode → peer and counters
@@ -82,6 +84,13 @@ class Meter:
         with self._lock:
             return dict(self._peers)
 
+    def take_recent(self) -> Traffic:
+        """What the counted peers moved since the last call. A peak at the border counts on both of its sides."""
+        self.sample()
+        with self._lock:
+            taken, self.recent = self.recent, Traffic(window=self.recent.window.copy())
+        return taken
+
     def sample(self) -> None:
         now_s, sockets = time.monotonic(), _sockets()
         with self._lock:
@@ -93,6 +102,7 @@ class Meter:
                 if self._counted(peer):
                     all_sent, all_received = all_sent + sent, all_received + received
             self.total.add(now_s, all_sent, all_received)
+            self.recent.add(now_s, all_sent, all_received)
             self._last = sockets
 
     def _run(self) -> None:
@@ -103,12 +113,12 @@ class Meter:
 def _sockets() -> dict[str, tuple[str, int, int]]:
     """inode → (peer, bytes sent, bytes received) of this process's connected TCP sockets."""
     found: dict[str, tuple[str, int, int]] = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    for number in os.listdir(DESCRIPTORS):  # noqa: PTH208 (pathlib takes twice as long, five times a second)
         with suppress(OSError):
-            target = str(entry.readlink())
+            target = os.readlink(f"{DESCRIPTORS}/{number}")  # noqa: PTH115
             if not target.startswith("socket:") or target in found:
                 continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            with socket.socket(fileno=os.dup(int(number))) as connection:
                 if connection.type != socket.SOCK_STREAM or connection.family not in (
                     socket.AF_INET,
                     socket.AF_INET6,

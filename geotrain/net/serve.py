@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -24,7 +25,15 @@ from geotrain.canonical import UnsupportedModelError
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, ConfigError, RunConfig, is_loopback
 from geotrain.files import OutputError, whole_file
 from geotrain.initial import initial_tensor
-from geotrain.monitor.events import Acknowledged, EventLog, Recovery, SnapshotWritten, Trouble, UpdatesLost
+from geotrain.monitor.events import (
+    Acknowledged,
+    EventLog,
+    LinkTraffic,
+    Recovery,
+    SnapshotWritten,
+    Trouble,
+    UpdatesLost,
+)
 from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
 from geotrain.net import calls
@@ -39,6 +48,7 @@ from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_sna
 from geotrain.net.remote import Remote, Uploader
 from geotrain.net.service import ListenError, Service
 from geotrain.net.store import SNAPSHOTS, Store, StoreError, alone_in
+from geotrain.net.tally import Tally
 from geotrain.net.uplink import Uplink
 from geotrain.net.watch import Watch
 from geotrain.outer.global_server import GlobalServer
@@ -52,6 +62,7 @@ log = logging.getLogger(__name__)
 SNAPSHOT_RETRY_S = 30.0
 MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
+TRAFFIC_EVENT_S = 5.0
 LAST_UPLOAD_S = 120.0  # at the end
 LINGER_S = 2.0  # after the end: a member whose last acknowledgement was lost asks again
 LISTENING = "listening.json"  # in the server's folder, while it listens: its address and process id
@@ -68,7 +79,8 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
         layout = layout_of(run)
         regions = {r.name: tuple(w.name for w in r.workers) for r in cluster.serving}
         samples = run.data.train_samples, run.samples_per_step
-        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples)
+        every = run.monitor.validate_every_samples
+        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every)
         server.incarnation = uuid.uuid4().hex
         return server
 
@@ -85,7 +97,8 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
     def build() -> RegionServer:
         layout = layout_of(run)
         workers = tuple(w.name for w in cluster.region(region).workers)
-        server = RegionServer(region, identity_of(run, layout), layout, run.outer, workers)
+        validates = run.monitor.validate_every_samples is not None
+        server = RegionServer(region, identity_of(run, layout), layout, run.outer, workers, validates)
         server.incarnation = uuid.uuid4().hex
         return server
 
@@ -222,7 +235,7 @@ class _Host:
         self.machine = Machine(self.server, self.journal, self._deliver, self.diary.watch)
         self.service = Service(
             self.machine,
-            self._control,
+            self._snapshot,
             self._status,
             member_role=self.place.member_role,
             silent_s=REGION_SILENT_S if self.place.member_role == "region" else WORKER_SILENT_S,
@@ -267,6 +280,7 @@ class _Host:
             self.machine.failure,
             asyncio.ensure_future(self.stop.wait()),
             asyncio.ensure_future(self._snapshots()),
+            asyncio.ensure_future(self._tell_traffic()),
         ]
         if self.run_config.monitor.enabled:
             tasks.append(asyncio.ensure_future(self.watch.run()))
@@ -320,6 +334,20 @@ class _Host:
                 self.events.write(Trouble(str(error)))
                 await asyncio.sleep(SNAPSHOT_RETRY_S)
 
+    async def _tell_traffic(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await asyncio.sleep(TRAFFIC_EVENT_S)
+            finally:  # the last one tells of the time until the end
+                recent = self.meter.take_recent()
+                seconds = round(time.monotonic() - began_s, 3)
+                sent, received = recent.sent_bytes, recent.received_bytes
+                peaks = recent.peak_sent_bytes, recent.peak_received_bytes
+                if self.place.role == "global":
+                    sent, received, peaks = received, sent, peaks[::-1]
+                self.events.write(LinkTraffic(seconds, sent, received, *peaks))
+
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
@@ -328,8 +356,8 @@ class _Host:
             or journal_bytes >= enough_bytes
         )
 
-    async def _snapshot(self, ended: bool = False) -> None:
-        """Copy the state between two messages, write the copy beside the work. Raises StoreError."""
+    async def _snapshot(self, ended: bool = False) -> str:
+        """Copy the state between two messages, write the copy beside the work; says where. Raises StoreError."""
         async with self.saving:
             began_s, updates = time.monotonic(), self._updates()
             try:
@@ -343,6 +371,7 @@ class _Host:
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
             if self.uploader is not None:
                 self.uploader.wake()
+            return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
     def _is_over(self) -> bool:
         """Everyone has left in good order."""
@@ -359,21 +388,20 @@ class _Host:
         else:
             self.service.deliver(send)
 
-    async def _control(self, what: str) -> None:
-        if what == "stop":
-            self.stop.set()  # a snapshot comes with the end
-        else:
-            await self._snapshot()
-
     def _is_wide_area(self, peer: str) -> bool:
         """A region server's wide-area link is the one to the global server; the global server's are all it has."""
         return self.place.role == "global" or peer.rpartition(":")[2] == str(self.place.cluster.global_server.port)
 
     def _status(self) -> dict[str, Any]:
-        """links: bytes on the wide-area links, up towards the global server and down from it, and their highest
-        rates over a second. peers: bytes with each member."""
+        """links: bytes on the wide-area links, up towards the global server and down from it, their highest rates
+        over a second, and what of them each fragment moved. peers: bytes with each member, likewise."""
         members = self._traffic()
         total = self.meter.total
+        fragments = Tally()
+        layout, tallies = self.server.layout, self.service.tallies
+        above = [self.uplink.link.tally] if self.uplink else []
+        for tally in tallies.values() if self.place.role == "global" else above:
+            fragments.add(tally)
         sent, received = ("up", "down") if self.place.role == "region" else ("down", "up")
         return {
             "links": {
@@ -381,9 +409,15 @@ class _Host:
                 f"{received}_bytes": total.received_bytes,
                 f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
                 f"peak_{received}_bytes_per_s": total.peak_received_bytes,
+                "fragments": fragments.status(layout),
             },
             "peers": {
-                name: {"sent_bytes": t.sent_bytes, "received_bytes": t.received_bytes} for name, t in members.items()
+                name: {
+                    "sent_bytes": t.sent_bytes,
+                    "received_bytes": t.received_bytes,
+                    "fragments": tallies.get(name, Tally()).status(layout),
+                }
+                for name, t in members.items()
             },
             "connected": self.uplink is None or self.uplink.connected,
             "snapshot_updates": self.saved_updates,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import socket
@@ -23,11 +24,13 @@ from geotrain.net.inbox import Inbox
 from geotrain.net.machine import Machine
 from geotrain.net.pulse import WORKER_SILENT_S, Pulse
 from geotrain.net.rates import Rates
+from geotrain.net.tally import Tally
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     Finished,
     Join,
     Lease,
+    LeaseRequest,
     Leave,
     NotJoined,
     Offence,
@@ -35,6 +38,7 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     Send,
+    Steer,
     UpdatePart,
 )
 
@@ -55,7 +59,7 @@ class ListenError(OSError):
 class Service:
     """Runs until `stop`. All methods belong to the event loop that it was started in.
 
-    control: what to do on "snapshot" and "stop". extra_status: more for the status, from whoever runs the service.
+    snapshot: writes one, and says where. extra_status: more for the status, from whoever runs the service.
     member_role: of those who may join. silent_s: after so long without a sign, a member is taken for dead.
     credentials: None means plaintext, where everyone is who he says.
     """
@@ -63,17 +67,18 @@ class Service:
     def __init__(
         self,
         machine: Machine,
-        control: Callable[[str], Awaitable[None]],
+        snapshot: Callable[[], Awaitable[str]],
         extra_status: Callable[[], dict[str, Any]] = dict,
         *,
         member_role: Role = "worker",
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
     ) -> None:
-        self.machine, self._control, self._extra_status = machine, control, extra_status
+        self.machine, self._snapshot, self._extra_status = machine, snapshot, extra_status
         self.member_role, self.credentials = member_role, credentials
         self.pulse = Pulse(machine, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
+        self.tallies: dict[str, Tally] = {}  # member → its bytes by fragment
         self.beats: dict[str, dict[str, float]] = {}  # member → what its last heartbeat said
         self.inbox = Inbox(machine.server.up.encoded_bytes(machine.server.layout.numel))
         self.rates = Rates()
@@ -92,6 +97,8 @@ class Service:
             "push": grpc.stream_stream_rpc_method_handler(self._handled(self._push)),
             "pull": streamed(self._handled(self._pull)),
             "lease": unary(self._handled(self._lease)),
+            "weights": streamed(self._handled(self._weights)),
+            "validated": unary(self._handled(self._validated)),
             "release": unary(self._handled(self._release)),
             "leave": unary(self._handled(self._leave)),
             "beat": unary(self._handled(self._beat)),
@@ -188,8 +195,11 @@ class Service:
     async def _take_chunks(self, context: Any, part: UpdatePart, reader: wire.Reader) -> None:
         rank, pace = (part.member, part.part), self._pace(part.member)
         try:
+            count = self._tally(part.member).receiving(part, reader.chunks)
             while not reader.complete:
-                reader.feed(await _next_frame(pace.frame(context.read())))
+                frame = await _next_frame(pace.frame(context.read()))
+                reader.feed(frame)
+                count(frame)
                 self.pulse.heard(*rank)
         except wire.DamagedError:
             raise
@@ -215,7 +225,8 @@ class Service:
         message = calls.NotYet() if answer is None else answer
         header = next(wire.frames(message))
         pace = self._pace(pull.member)
-        for frame in wire.frames(message, pull.chunks if wire.crc_of(header) == pull.header else 0):
+        first = pull.chunks if wire.crc_of(header) == pull.header else 0
+        for frame in self._tally(pull.member).sending(message, first):
             await pace.frame(context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
@@ -225,10 +236,11 @@ class Service:
             raise Refused(f"{ask.member} cannot ask for the data of {ask.request.worker!r}")
         job = ask.request.job
         lease = await self.machine.say(ask.request)
-        if lease is None:  # a region server has to ask for it first
-            lease = await self.machine.until(
-                lambda: self._granted_for(ask.request.worker, job), min(ask.wait_s, calls.MAX_WAIT_S)
-            )
+        wait_s = min(ask.wait_s, calls.MAX_WAIT_S)
+        if lease is None and isinstance(self.machine.server, GlobalServer):
+            lease = await self._when_resumed(self.machine.server, ask.request, wait_s)
+        elif lease is None:  # a region server has to ask for it first
+            lease = await self.machine.until(lambda: self._granted_for(ask.request.worker, job), wait_s)
         return wire.pack(lease or calls.NotYet())
 
     async def _release(self, request: bytes, context: Any) -> bytes:
@@ -239,6 +251,25 @@ class Service:
             held = await self.machine.read(lambda: server.holds(release.member))
             leases = tuple(n for n in release.release.leases if n in held)
             await self.machine.say(Release(leases))
+        return wire.pack(calls.Ack(member.sequence))
+
+    async def _weights(self, request: bytes, context: Any) -> None:
+        pull = wire.unpack(request, calls.PullGlobal)
+        self._speaks(context, self.member_role, pull.member)
+        server = self.machine.server
+        answer = await self.machine.read(
+            lambda: server.weights_to_validate(pull.member, pull.incarnation, pull.part, pull.number)
+        )
+        pace = self._pace(pull.member)
+        for frame in wire.frames(answer):
+            await pace.frame(context.write(frame))
+
+    async def _validated(self, request: bytes, context: Any) -> bytes:
+        said = wire.unpack(request, calls.SayValidated)
+        member = await self._check_life(context, said.member, said.incarnation)
+        if said.result.worker not in self._workers_of(said.member):
+            raise Refused(f"{said.member} cannot speak for {said.result.worker!r}")
+        await self.machine.say(said.result)
         return wire.pack(calls.Ack(member.sequence))
 
     async def _leave(self, request: bytes, context: Any) -> bytes:
@@ -265,7 +296,7 @@ class Service:
         if beat.metrics:
             self.beats[beat.member] = _finite(beat.metrics)
         server = self.machine.server
-        over = isinstance(server, GlobalServer) and server.book.finished
+        over = isinstance(server, GlobalServer) and server.over
         return wire.pack(calls.Ack(member.sequence, over))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
@@ -273,16 +304,42 @@ class Service:
 
     async def _on_control(self, request: bytes, context: Any) -> bytes:
         self._speaks(context, "operator", OPERATOR)
+        if self.credentials is None and not is_this_machine(_plain_peer(context.peer())):
+            raise Refused("without TLS, a run is steered from the server's own machine only; see `geotrain certs`")
         control = wire.unpack(request, calls.Control)
-        if control.what == "pardon":
-            await self.machine.say(Pardon(control.member))
-        elif control.what in ("snapshot", "stop"):
-            await self._control(control.what)
-        else:
-            raise Refused(f"control {control.what[:40]!r} is unknown; known: snapshot, stop, pardon")
-        return wire.pack(calls.Ack(0))
+        return wire.pack(calls.Told(await self._do(control.what[:40], control.name[:40])))
 
     # -- inside
+
+    async def _do(self, what: str, name: str) -> str:
+        """The operator's word; what to answer. Raises Refused."""
+        server = self.machine.server
+        if what == "snapshot":
+            try:
+                return await self._snapshot()
+            except OSError as error:
+                raise Refused(str(error)) from None
+        if what == "pardon":
+            await self.machine.say(Pardon(name))
+            return f"{name}: pardoned"
+        if not isinstance(server, GlobalServer):
+            raise Refused(f"a region's server can be told to snapshot and to pardon, not to {what!r}")
+        await self.machine.say(Steer(what, name))
+        return server.phase
+
+    async def _when_resumed(
+        self, server: GlobalServer, request: LeaseRequest, wait_s: float
+    ) -> Lease | Finished | None:
+        def goes_on() -> bool | None:
+            return not server.paused or server.leaves(request.worker) or None
+
+        if await self.machine.until(goes_on, wait_s) is None:
+            return None
+        lease: Lease | Finished | None = await self.machine.say(request)
+        return lease
+
+    def _tally(self, member: str) -> Tally:
+        return self.tallies.setdefault(member, Tally())
 
     def _granted_for(self, worker: str, job: int) -> Lease | Finished | None:
         granted = self._granted.get(worker)
@@ -373,6 +430,20 @@ def _plain_peer(peer: str) -> str:
     """gRPC's "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5" as the meter writes it."""
     plain = unquote(peer.partition(":")[2]).replace("[", "").replace("]", "")
     return plain.removeprefix("::ffff:")
+
+
+EMULATED = ipaddress.ip_network("198.18.0.0/15")  # never routed: the links that this machine emulates for itself
+
+
+def is_this_machine(peer: str) -> bool:
+    """Whether a peer, "host:port", has one of this machine's own addresses."""
+    host = ipaddress.ip_address(peer.rpartition(":")[0])
+    if host.is_loopback or host in EMULATED:
+        return True
+    with socket.socket(socket.AF_INET6 if host.version == 6 else socket.AF_INET) as probe, suppress(OSError):
+        probe.bind((str(host), 0))
+        return True
+    return False
 
 
 def _check_free(address: Address) -> None:

@@ -76,7 +76,7 @@ class Store:
         """Write the next snapshot and drop the oldest; returns its number. Raises StoreError."""
         numbers = self.numbers()
         number = max(numbers, default=0) + 1
-        final, temporary = self._path(number), self.folder / f".{number:08d}.partial"
+        final, temporary = self.path(number), self.folder / f".{number:08d}.partial"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -92,7 +92,7 @@ class Store:
                 "the older ones are whole; make room or repair the disk"
             ) from error
         for old in set((*numbers, number)[: -self.keep]) - self._kept:
-            shutil.rmtree(self._path(old), ignore_errors=True)
+            shutil.rmtree(self.path(old), ignore_errors=True)
         return number
 
     @contextmanager
@@ -100,7 +100,7 @@ class Store:
         """The folder of a snapshot, which stays there during the block."""
         self._kept.add(number)
         try:
-            yield self._path(number)
+            yield self.path(number)
         finally:
             self._kept.discard(number)
 
@@ -115,8 +115,8 @@ class Store:
             raise DamagedSnapshot(str(error)) from error
         for path in (*folder.iterdir(), folder):
             _sync(path)
-        shutil.rmtree(self._path(number), ignore_errors=True)
-        folder.rename(self._path(number))
+        shutil.rmtree(self.path(number), ignore_errors=True)
+        folder.rename(self.path(number))
         _sync(self.folder)
         return snapshot
 
@@ -130,7 +130,7 @@ class Store:
             try:
                 return self._load(number, names), faults
             except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-                faults.append(f"{self._path(number)}: damaged, passed over: {error}")
+                faults.append(f"{self.path(number)}: damaged, passed over: {error}")
         return None, faults
 
     def numbers(self) -> list[int]:
@@ -149,11 +149,11 @@ class Store:
         except (DamagedSnapshot, OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self.folder}: a snapshot is damaged: {error}") from error
 
-    def _path(self, number: int) -> Path:
+    def path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
     def _load(self, number: int, names: tuple[str, ...] | None) -> Snapshot:
-        return _load(self._path(number), number, names)
+        return _load(self.path(number), number, names)
 
 
 def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:

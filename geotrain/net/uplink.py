@@ -32,6 +32,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     UpdatePart,
+    Validated,
 )
 from geotrain.outer.region_server import RegionServer
 
@@ -67,7 +68,7 @@ class Uplink:
         self.link = Link(address, self.server.name, self.server.incarnation, trust)
         self.connected = False
         self._updates: deque[UpdatePart | Leave] = deque()
-        self._leases: deque[Join | LeaseRequest | Release] = deque()  # Join: the data is known now
+        self._leases: deque[Join | LeaseRequest | Release | Validated] = deque()  # Join: the data is known now
         self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.layout.numel + 65536
 
@@ -76,8 +77,8 @@ class Uplink:
         message = send.message
         if isinstance(message, UpdatePart | Leave):
             self._updates.append(message)
-        elif isinstance(message, Join | Release) or (isinstance(message, LeaseRequest) and self._is_new(message)):
-            self._leases.append(message)
+        elif not isinstance(message, LeaseRequest) or self._is_new(message):
+            self._leases.append(message)  # type: ignore[arg-type]
         self._work.set()
 
     async def run(self) -> None:
@@ -144,6 +145,8 @@ class Uplink:
             try:
                 if isinstance(message, Release):
                     await self._persist(_certain(self.link.release, message))
+                elif isinstance(message, Validated):
+                    await self._persist(_certain(self.link.validated, message))
                 else:
                     lease: Lease | Finished = await self._persist(partial(self.link.lease, message))
                     await self._tell(lease)

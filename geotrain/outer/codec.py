@@ -7,6 +7,7 @@ block as 2 bits each. The arithmetic is in `geotrain.kernels`, which gives the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ class CodecError(ValueError):
 
 class NonFiniteError(ValueError):
     """What was to be encoded holds infinities or NaN. Names the parameter or fragment."""
+
+
+def refusal(what: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{what}: holds infinities or NaN and cannot be sent; "
+        "skip this delta and look for a diverged loss or a too high learning rate"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,7 @@ class Encoded:
         CPU tensors are checked when they are encoded. On a GPU, call this before the payload is sent.
         """
         if not bool(self.finite):
-            raise NonFiniteError(
-                f"{self.what or 'a tensor'}: holds infinities or NaN and cannot be sent; "
-                "skip this delta and look for a diverged loss or a too high learning rate"
-            )
+            raise refusal(self.what or "a tensor")
         return self
 
 
@@ -143,6 +148,12 @@ def make_codec(config: CodecConfig) -> Codec:
         density=config.density,
     )
     return Codec(config.name, spec, config.error_feedback)
+
+
+def rounding_seed(*stream: str | int) -> int:
+    """The seed of one encoding's random bits: another for each sender, part, sequence number and fragment, so that
+    the errors of what is summed are independent; the same in a replay."""
+    return int.from_bytes(blake2b(repr(stream).encode(), digest_size=8).digest(), "little")
 
 
 def _need_fp32(tensor: Tensor, numel: int, device: torch.device, role: str) -> None:

@@ -6,12 +6,17 @@ difference and goes with the next one: error feedback without a residual.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig
-from geotrain.outer.codec import CodecError, make_codec
+from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
 from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.staging import on_host
+
+Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]  # (payload, its check in host memory) → where it is used
 
 ABSOLUTE = ("fp32", "bf16")  # weights themselves survive these; anything coarser carries changes only
 
@@ -34,7 +39,7 @@ class WeightsSender:
         what = f"weights of fragment {fragment}"
         if fragment in self.mirror:
             mirror = self.mirror[fragment]
-            payload = self.codec.encode(held - mirror, seed=version, what=what).payload
+            payload = self.codec.encode(held - mirror, seed=rounding_seed(version, fragment), what=what).payload
             self.codec.decode_accumulate(payload, mirror)
             return FragmentWeights(fragment, version, to_bytes(payload), increment=True)
         if self.changes:
@@ -53,21 +58,28 @@ class WeightsReceiver:
 
     def check(self, weights: FragmentWeights, numel: int) -> None:
         """Raises CodecError unless `decode` can take them here."""
-        if weights.increment and (not self.changes or weights.fragment not in self.mirror):
-            raise CodecError(f"a change of fragment {weights.fragment} came, but not what it changes")
-        (self.codec if weights.increment else self.plain).check(from_bytes(weights.payload), numel)
+        self._codec_of(weights).check(from_bytes(weights.payload), numel)
 
-    def decode(self, weights: FragmentWeights, numel: int, device: torch.device | str = "cpu") -> Tensor:
-        """The weights as fp32, 1-D. The caller may not write to them."""
-        payload = from_bytes(weights.payload).to(device)
+    def decode(self, weights: FragmentWeights, numel: int, bring: Bring = on_host) -> Tensor:
+        """The weights as fp32, 1-D, where `bring` puts the payload. The caller may not write to them.
+
+        Raises CodecError; then nothing has changed.
+        """
+        codec = self._codec_of(weights)
+        payload = bring(weights.payload, lambda host: codec.check(host, numel))
         if weights.increment:
             mirror = self.mirror[weights.fragment]
-            self.codec.decode_accumulate(payload, mirror)
+            codec.decode_accumulate(payload, mirror, checked=True)
             return mirror
-        vector = self.plain.decode(payload, numel)
+        vector = codec.decode(payload, numel, checked=True)
         if self.changes:
             self.mirror[weights.fragment] = vector
         return vector
+
+    def _codec_of(self, weights: FragmentWeights) -> Codec:
+        if weights.increment and (not self.changes or weights.fragment not in self.mirror):
+            raise CodecError(f"a change of fragment {weights.fragment} came, but not what it changes")
+        return self.codec if weights.increment else self.plain
 
 
 def to_bytes(payload: Tensor) -> bytes:

@@ -10,20 +10,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from geotrain.config import OverlapConfig
+from geotrain.config import OuterConfig
+from geotrain.outer.codec import rounding_seed
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
+from geotrain.outer.staging import Pending
 
-T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 Waiting = Generator["Pending[Any]", Any, T]
-
-
-class Pending(Protocol[T_co]):
-    """A future."""
-
-    def done(self) -> bool: ...
-    def result(self) -> T_co: ...
 
 
 class Client(Protocol):
@@ -41,7 +35,8 @@ class Weights(Protocol):
     def pushes(self) -> tuple[tuple[Any, ...], ...]: ...
     @property
     def holds(self) -> tuple[tuple[Any, ...], ...]: ...
-    def make_delta(self, fragment: int, seed: int) -> FragmentDelta: ...
+    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]: ...
+    def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]: ...
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None: ...
 
 
@@ -85,14 +80,15 @@ class Exchange:
     def __init__(
         self,
         name: str,
-        overlap: OverlapConfig,
+        outer: OuterConfig,
         rank: Rank,
         weights: Weights,
         client: Client,
         fragments: int,
         clock: Callable[[], float],
     ) -> None:
-        self.name, self.overlap, self.clock = name, overlap, clock
+        self.name, self.overlap, self.clock = name, outer.overlap, clock
+        self.in_rounds = outer.rule == "sync"  # servers wait for a delta of every worker: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
         self.all = tuple(range(fragments))
         self.incarnation = ""
@@ -172,26 +168,25 @@ class Exchange:
 
     def _push(self, due: tuple[int, ...], metrics: dict[str, float]) -> Waiting[None]:
         busy = {f for t in self.travelling for f in t.fragments} & set(due)
-        if busy and self.overlap.late == "continue":
+        if busy and self.overlap.late == "continue" and not self.in_rounds:
             due = tuple(f for f in due if f not in busy)  # their progress goes with the next delta
             if not due:
                 return
         elif busy:
             yield from self._adopt_all()
         self.rank.settle()  # the masters must hold every step
-        deltas = tuple(self.weights.make_delta(f, self.sequence) for f in due)
-        part = UpdatePart(
-            self.name,
-            self.incarnation,
-            self.sequence,
-            self.rank.rank,
-            deltas,
-            job=self.job,
-            leases=self._leases_complete_with(due),
-            metrics=metrics,
-        )
+        stream = (self.name, self.rank.rank, self.sequence)
+        deltas = tuple(self.weights.make_delta(f, rounding_seed(*stream, f)) for f in due)
+        leases = self._leases_complete_with(due)
+        header = (self.name, self.incarnation, self.sequence, self.rank.rank)
+
+        def push() -> Pending[None]:
+            made = tuple(delta.result() for delta in deltas)
+            return self.client.push(UpdatePart(*header, made, job=job, leases=leases, metrics=metrics))
+
+        job = self.job
         self.pushes = [push for push in self.pushes if not _succeeded(push)]
-        self.pushes.append(self.client.push(part))
+        self.pushes.append(self.weights.when_made(push))
         answer = self.client.pull(self.sequence, due)
         self.travelling.append(_Travelling(answer, due, self.step + self.overlap.steps))
         self.sequence += 1

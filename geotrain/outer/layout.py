@@ -96,6 +96,11 @@ class Layout:
         for p, offset in zip(f.parameters, f.offsets, strict=True):
             yield p.name, vector[offset : offset + p.numel].view(p.shape)
 
+    def not_finite(self, fragment: int, vector: Tensor) -> str | None:
+        """The first parameter whose part of the fragment's vector holds infinities or NaN."""
+        bad = (name for name, part in self.split(fragment, vector) if not bool(part.isfinite().all()))
+        return next(bad, None)
+
     def check_cover(self, fragment: int, slices: Iterable[Slice]) -> None:
         """Raises LayoutError unless the slices cover every element of the fragment exactly once."""
         f = self.fragments[fragment]

@@ -57,8 +57,12 @@ class LeaseBook:
         """Nothing left to hand out, nothing out."""
         return not self.open and not self._left()
 
-    def grant(self, request: LeaseRequest) -> Lease | Finished:
+    def grant(self, request: LeaseRequest, new: bool = True, validate: int = 0) -> Lease | Finished | None:
         """The lease for this worker's job; the same one again when asked again.
+
+        new: whether more data may be handed out; otherwise None stands for what would have been a new lease. A round
+        that some worker has begun is not new: the others would wait for those who are left out.
+        validate: goes with a lease that is made now.
 
         Finished does not wait for leases that are out with others: should one come back, its worker's next life
         asks for it.
@@ -71,10 +75,17 @@ class LeaseBook:
         if 0 < request.step_s < inf:
             self._note_speed(request.worker, request.step_s)
         if self.rounds is not None:
-            return self._grant_round(request)
+            return self._grant_round(request, new, validate)
         if not self._left():
-            return self._dismiss(request)
-        return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step))
+            return self.dismiss(request)
+        if not new:
+            return None
+        return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step), validate)
+
+    def dismiss(self, request: LeaseRequest) -> Finished:
+        """This worker gets no more data."""
+        self.dismissed[request.worker] = request.job
+        return Finished(request.worker, request.job)
 
     def commit(self, leases: tuple[int, ...]) -> int:
         """These leases are trained for good. Returns the samples committed; unknown or committed ones count 0."""
@@ -106,7 +117,7 @@ class LeaseBook:
             "next_lease": self.next_lease,
             "next_start": self.next_start,
             "pool": [list(r) for r in self.pool],
-            "open": [[n, v.worker, v.job, v.start, v.samples, v.steps] for n, v in self.open.items()],
+            "open": [[n, v.worker, v.job, v.start, v.samples, v.steps, v.validate] for n, v in self.open.items()],
             "committed_samples": self.committed_samples,
             "dismissed": self.dismissed,
             "step_s": self.step_s,
@@ -153,18 +164,20 @@ class LeaseBook:
         self.next_start = min(start + samples, self.train_samples)
         return start, self.next_start - start
 
-    def _grant_round(self, request: LeaseRequest) -> Lease | Finished:
+    def _grant_round(self, request: LeaseRequest, new: bool, validate: int) -> Lease | Finished | None:
         assert self.rounds is not None
         if request.worker not in self.rounds:
             raise Refused(f"worker {request.worker!r} is not one of this synchronous run's: {', '.join(self.rounds)}")
         newest = max(self.laid_out, default=0)
+        if newest < request.job and not new and self.next_start < self.train_samples:
+            return None
         while newest < request.job and self._lay_out(newest + 1):
             newest += 1
         if newest < request.job:
-            return self._dismiss(request)
+            return self.dismiss(request)
         if request.job not in self.laid_out:
             raise Refused(f"worker {request.worker!r} asks for round {request.job}; the run is at round {newest}")
-        return self._open(request, *self.laid_out[request.job][request.worker])
+        return self._open(request, *self.laid_out[request.job][request.worker], validate)
 
     def _lay_out(self, job: int) -> bool:
         """Give every worker its place in a round; False when the run ends before it. A round is whole or not at all:
@@ -189,13 +202,9 @@ class LeaseBook:
             del self._held[lease.worker, lease.job]
         return lease
 
-    def _dismiss(self, request: LeaseRequest) -> Finished:
-        self.dismissed[request.worker] = request.job
-        return Finished(request.worker, request.job)
-
-    def _open(self, request: LeaseRequest, start: int, samples: int) -> Lease:
+    def _open(self, request: LeaseRequest, start: int, samples: int, validate: int) -> Lease:
         steps = samples // self.samples_per_step
-        lease = Lease(request.worker, request.job, self.next_lease, start, samples, steps)
+        lease = Lease(request.worker, request.job, self.next_lease, start, samples, steps, validate)
         self.open[self.next_lease] = lease
         self._held[request.worker, request.job] = lease
         self.next_lease += 1

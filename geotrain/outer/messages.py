@@ -127,7 +127,10 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class Lease:
-    """Samples [start, start + samples) of the run, to be trained in `steps` inner steps."""
+    """Samples [start, start + samples) of the run, to be trained in `steps` inner steps.
+
+    validate: number of a validation of the global weights, to be done first; 0: none.
+    """
 
     worker: str
     job: int
@@ -135,6 +138,7 @@ class Lease:
     start: int
     samples: int
     steps: int
+    validate: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,27 @@ class Silence:
 
     member: str
     incarnation: str
+
+
+@dataclass(frozen=True)
+class Validated:
+    """A worker has evaluated the global weights. version: the newest of its fragments' global versions.
+    loss: nats a token. seconds: that it took."""
+
+    worker: str
+    number: int
+    version: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Steer:
+    """What a person wants of the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region`
+    finish what they have, flush and leave) or "stop" (all workers do)."""
+
+    what: str
+    region: str = ""
 
 
 @dataclass(frozen=True)
@@ -199,6 +224,8 @@ Message = (
     | Release
     | Leave
     | Silence
+    | Validated
+    | Steer
     | Offence
     | Pardon
     | Over

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.outer.codec import CodecError, make_codec
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import (
@@ -29,6 +29,7 @@ from geotrain.outer.messages import (
     Send,
     Silence,
     UpdatePart,
+    Validated,
     Welcome,
 )
 from geotrain.outer.rules import RegionRule, region_rule
@@ -44,7 +45,13 @@ class RegionServer(Server):
     rule: RegionRule
 
     def __init__(
-        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, workers: tuple[str, ...]
+        self,
+        name: str,
+        identity: Identity,
+        layout: Layout,
+        config: OuterConfig,
+        workers: tuple[str, ...],
+        validates: bool = False,
     ) -> None:
         rule = region_rule(config, workers)
         super().__init__(identity, layout, rule, workers, config.local, config.local, config.limits)
@@ -60,6 +67,7 @@ class RegionServer(Server):
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs that wait for their lease
         self.reserved_to = dict.fromkeys(workers, 0)  # the last job whose lease was asked for in this life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
+        self.newest: list[Tensor] | None = [] if validates else None  # global weights, for validation
         self.first_versions = [0] * len(layout.fragments)  # that the first weights get here
         self.over = False  # all data of the run is trained for good
         self.gone = False  # said goodbye to the global server
@@ -150,6 +158,10 @@ class RegionServer(Server):
             return  # a second copy: a change must not be added to the mirror twice
         self._check_answer(answer, first)
         vectors = [self.decode_weights(w) for w in answer.weights]
+        if self.newest is not None:
+            self.newest = self.newest or [torch.empty(0) for _ in self.layout.fragments]
+            for weights, vector in zip(answer.weights, vectors, strict=True):
+                self.newest[weights.fragment] = vector.clone()
         if first:
             self.set_weights([v.clone() for v in vectors])
             self.global_versions = [w.version for w in answer.weights]
@@ -201,6 +213,19 @@ class RegionServer(Server):
         if lease.job in self.wanted[lease.worker]:
             self.wanted[lease.worker].discard(lease.job)
             self._outgoing.append(Send(lease.worker, lease))
+
+    # -- validation
+
+    def on_validated(self, result: Validated) -> None:
+        self.frozen = None
+        self._outgoing.append(Send(GLOBAL, result))
+
+    def validation_weights(self) -> list[Tensor]:
+        newest = self.newest or []
+        return newest if all(vector.numel() for vector in newest) else []
+
+    def global_version_of(self, fragment: int) -> int:
+        return self.global_versions[fragment]
 
     # -- members
 
@@ -286,7 +311,7 @@ class RegionServer(Server):
             "done": self.done,
             "global_versions": list(self.global_versions),
             "leases": [
-                [v.worker, v.job, v.lease, v.start, v.samples, v.steps]
+                [v.worker, v.job, v.lease, v.start, v.samples, v.steps, v.validate]
                 for jobs in self.leases.values()
                 for v in jobs.values()
             ],
@@ -332,8 +357,13 @@ class RegionServer(Server):
             if fragment not in self.residuals:
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
-        what = f"delta of fragment {fragment} of region {self.name}"
-        return to_bytes(self.up_codec.encode(delta, residual=residual, seed=self.sequence, what=what).payload)
+        try:
+            seed = rounding_seed(self.name, 0, self.sequence, fragment)
+            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
+        except NonFiniteError:
+            parameter = self.layout.not_finite(fragment, delta)
+            what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
+            raise refusal(f"region {self.name}: {what}") from None
 
     def check_weights(self, weights: FragmentWeights) -> None:
         """Raises Refused."""

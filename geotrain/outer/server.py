@@ -14,7 +14,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes
+from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes, to_bytes
 from geotrain.outer.layout import Layout, LayoutError, Slice, gather, numel, scatter
 from geotrain.outer.limits import NormLimits, norm
 from geotrain.outer.member import Member
@@ -51,6 +51,18 @@ def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
     return Identity(run.name, config_digest(run), layout.digest, model, data)
 
 
+VALIDATION_CODEC = CodecConfig(name="bf16")
+
+
+@dataclass
+class Frozen:
+    """Global weights as they were when a validation's first part asked. weights: bf16, one vector a fragment."""
+
+    number: int
+    versions: list[int]
+    weights: list[Tensor]
+
+
 class Server:
     """members: names of those who may join. up, down: codecs of the links to them."""
 
@@ -70,6 +82,7 @@ class Server:
         self.fragments: list[FragmentState] = []  # empty until the first weights are known
         self.up: Codec = make_codec(up)
         self.down = down
+        self.frozen: Frozen | None = None  # the global weights that a validation speaks of
         self.limits = limits
         self.norms = NormLimits(limits, len(layout.fragments)) if limits.norm_deviations is not None else None
         self.data = identity.data  # sha256 of the run's training data, once a member has told it
@@ -156,10 +169,10 @@ class Server:
         if not self.wants(part):
             return False
         member = self.members[part.member]
-        member.silent = False
         parts = member.arriving.setdefault(part.sequence, {})
         parts[part.part] = part
         if len(parts) < member.parts:
+            member.silent = False
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
         return True
@@ -202,6 +215,33 @@ class Server:
         if member.awaiting.get(sequence):
             return None
         return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
+
+    # -- validation of the global weights
+
+    def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
+        """The global weights that validation `number` speaks of, as far as one part holds them, in bf16: the same for
+        all parts, whenever they ask. Empty when they are not here. Raises Refused."""
+        member = self.current(name, incarnation)
+        if part not in member.joined:
+            raise Refused(f"{name}: part {part} has not joined")
+        if self.frozen is None or self.frozen.number < number:
+            weights = self.validation_weights()
+            versions = [self.global_version_of(f) for f in range(len(weights))]
+            self.frozen = Frozen(number, versions, [w.bfloat16() for w in weights]) if weights else None
+        if self.frozen is None or self.frozen.number != number:
+            return Answer(number, (), self.incarnation)
+        plain, told = make_codec(VALIDATION_CODEC), []
+        for f, (version, weights_16) in enumerate(zip(self.frozen.versions, self.frozen.weights, strict=True)):
+            held = gather(weights_16.float(), member.joined[part].holds[f])
+            told.append(FragmentWeights(f, version, to_bytes(plain.encode(held).payload)))
+        return Answer(number, tuple(told), self.incarnation)
+
+    def validation_weights(self) -> list[Tensor]:
+        """The newest global weights, one fp32 vector a fragment; none when they are not known here."""
+        raise NotImplementedError
+
+    def global_version_of(self, fragment: int) -> int:
+        raise NotImplementedError
 
     # -- state
 
@@ -397,6 +437,7 @@ class Server:
             raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
         deltas = [self.decode_update(name, member, [p.deltas[i] for p in parts]) for i in range(len(fragments))]
         self._check_norms(name, fragments, deltas, first.weight)
+        member.silent = False  # what is refused is no sign of life
         staleness = 0
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1

@@ -8,9 +8,8 @@ More workers reach a little more tokens a second (they reduce gradients over few
 weights, which this model does not price. So of all numbers of workers the smallest is taken that comes within SLACK
 of the best.
 
-Across regions. A region that is too small by itself may be joined with others like it and with one that is not. All
-sets of regions of this form are tried, and the best way to divide the regions among sets is found exactly, by a table
-over sets.
+Across regions. A region that is too small by itself may be joined with others like it, and with the nearest one that
+is not. The best way to divide the regions among the sets tried is found exactly; `joinable` says which sets.
 """
 
 from __future__ import annotations
@@ -19,13 +18,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+from scipy.cluster.hierarchy import linkage
+
+from geotrain.config import ConfigError
 from geotrain.plan.inventory import Spot, Task
 from geotrain.plan.layouts import KEPT, Layout, Refusals, layouts
 from geotrain.plan.spanning import spanning_layouts
 
 SLACK = 0.05
-MOST_JOINED = 4  # regions in a set
-MOST_TABLED = 12  # regions over which all divisions are compared
+MOST_COMBINED = 3  # small regions of which every combination is tried
+NO_LINK_S = 1e12
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,31 @@ def form_workers(task: Task, refused: Refusals) -> Workers:
         return tuple(w for workers in alone.values() for w in workers)
     large = [region for region in alone if region not in small]
     sets: dict[frozenset[str], Workers] = {frozenset((region,)): workers for region, workers in alone.items()}
-    for count in range(1, MOST_JOINED + 1):
-        for chosen in combinations(small[:MOST_TABLED], count):
-            for partner in [(), *((region,) for region in large)]:
-                joined = frozenset((*chosen, *partner))
-                if joined not in sets or not sets[joined]:
-                    sets[joined] = spanning_worker(task, sorted(joined), refused)
-    sets[frozenset(small)] = sets.get(frozenset(small)) or spanning_worker(task, small, refused)
+    for chosen in joinable(task, small):
+        nearest = sorted(large, key=lambda region: distance_s(task, region, chosen))[:1]
+        for joined in {chosen, chosen.union(nearest)}:
+            if not sets.get(joined):
+                sets[joined] = spanning_worker(task, sorted(joined), refused)
     return best_division(sets, list(alone))
+
+
+def joinable(task: Task, small: Sequence[str]) -> list[frozenset[str]]:
+    """Sets of small regions to join: all of them where they are few; else those that an average-linkage tree over
+    the links between them joins, near ones first."""
+    if len(small) <= MOST_COMBINED:
+        return [frozenset(c) for count in range(1, len(small) + 1) for c in combinations(small, count)]
+    apart = [distance_s(task, a, frozenset((b,))) for a, b in combinations(small, 2)]
+    clusters = [frozenset((region,)) for region in small]
+    for one, other, *_ in linkage(np.array(apart), "average"):
+        clusters.append(clusters[int(one)] | clusters[int(other)])
+    return clusters
+
+
+def distance_s(task: Task, region: str, others: frozenset[str]) -> float:
+    """To send the activations of a step's batch to the nearest of the others; infinite where no link is known."""
+    size = 2 * task.tokens_per_step * task.architecture.hidden_size
+    known = (link for other in others if (link := task.network.link(region, other)) is not None)
+    return min((link.rtt_ms / 2000 + 8e-9 * size / link.gbps for link in known), default=NO_LINK_S)
 
 
 def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -> Workers:
@@ -85,8 +105,13 @@ def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -
 
 
 def spanning_worker(task: Task, regions: Sequence[str], refused: Refusals) -> Workers:
+    """None where no layout fits, or a link between the regions has no figure."""
     spots = [spot for region in regions for spot in task.spots[region]]
-    found = spanning_layouts(task, spots, refused)
+    try:
+        found = spanning_layouts(task, spots, refused)
+    except ConfigError as error:
+        refused.missing = refused.missing or str(error)
+        return ()
     return (Worker(found[0], tuple(found[1:KEPT])),) if found else ()
 
 

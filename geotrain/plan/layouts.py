@@ -58,10 +58,12 @@ class Layout:
 
 @dataclass
 class Refusals:
-    """Why layouts were left out. shortage: the smallest one, in bytes a rank, with the layout's words."""
+    """Why layouts were left out. shortage: the smallest one, in bytes a rank, with the layout's words. missing: the
+    first link without a figure, for want of which regions were not joined."""
 
     shortage_bytes: int | None = None
     shortage_of: str = ""
+    missing: str = ""
     rules: list[str] = field(default_factory=list)
 
     def short(self, missing_bytes: int, of: str) -> None:

@@ -14,6 +14,9 @@ MOST_MORE_HOSTS = 256
 def nothing_fits(task: Task, refused: Refusals) -> PlanError:
     """The error that says why there is no worker at all."""
     what = f"{task.architecture.parameter_count:,} parameters, sequences of {task.run.data.sequence_length}"
+    if refused.missing:
+        apart = f"fits into no region alone, and regions cannot be joined: {refused.missing}"
+        return PlanError(f"the model ({what}) {apart}")
     if refused.shortage_bytes is None:
         rule = refused.rules[0] if refused.rules else pinned_words(task)
         return PlanError(f"no layout of the model ({what}) is allowed on any hosts: {rule}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from geotrain.config import OuterConfig
 from geotrain.initial import initial_tensor
 from geotrain.outer.layout import Layout
 from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease
+from geotrain.outer.staging import Pending
 from geotrain.outer.worker import Piece, WorkerRank
 from geotrain.simulate.lm import FlatAdamW, InnerSettings, SmallLM, small_architecture
 from geotrain.simulate.sizes import Sizes
@@ -20,6 +22,7 @@ from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.text import standard_library
 from geotrain.simulate.world import Task, World
 
+T = TypeVar("T")
 CHECKPOINT_JOBS = 8  # jobs between a worker's checkpoints, as in `checkpoint.every_jobs`
 
 
@@ -93,8 +96,11 @@ class Learning:
         m, v, steps = self._saved
         self.optimizer.m, self.optimizer.v, self.optimizer.steps = m.clone(), v.clone(), steps
 
-    def make_delta(self, fragment: int, seed: int) -> FragmentDelta:
+    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
         return self.rank.make_delta(fragment, seed)
+
+    def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
+        return self.rank.when_made(call)
 
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
         self.rank.on_weights(weights, start)

@@ -175,6 +175,7 @@ class GlobalNode(Node):
 
     def on_lease_request(self, request: LeaseRequest) -> None:
         lease = self.server.on_lease_request(request)
+        assert lease is not None, "nobody pauses a simulation"
         self.uplinks[self.member_of[request.worker]].granted(lease)
 
 

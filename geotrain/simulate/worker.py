@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from geotrain.config import OverlapConfig
+from geotrain.config import OuterConfig
 from geotrain.outer.exchange import Exchange, Weights
 from geotrain.outer.layout import Layout, fragments_due
 from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease, LeaseRequest
 from geotrain.outer.server import Identity
+from geotrain.outer.staging import Pending, Ready
 from geotrain.simulate.clock import Clock, Process, Script
 from geotrain.simulate.nodes import Uplink
 from geotrain.simulate.spec import WorkerSpec
+
+T = TypeVar("T")
 
 
 class Learner(Weights, Protocol):
@@ -40,8 +43,11 @@ class Idle:
         self.pushes = self.holds = tuple(layout.whole(f.index) for f in layout.fragments)
         self._versions = [0] * len(layout.fragments)
 
-    def make_delta(self, fragment: int, seed: int) -> FragmentDelta:
-        return FragmentDelta(fragment, self._versions[fragment], b"")
+    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
+        return Ready(FragmentDelta(fragment, self._versions[fragment], b""))
+
+    def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
+        return call()
 
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
         self._versions[weights.fragment] = weights.version
@@ -80,12 +86,12 @@ class SimWorker:
         clock: Clock,
         spec: WorkerSpec,
         identity: Identity,
-        overlap: OverlapConfig,
+        outer: OuterConfig,
         learner: Learner,
         fragments: int,
         speeds_known: bool,
     ) -> None:
-        self.clock, self.spec, self.identity, self.overlap = clock, spec, identity, overlap
+        self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
         self.learner, self.fragments = learner, fragments
         self.probed_s = spec.step_s if speeds_known else 0.0
         self.lives = 0
@@ -111,7 +117,7 @@ class SimWorker:
         self.lives += 1
         self.learner.born()
         exchange = Exchange(
-            self.spec.name, self.overlap, OneRank(), self.learner, uplink, self.fragments, lambda: self.clock.now
+            self.spec.name, self.outer, OneRank(), self.learner, uplink, self.fragments, lambda: self.clock.now
         )
         return Process(self.clock, self._life(exchange, uplink))
 

@@ -172,7 +172,7 @@ class World:
             self.clock,
             spec,
             self.identity,
-            task.outer.overlap,
+            task.outer,
             task.learner(spec),
             len(task.layout.fragments),
             self.spec.speeds_known,

@@ -151,7 +151,7 @@ class Running:
         own = load_credentials(self.certs, role, name) if self.certs else None
         member_role = "worker" if self.above else "region"
         self.service = Service(
-            self.machine, self._control, member_role=member_role, silent_s=self.silent_s, credentials=own
+            self.machine, self._snapshot, member_role=member_role, silent_s=self.silent_s, credentials=own
         )
         if self.above:
             trust = Trust(own, identity("global", GLOBAL)) if own else None
@@ -162,8 +162,8 @@ class Running:
     def _deliver(self, send: Send) -> None:
         (self.uplink if send.to == GLOBAL and self.uplink else self.service).deliver(send)
 
-    async def _control(self, what: str) -> None:
-        pass
+    async def _snapshot(self) -> str:
+        return "nowhere"
 
     def kill(self) -> None:
         self.loop.do(self._kill())

@@ -58,7 +58,7 @@ def test_who_offends_is_quarantined_until_pardoned(make, tmp_path, how):
     wild, good = joined(cluster, "a"), joined(cluster, "b")
     region = cluster.regions["eu"]
     with EventLog(tmp_path / "events.jsonl") as events:
-        region.machine.watch = Diary(region.server, events).watch
+        region.machine.watch = Diary(region.server, events, sample_tokens=1).watch
         offend(wild, 2)
         status = good.clients[0].status()
         assert status["refused"] == {"a": 2} and not status["members"]["a"]["quarantined"]

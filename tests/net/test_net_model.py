@@ -270,7 +270,7 @@ class KilledServers(RuleBasedStateMachine):
 
 
 TestKilledServers = KilledServers.TestCase
-TestKilledServers.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestKilledServers.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_the_model_would_notice_what_is_doubled():

@@ -151,6 +151,15 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     assert links["up_bytes"] > 2 * model_bytes and links["down_bytes"] > 2 * model_bytes
     assert links["up_bytes"] >= links["peak_up_bytes_per_s"] > model_bytes / 4
     above = site.status("global")
+    assert above["links"]["fragments"] == above["peers"]["eu"]["fragments"]
+    for fragment in site.layout.fragments:
+        moved = links["fragments"][fragment.name]
+        each = 4 * fragment.numel + 4  # a payload and its checksum
+        assert moved["up_bytes"] >= each and moved["up_bytes"] % each == 0
+        assert moved["down_bytes"] >= 2 * each and moved["down_bytes"] % each == 0
+        later = above["links"]["fragments"][fragment.name]  # an answer may have come between the two questions
+        assert all(later[way] - moved[way] in (0, each) for way in moved)
+    assert sum(f["up_bytes"] for f in links["fragments"].values()) < links["up_bytes"]
     assert abs(above["links"]["up_bytes"] - links["up_bytes"]) < 20_000
     assert above["peers"]["eu"]["received_bytes"] > 0.9 * links["up_bytes"]  # the rest: the one who asks
     assert above["peers"]["eu"]["sent_bytes"] > 0.9 * links["down_bytes"]
@@ -158,6 +167,9 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     region.send(signal.SIGTERM)  # a pause: region first, so that what is in flight is in its snapshot
     top.send(signal.SIGTERM)
     assert region.ended() == (0, "") and top.ended() == (0, "")
+    traffic = [event for event in site.events("eu") if event["event"] == "LinkTraffic"]
+    assert sum(event["up_bytes"] for event in traffic) >= links["up_bytes"]
+    assert max(event["peak_up_bytes_per_s"] for event in traffic) >= links["peak_up_bytes_per_s"]
     assert not (site.folder / "global" / "listening.json").exists()
 
     top, region = site.serve("global", resume=True), site.serve("eu", resume=True)
@@ -216,11 +228,11 @@ def test_what_a_server_says_and_does_without_workers(site):
 
     async def control() -> None:
         link = Link(site.address("global"), "operator", "")
-        await link.control("snapshot")
-        await link.control("stop")
+        assert (await link.control("snapshot")).endswith(f"{site.folder}/global/snapshots/00000002")
         await link.close()
 
     asyncio.run(control())
+    top.send(signal.SIGTERM)
     assert top.ended() == (0, "")
     assert [e["event"] for e in site.events("global")].count("SnapshotWritten") == 3
 

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from geotrain.config import LimitsConfig
 from geotrain.net.machine import take
 from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, NormLimits, norm
-from geotrain.outer.messages import GLOBAL, LeaseRequest, Leave, Offence, Pardon, Refused, Release, Silence
+from geotrain.outer.messages import (
+    GLOBAL,
+    Finished,
+    Lease,
+    LeaseRequest,
+    Leave,
+    Offence,
+    Pardon,
+    Refused,
+    Release,
+    Silence,
+)
 from geotrain.outer.region_server import RegionServer
 from tests.net.test_net_journal import same_state
 from tests.outer.test_lives import saved_and_loaded
@@ -93,16 +104,19 @@ def test_an_exploded_update_is_refused_whole_and_changes_nothing():
     region, worker = world.regions["eu"], world.workers["a"][1]
     deltas = random_deltas(world, 99)
     half = {**deltas, 0: 1e4 * deltas[0]}  # one fragment of it
+    region.on_silence(Silence("a", "life-1"))
     before = [(state.x.clone(), state.version) for state in region.fragments]
-    norms = region.norms.state()
     parts = worker.parts(half)
     region.on_part(parts[0])
+    assert not region.members["a"].silent
+    region.on_silence(Silence("a", "life-1"))
+    norms = region.norms.state()
     with pytest.raises(
         Refused, match=r"a: fragment 0: the update's norm of .* up to .* is usual here.*norm_deviations"
     ):
         region.on_part(parts[1])
     assert all(torch.equal(s.x, x) and s.version == v for s, (x, v) in zip(region.fragments, before, strict=True))
-    assert region.norms.state() == norms
+    assert region.norms.state() == norms and region.members["a"].silent
     worker.sequence -= 1
     assert [region.on_part(p) for p in worker.parts(deltas)] == [False, True]  # its number is still free
 
@@ -310,12 +324,11 @@ def test_a_run_whose_data_is_trained_ends_without_its_dead_regions():
     world = make(config(), train_samples=4)
     world.top.on_leave("eu")
     world.top.on_silence(Silence("us", "life-1"))
-    assert not world.top.finished
-    for name in ("a", "b"):
-        while isinstance(
-            lease := world.top.on_lease_request(LeaseRequest(name, 1 + len(world.top.book.open))), object
-        ):
-            if not hasattr(lease, "lease"):
-                break
+    for job in range(1, 9):
+        lease = world.top.on_lease_request(LeaseRequest("a", job))
+        if isinstance(lease, Lease):
+            assert not world.top.finished
             world.top.book.commit((lease.lease,))
     assert world.top.book.finished and world.top.finished
+    assert isinstance(world.top.on_lease_request(LeaseRequest("b", 1)), Finished)
+    assert not world.top.finished  # a worker there asks for data: the region lives

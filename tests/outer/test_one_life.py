@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import OverlapConfig
+from geotrain.config import OuterConfig
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
@@ -76,7 +76,10 @@ class OneRank:
         return done(answer)
 
     def make_delta(self, fragment: int, seed: int) -> Any:
-        return None
+        return done(None)
+
+    def when_made(self, call: Any) -> Any:
+        return call()
 
     def on_weights(self, weights: Any, start: bool = False) -> None:
         pass
@@ -94,7 +97,7 @@ def test_ranks_adopt_the_answers_of_one_life(restarts):
     ranks = [OneRank(i, group, server) for i in range(2)]
 
     def run(rank: OneRank) -> None:
-        exchange = Exchange("w", OverlapConfig(), rank, rank, rank, 1, clock=lambda: 0.0)
+        exchange = Exchange("w", OuterConfig(), rank, rank, rank, 1, clock=lambda: 0.0)
         wait_for(exchange.start(Identity("r", "c", "l", "m"), "1"))
         for job in range(1, 4):
             exchange.begin(Lease("w", job, job, 0, 1, 1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from geotrain.config import CodecConfig, OuterConfig
+from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.layout import Slice
 from geotrain.outer.messages import Refused
 from tests.outer.test_rules import config, start_vector
@@ -43,6 +44,16 @@ def test_different_layouts_give_the_same_server_state_as_equal_ones(rule, fragme
     for a, b in zip(equal, different, strict=True):
         assert torch.equal(a, b)
     assert float(equal[0].std()) > 0.1
+
+
+def test_progress_that_is_not_finite_is_refused_by_the_parameters_name():
+    world = make(config(up=CodecConfig(name="int4")))
+    region = world.regions["eu"]
+    delta = torch.zeros(world.layout.fragments[0].numel)
+    [*_, (name, part)] = world.layout.split(0, delta)
+    part.view(-1)[0] = float("inf")
+    with pytest.raises(NonFiniteError, match=f"region eu: parameter {name}: holds infinities"):
+        region.encode_progress(0, delta)
 
 
 def test_an_update_is_applied_once_and_only_whole():

@@ -40,14 +40,14 @@ def test_adopting(adopt, expected):
     assert matrix.eq(1).all() and norm.eq(1).all()
     matrix.fill_(2.0)
     norm.fill_(2.0)
-    delta = worker.make_delta(0, seed=1)
+    delta = worker.make_delta(0, seed=1).result()
     sent = make_codec(FP32).decode(from_bytes(delta.payload), 16)
     assert sent.eq(-1).all() and delta.anchor_version == 1  # anchor 1 − masters 2, of what it speaks for only
     matrix.fill_(3.0)  # training went on while the answer travelled
     norm.fill_(3.0)
     worker.on_weights(weights(5.0, version=4))
     assert matrix.eq(expected).all() and norm.eq(expected).all()
-    later = worker.make_delta(0, seed=2)
+    later = worker.make_delta(0, seed=2).result()
     assert later.anchor_version == 4
     torch.testing.assert_close(
         make_codec(FP32).decode(from_bytes(later.payload), 16), torch.full((16,), 5.0 - expected)
@@ -68,7 +68,7 @@ def test_rebase_forgets_nothing():
 
     for i in range(10):
         train()
-        delta = worker.make_delta(0, seed=i)
+        delta = worker.make_delta(0, seed=i).result()
         server[:16] -= make_codec(FP32).decode(from_bytes(delta.payload), 16)
         train()
         payload = make_codec(FP32).encode(torch.cat([server[:16], norm])).payload
@@ -87,6 +87,6 @@ def test_error_feedback_sends_later_what_rounding_left_out():
         before = matrix.clone()
         matrix.add_(torch.rand(16, generator=gen) / 3)
         meant += before - matrix
-        delta = worker.make_delta(0, seed=i)
+        delta = worker.make_delta(0, seed=i).result()
         sent += make_codec(CodecConfig(name="bf16")).decode(from_bytes(delta.payload), 16)
     assert float((meant - sent).abs().max()) < 2e-3  # one rounding, not fifty

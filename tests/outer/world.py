@@ -152,6 +152,7 @@ class World:
         """The worker's next lease, the request travelling to the global server and back."""
         r, w = self.workers[worker]
         granted = self.top.on_lease_request(LeaseRequest(worker, w.job + 1))
+        assert granted is not None, "the run is paused"
         self.regions[r].on_lease(granted)
         return granted if isinstance(granted, Lease) else None
 

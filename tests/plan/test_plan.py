@@ -222,6 +222,13 @@ def test_missing_figures() -> None:
     with pytest.raises(PlanError, match=r"no figure for the link between 'b' and 'a'|between 'a' and 'b'"):
         planned(small_run(), cut({"a"}, {"b"}))
 
+    apart = small_regions()
+    inside = tuple(link for link in apart.links if len(set(link.regions)) == 1)
+    with pytest.raises(
+        PlanError, match=r"fits into no region alone, and .* cannot be joined: .* between 'a' and 'b'"
+    ):
+        planned(small_run(), apart.model_copy(update={"links": inside}))
+
     def nameless(raw: dict[str, Any]) -> None:
         raw["regions"][1]["hosts"][0].pop("device")
 

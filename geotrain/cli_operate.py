@@ -1,0 +1,138 @@
+"""The commands that act on a live run, by its folder on the machine that launched it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from geotrain.launch.operate import Run
+
+RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, as in runs/NAME.")]
+Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="Return only when it is done.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command, example in (
+        (status, "geotrain status runs/mine; geotrain status runs/mine --json | jq .state"),
+        (logs, "geotrain logs runs/mine eu-0 --follow"),
+        (pause, "geotrain pause runs/mine"),
+        (resume, "geotrain resume runs/mine"),
+        (drain, "geotrain drain runs/mine eu --wait 600"),
+        (snapshot, "geotrain snapshot runs/mine"),
+        (stop, "geotrain stop runs/mine --wait 600"),
+    ):
+        app.command(epilog=f"Example: {example}", rich_help_panel="A live run")(command)
+
+
+def status(
+    folder: RunFolder,
+    once: Annotated[bool, typer.Option("--once", help="One table, also on a terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Between looks.")] = 2.0,
+) -> None:
+    """Show how a run goes, or went; on a terminal, until it is over or Ctrl-C.
+
+    Exit codes: 0 running (also paused, draining, stopping), 3 finished, 4 failed, 5 no server answers, 6 stopped
+    before its data was trained, 2 no such run.
+    """
+    from geotrain.launch.operate import Run, draw, watch
+    from geotrain.launch.progress import new_console
+
+    run, console = Run(folder), new_console()
+    if console.is_terminal and not once and not as_json:
+        raise typer.Exit(int(watch(run, console, every)))
+    seen = run.see()
+    if as_json:
+        print(json.dumps(seen.as_json(), indent=2))
+    else:
+        console.print(draw(run, seen), highlight=False)
+    raise typer.Exit(int(seen.state))
+
+
+def logs(
+    folder: RunFolder,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Processes; none: all.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over, or Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log's end.")] = 30,
+) -> None:
+    """Show the logs of a run's processes: global, a region's name, a worker's name.
+
+    Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says.
+    """
+    from contextlib import suppress
+
+    from geotrain.launch.logs import stream
+    from geotrain.launch.operate import launcher_runs
+
+    with suppress(KeyboardInterrupt):
+        for line in stream(folder, names or (), lines, lambda: follow and launcher_runs(folder) is True):
+            print(line, flush=follow)
+
+
+def pause(folder: RunFolder) -> None:
+    """Hand out no more data: workers finish the job that they have (and the next one they hold), then wait.
+
+    Nothing is lost, and it outlives restarts of the servers. `geotrain resume` lets the run go on.
+    """
+    _steer(folder, "pause")
+
+
+def resume(folder: RunFolder) -> None:
+    """Let a paused run go on. (One that has ended: geotrain launch … --resume.)"""
+    _steer(folder, "resume")
+
+
+def drain(
+    folder: RunFolder,
+    region: Annotated[str, typer.Argument(metavar="REGION", help="Its name in the cluster file.")],
+    wait: Wait = 0.0,
+) -> None:
+    """Let a region go: its workers finish their job, send what they have, and leave. The others train on.
+
+    It takes part again when its processes are started again, with --resume.
+    """
+    from functools import partial
+
+    from geotrain.launch.operate import has_left
+
+    run = _steer(folder, "drain", region)
+    if wait:
+        print(run.wait(partial(has_left, run.cluster, region), wait).headline)
+
+
+def snapshot(folder: RunFolder) -> None:
+    """Have the servers write a snapshot now; prints where each lies.
+
+    Exit code 1 when a region's server has not: it may be cut off, and what it lacks is with the global server.
+    """
+    from geotrain.launch.operate import Run
+
+    written = Run(folder).snapshot()
+    for site, where in written.items():
+        print(f"{site}: {where}")
+    raise typer.Exit(0 if all("/snapshots/" in where for where in written.values()) else 1)
+
+
+def stop(folder: RunFolder, wait: Wait = 0.0) -> None:
+    """End the run in good order: workers finish their job, everything is sent and written, all processes end.
+
+    `geotrain launch … --resume` goes on as if it had never stopped, but for the time.
+    """
+    from geotrain.launch.operate import State
+
+    run = _steer(folder, "stop")
+    if wait:
+        print(run.wait(lambda seen: seen.state is not State.RUNNING, wait).headline)
+
+
+def _steer(folder: Path, what: str, region: str = "") -> Run:
+    from geotrain.launch.operate import Run
+
+    run = Run(folder)
+    print(run.steer(what, region))
+    return run

@@ -1,0 +1,143 @@
+"""When deltas leave and answers are adopted, step by step; whatever would wait is seen as a yield."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from geotrain.config import OuterConfig, OverlapConfig
+from geotrain.outer.exchange import Exchange, Waiting
+from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.server import Identity
+from geotrain.outer.staging import Ready
+
+
+class Everything:
+    """The only rank, its weights, and a server whose answers come when the test says so."""
+
+    rank, world_size = 0, 1
+    pushes = holds = ()
+
+    def __init__(self) -> None:
+        self.sent: list[UpdatePart] = []
+        self.answers: dict[int, Future[Answer]] = {}
+        self.adopted: list[int] = []
+        self.seeds: list[int] = []
+
+    def agree(self, flag: bool) -> bool:
+        return flag
+
+    def settle(self) -> None:
+        pass
+
+    def refresh(self) -> None:
+        pass
+
+    def make_delta(self, fragment: int, seed: int) -> Any:
+        self.seeds.append(seed)
+        return Ready(FragmentDelta(fragment, 0, b""))
+
+    def when_made(self, call: Any) -> Any:
+        return call()
+
+    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
+        if not start:
+            self.adopted.append(weights.fragment)
+
+    def join(self, join: Join) -> Welcome:
+        return Welcome(1, 1, "life")
+
+    def push(self, part: UpdatePart) -> Any:
+        self.sent.append(part)
+        return Ready(None)
+
+    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
+        self.answers[sequence] = Future()
+        if sequence == 0:
+            self.answer(0, *fragments)
+        return self.answers[sequence]
+
+    def answer(self, sequence: int, *fragments: int) -> None:
+        weights = tuple(FragmentWeights(f, 1, b"") for f in fragments)
+        self.answers[sequence].set_result(Answer(sequence, weights, "life"))
+
+
+def begun(late: str, name: str = "w", rule: str = "halos") -> tuple[Exchange, Everything]:
+    world = Everything()
+    overlap = OverlapConfig(steps=2, late=late, adopt="rebase")  # type: ignore[arg-type]
+    exchange = Exchange(name, OuterConfig(rule=rule, overlap=overlap), world, world, world, 2, clock=lambda: 0.0)
+    assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
+    exchange.begin(Lease("w", 1, 7, 0, 8, 8))
+    return exchange, world
+
+
+def waits(script: Waiting[Any]) -> bool:
+    """Whether training would have to wait here."""
+    try:
+        pending = next(script)
+        while pending.done():
+            pending = script.send(pending.result())
+    except StopIteration:
+        return False
+    return True
+
+
+def test_a_late_answer_does_not_hold_training_up():
+    exchange, world = begun("continue")
+    assert not waits(exchange.after_step((0,), {}))  # step 1: the delta leaves
+    for _ in range(3):  # τ = 2 has long passed
+        assert not waits(exchange.after_step((), {}))
+    assert not world.adopted
+    assert not waits(exchange.after_step((0, 1), {}))  # fragment 0 is still under way: only 1 leaves
+    assert [[d.fragment for d in part.deltas] for part in world.sent] == [[0], [1]]
+    world.answer(1, 0)
+    assert not waits(exchange.after_step((), {}))
+    assert world.adopted == [0]
+    world.answer(2, 1)  # there at once, but due only two steps after it left
+    assert not waits(exchange.after_step((), {}))
+    assert world.adopted == [0, 1]
+
+
+def test_a_lease_is_complete_only_with_the_delta_that_was_held_back():
+    exchange, world = begun("continue")
+    for step in range(1, 9):
+        assert not waits(exchange.after_step((0,) if step == 1 else (0, 1) if step == 8 else (), {}))
+    assert [part.leases for part in world.sent] == [(), ()]  # fragment 0's last steps have not left
+    exchange.begin(Lease("w", 2, 8, 8, 8, 8))
+    world.answer(1, 0)
+    assert not waits(exchange.after_step((0,), {}))
+    assert [d.fragment for d in world.sent[-1].deltas] == [0] and world.sent[-1].leases == (7,)
+
+
+def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():
+    exchange, world = begun("wait")
+    assert not waits(exchange.after_step((0,), {}))
+    assert not waits(exchange.after_step((), {}))
+    script = exchange.after_step((), {})
+    pending = next(script)
+    assert pending is world.answers[1]
+    world.answer(1, 0)
+    with pytest.raises(StopIteration):
+        script.send(pending.result())
+    assert world.adopted == [0]
+
+
+def test_in_a_synchronous_run_no_round_is_left_out():
+    """The server waits for every worker's delta: if one left out a round, the others' last had no answer."""
+    exchange, world = begun("continue", rule="sync")
+    assert not waits(exchange.after_step((0,), {}))
+    for _ in range(4):
+        assert not waits(exchange.after_step((), {}))  # late, and nothing to wait for yet
+    assert waits(exchange.after_step((0, 1), {}))
+    assert len(world.sent) == 1
+
+
+def test_every_delta_rounds_with_random_bits_of_its_own_and_the_same_in_every_life():
+    seeds = []
+    for name in ("v", "w", "w"):
+        exchange, world = begun("continue", name)
+        assert not waits(exchange.after_step((0, 1), {}))
+        seeds += world.seeds
+    assert len(set(seeds[:4])) == 4 and seeds[2:4] == seeds[4:]

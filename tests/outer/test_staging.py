@@ -1,0 +1,194 @@
+"""The exchange's stream and buffers: order and reuse with a stand-in for CUDA, and the real thing on a GPU."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from geotrain.canonical import Run
+from geotrain.config import CodecConfig, OuterConfig, OverlapConfig
+from geotrain.outer.codec import NonFiniteError, make_codec
+from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.staging import Ready, Staging
+from geotrain.outer.worker import Piece, WorkerRank
+from tests.outer.world import layout
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.happened = log, name, threading.Event()
+
+    def synchronize(self) -> None:
+        self.log.append(f"{threading.current_thread().name.split('_')[0]} waits for {self.name}")
+        assert self.happened.wait(10)
+
+
+class Stream:
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.cuda.log.append(f"{self.name} after {other.name}")
+
+    def record_event(self) -> Event:
+        event = Event(self.cuda.log, f"event {len(self.cuda.events)}")
+        self.cuda.events.append(event)
+        if not self.cuda.late:
+            event.happened.set()
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.cuda.log.append(f"{self.name} after {event.name}")
+
+
+class Cuda:
+    """Stands for torch.cuda: operations happen at once, events when they are told to."""
+
+    def __init__(self, late: bool = False) -> None:
+        self.late = late
+        self.log: list[str] = []
+        self.events: list[Event] = []
+        self.training = Stream(self, "training")
+
+    def Stream(self, device: torch.device) -> Stream:
+        return Stream(self, "exchange")
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.training
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        self.log.append("[")
+        yield
+        self.log.append("]")
+
+
+def rank(staging: Staging, codec: str = "int8") -> tuple[WorkerRank, torch.Tensor]:
+    matrix = torch.zeros(16, device=staging.device)
+    config = OuterConfig(local=CodecConfig(name=codec), overlap=OverlapConfig(steps=1, adopt="rebase"))
+    worker = WorkerRank(layout(), config, [Piece((Run("layer.0", 0, 16),), matrix, True)])
+    worker.staging = staging
+    return worker, matrix
+
+
+def whole(value: float) -> FragmentWeights:
+    return FragmentWeights(
+        0, 1, to_bytes(make_codec(CodecConfig(name="fp32")).encode(torch.full((16,), value)).payload)
+    )
+
+
+def test_the_streams_wait_for_each_other_and_the_host_for_neither(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    cuda = Cuda(late=True)
+    worker, matrix = rank(Staging(CPU, cuda))
+    worker.on_weights(whole(1.0), start=True)
+    matrix.add_(1.0)
+    delta = worker.make_delta(0, seed=1)
+    waiting = worker.when_made(lambda: Ready(delta.result().payload))
+    matrix.add_(10.0)  # training goes on: what was read before does not change
+    assert not delta.done() and not waiting.done()
+    adopting = ["exchange after training", "[", "]", "training after event 1"]  # event 0: the host buffer is free
+    making = ["training after event 1", "exchange after training", "[", "]"]  # event 2: fetched, event 3: all done
+    said = [line for line in cuda.log if not line.startswith("deltas")]
+    assert said == adopting + making
+    for event in cuda.events:
+        event.happened.set()
+    sent = make_codec(CodecConfig(name="int8")).decode(from_bytes(waiting.result()), 16)
+    torch.testing.assert_close(sent, torch.full((16,), -1.0), rtol=0.01, atol=0)
+    assert "deltas waits for event 2" in cuda.log  # on a thread of its own
+
+
+def test_a_buffer_is_allocated_once_and_not_touched_while_a_copy_uses_it():
+    cuda = Cuda(late=True)
+    staging = Staging(CPU, cuda)
+    first = staging.bring(0, b"abc", lambda host: None)
+    cuda.late = False
+    other = threading.Thread(target=lambda: staging.bring(1, b"xyz", lambda host: None), name="other")
+    other.start()
+    other.join(10)  # another fragment's has nothing to wait for
+    assert not other.is_alive()
+    again: list[torch.Tensor] = []
+    next_ = threading.Thread(target=lambda: again.append(staging.bring(0, b"de", lambda host: None)), name="next")
+    next_.start()
+    next_.join(0.2)
+    assert next_.is_alive() and bytes(first.numpy()) == b"abc"
+    cuda.events[0].happened.set()
+    next_.join(10)
+    assert bytes(again[0].numpy()) == b"de"
+    assert again[0].data_ptr() == first.data_ptr()
+
+
+def test_what_is_fetched_is_not_overwritten_before_it_was_read():
+    cuda = Cuda()
+    staging = Staging(CPU, cuda)
+    finite = torch.tensor(True)
+    fetched = [
+        staging.fetch(0, torch.full((4,), i, dtype=torch.uint8), finite, lambda b, ok: (b, ok)) for i in range(9)
+    ]
+    assert [f.result() for f in fetched] == [(bytes([i] * 4), True) for i in range(9)]
+
+
+def test_damaged_weights_are_refused_before_they_reach_the_device():
+    staging = Staging(CPU, Cuda())
+    with pytest.raises(ValueError, match="too bad"):
+        staging.bring(0, b"abc", check=refuse)
+
+
+def test_without_a_gpu_everything_happens_at_once():
+    worker, matrix = rank(Staging(CPU))
+    worker.on_weights(whole(1.0), start=True)
+    matrix.add_(1.0)
+    delta = worker.make_delta(0, seed=1)
+    assert delta.done() and worker.when_made(lambda: delta) is delta
+
+
+@pytest.mark.parametrize("cuda", [None, Cuda()], ids=["cpu", "streams"])
+def test_a_parameter_that_is_not_finite_is_named(cuda, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    worker, matrix = rank(Staging(CPU, cuda))
+    worker.on_weights(whole(1.0), start=True)
+    matrix[3] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"parameter layer\.0: holds infinities or NaN"):
+        worker.make_delta(0, seed=1).result()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int4", "topk2"])
+def test_on_a_gpu_nothing_waits_for_the_training_stream(codec):
+    """Whatever would make the host wait raises; the bits are those of the CPU."""
+    device = torch.device("cuda")
+    worker, matrix = rank(Staging(device), codec)
+    on_host, reference = rank(Staging(CPU), codec)
+    for each in (worker, on_host):  # kernels are compiled, buffers allocated
+        each.on_weights(whole(1.0), start=True)
+        each.make_delta(0, seed=1).result()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for turn in range(3):
+            torch.cuda._sleep(50_000_000)  # the device is far behind the host
+            matrix.add_(0.5)
+            reference.add_(0.5)
+            delta = worker.make_delta(0, seed=turn)
+            assert not delta.done()
+            matrix.add_(0.25)
+            reference.add_(0.0)
+            expected = on_host.make_delta(0, seed=turn).result()
+            reference.add_(0.25)
+            worker.on_weights(whole(float(turn)))
+            on_host.on_weights(whole(float(turn)))
+            assert delta.result() == expected
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(matrix.cpu(), reference, rtol=0, atol=0)
+
+
+def refuse(host: torch.Tensor) -> None:
+    raise ValueError("too bad")

@@ -1,0 +1,122 @@
+"""Who validates the global weights and when; that all its ranks see the same; what is lost with a worker."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import from_bytes
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.layout import numel, scatter
+from geotrain.outer.leases import LeaseBook
+from geotrain.outer.messages import Lease, LeaseRequest, Refused, Send, Validated
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.server import VALIDATION_CODEC, Identity
+from geotrain.outer.validation import Validations
+from tests.outer.test_rules import config
+from tests.outer.world import FakeWorker, halves, layout
+
+EVERY = 16
+
+
+def book(committed: int, **step_s: float) -> LeaseBook:
+    made = LeaseBook(1000, 1, 4)
+    made.committed_samples, made.step_s = committed, step_s
+    return made
+
+
+def test_the_fastest_worker_is_asked_and_others_only_when_it_stays_away() -> None:
+    tasks = Validations(EVERY)
+    assert tasks.task_for("fast", book(EVERY - 1, fast=1.0, slow=2.0)) == 0
+    due = book(EVERY, fast=1.0, slow=2.0)
+    assert (tasks.task_for("slow", due), tasks.task_for("fast", due)) == (0, 1)
+    assert tasks.task_for("slow", book(EVERY + EVERY // 2, fast=1.0, slow=2.0)) == 1
+    tasks.handed_out(EVERY + 3)
+    assert tasks.task_for("fast", due) == 0 and tasks.due_samples == 2 * EVERY
+    assert tasks.task_for("fast", book(2 * EVERY, fast=1.0)) == 2
+    assert Validations(None).task_for("fast", due) == 0
+
+
+def test_only_what_was_asked_for_counts_and_the_newest_stays() -> None:
+    tasks = Validations(EVERY)
+    tasks.handed_out(EVERY)
+    tasks.handed_out(2 * EVERY)
+    assert tasks.on_validated(Validated("a", 2, 9, 3.5, 1.0), 40)
+    assert not tasks.on_validated(Validated("b", 1, 8, 4.0, 1.0), 44)  # late
+    assert tasks.latest is not None and (tasks.latest["loss"], tasks.latest["samples"]) == (3.5, 40)
+    for number, loss in ((3, 1.0), (0, 1.0), (2, math.nan)):
+        with pytest.raises(Refused, match="was not asked for"):
+            tasks.on_validated(Validated("a", number, 1, loss, 1.0), 44)
+
+
+def test_a_lease_keeps_its_task_through_a_restart_and_for_every_rank() -> None:
+    lay = layout()
+    identity = Identity("t", "c", lay.digest, "toy")
+
+    def server() -> GlobalServer:
+        return GlobalServer(identity, lay, config(), {"eu": ("a",)}, 400, 1, EVERY)
+
+    top = server()
+    before = top.on_lease_request(LeaseRequest("a", 1))
+    top.book.committed_samples = EVERY
+    assert top.on_lease_request(LeaseRequest("a", 1)) == before  # another rank, after it came due
+    with_task = top.on_lease_request(LeaseRequest("a", 2))
+    assert isinstance(with_task, Lease) and with_task.validate == 1
+    new = server()
+    new.load(*top.state())
+    assert new.on_lease_request(LeaseRequest("a", 2)) == with_task
+    following = new.on_lease_request(LeaseRequest("a", 3))
+    assert isinstance(following, Lease) and following.validate == 0
+    new.on_validated(Validated("a", 1, 5, 2.5, 0.1))
+    again = server()
+    again.load(*new.state())
+    assert again.status()["validation"]["loss"] == 2.5
+
+
+def test_all_parts_see_the_weights_of_one_moment() -> None:
+    """Those of the global server, as the region last got them: not the region's own."""
+    lay = layout(1)
+    identity = Identity("t", "c", lay.digest, "toy")
+    cfg = config()
+    top = GlobalServer(identity, lay, cfg, {"eu": ("a",)}, 400, 1, EVERY)
+    top.set_weights([torch.linspace(-1, 1, f.numel) for f in lay.fragments])
+    region = RegionServer("eu", identity, lay, cfg, ("a",), validates=True)
+    region.incarnation = "life-1"
+    worker = FakeWorker("a", lay, halves(lay))
+    for join in worker.joins(identity):
+        region.on_join(join)
+    assert region.weights_to_validate("a", "life-1", 0, 1).weights == ()  # nothing is here yet
+    top.on_join(region.join_message())
+    everything = tuple(range(len(lay.fragments)))
+    answer = top.answer("eu", "life-1", 0, 0, everything)
+    assert answer is not None
+    region.on_global_weights(answer)
+    seen = [torch.full((f.numel,), torch.nan) for f in lay.fragments]
+    for part in (0, 1):
+        told = region.weights_to_validate("a", "life-1", part, 1)
+        assert told.life == "life-1" and len(told.weights) == len(lay.fragments)
+        for w in told.weights:
+            cut = worker.slicings[part][w.fragment]
+            values = make_codec(VALIDATION_CODEC).decode(from_bytes(w.payload), numel(cut))
+            scatter(values, cut, seen[w.fragment])
+        for state in region.fragments:
+            state.x.add_(1.0)  # training goes on between the two
+        assert region.newest is not None
+        region.newest = [vector + 1.0 for vector in region.newest]
+    for f, values in enumerate(seen):
+        assert torch.equal(values, top.fragments[f].x.bfloat16().float())
+    assert region.weights_to_validate("a", "life-1", 0, 2).weights != told.weights
+    assert region.weights_to_validate("a", "life-1", 0, 1).weights == ()  # gone: a later one has begun
+    result = Validated("a", 2, 1, 3.0, 0.1)
+    region.outgoing()
+    region.on_validated(result)
+    assert region.outgoing() == [Send("global", result)] and region.frozen is None
+
+
+def test_a_region_that_does_not_validate_keeps_no_copy() -> None:
+    lay = layout()
+    region = RegionServer("eu", Identity("t", "c", lay.digest, "toy"), lay, config(), ("a",))
+    assert region.newest is None and region.validation_weights() == []

@@ -1,0 +1,176 @@
+"""Every command in README and docs: run, where a block says so, or checked against the real command line.
+
+A block that begins with ```sh run is executed, line by line, in one folder; ```json NAME is saved there as NAME. Of
+other ```sh blocks, and of commands within sentences, program, subcommand, options and files are checked by the
+parsers that would take them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from geotrain import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:geotrain|make|python|deepspeed) [^`]+)`", re.DOTALL)
+BIN = Path(sys.executable).parent
+SMALLER = {"train_samples": 512}  # of the tutorial's run
+APP: Any = typer.main.get_command(cli.app)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    kind: str
+    note: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(page.name, *found) for found in FENCE.findall(page.read_text())]
+
+
+def commands(text: str) -> Iterator[str]:
+    """Of a shell block, without comments."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if bare := re.sub(r"(^|\s{2,})#.*$", "", line).strip():
+            yield bare
+
+
+CHECKED = sorted({(b.page, c) for p in PAGES for b in blocks(p) if b.kind == "sh" for c in commands(b.text)})
+SPOKEN = sorted({(p.name, " ".join(c.split())) for p in PAGES for c in INLINE.findall(FENCE.sub("", p.read_text()))})
+
+
+@pytest.mark.parametrize(("page", "command"), CHECKED, ids=str)
+def test_a_command_that_docs_give_is_one(page: str, command: str) -> None:
+    check(shlex.split(command.partition(" | ")[0].partition(" > ")[0]))
+
+
+@pytest.mark.parametrize(("page", "command"), SPOKEN, ids=str)
+def test_a_command_that_docs_speak_of_is_one(page: str, command: str) -> None:
+    """It may leave arguments out: then its options must be some of that command's."""
+    program, *rest = shlex.split(command.replace("…", ""))
+    if program != "geotrain":
+        check([program, *rest])
+        return
+    found, _ = subcommand(rest)
+    known = {option for parameter in found.params for option in parameter.opts} | {"--help"}
+    told = {word.partition("=")[0] for word in rest if word.startswith("-")}
+    assert told <= known, f"{command!r}: no option {', '.join(sorted(told - known))}"
+
+
+def test_no_command_hides_in_an_indented_block() -> None:
+    for page in PAGES:
+        hidden = re.findall(r"^    (?:geotrain|make|python|deepspeed) .*$", FENCE.sub("", page.read_text()), re.M)
+        assert not hidden, f"{page.name}: put them in a ```sh block: {hidden}"
+
+
+def check(words: list[str]) -> None:
+    """Raises what the program's own parser raises, or AssertionError."""
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # environment
+        words = words[1:]
+    program, *rest = words
+    match program:
+        case "geotrain":
+            found, rest = subcommand(rest)
+            assert not hasattr(found, "commands") or rest, f"which command of geotrain {found.name}?"
+            context = found.make_context(found.name, list(rest))  # raises for unknown options and missing arguments
+            for path in (value for value in context.params.values() if isinstance(value, Path)):
+                assert not str(path).startswith("configs/") or (ROOT / path).exists(), f"there is no {path}"
+        case "make":
+            done = subprocess.run(["make", "--dry-run", *rest], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        case "deepspeed":
+            check_deepspeed(rest)
+        case "python" if rest[0] == "-c":
+            compile(rest[1], "docs", "exec")
+        case "python":
+            script = ROOT / rest[0]
+            assert script.exists(), f"there is no {script}"
+            for option in (word.partition("=")[0] for word in rest[1:] if word.startswith("--")):
+                assert f'"{option}"' in script.read_text(), f"{script.name} takes no {option}"
+        case "pre-commit":
+            assert rest == ["install"] and (ROOT / ".pre-commit-config.yaml").exists()
+        case _:
+            raise AssertionError(f"nothing here checks {program!r}: teach tests/test_docs.py how")
+
+
+def subcommand(words: list[str]) -> tuple[Any, list[str]]:
+    found = APP
+    while hasattr(found, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in found.commands, f"geotrain has no command {words[0]!r}"
+        found, words = found.commands[words[0]], words[1:]
+    return found, words
+
+
+def check_deepspeed(words: list[str]) -> None:
+    from deepspeed.launcher.runner import parse_args
+
+    from geotrain.launch import pretrain
+
+    given = parse_args(words)
+    assert (ROOT / given.user_script).samefile(ROOT / "launch/pretrain.py")
+    arguments, sys.argv = sys.argv, ["pretrain.py", *given.user_args]
+    try:
+        assert pretrain.arguments().region
+    finally:
+        sys.argv = arguments
+
+
+@pytest.mark.slow
+def test_the_tutorial_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands in their order, in a folder of their own, on less data. `launch` as the process that it is; the
+    rest in this one, which has imported what is slow to import."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for block in blocks(ROOT / "docs/tutorial.md"):
+        if block.kind == "json":
+            raw = json.loads(block.text)
+            if "data" in raw:
+                raw["data"].update(SMALLER)
+                raw["monitor"]["validate_every_samples"] = 128
+            Path(block.note).write_text(json.dumps(raw))
+        elif block.note == "run":
+            for command in commands(block.text):
+                run(command, monkeypatch, capfd)
+                ran += 1
+    assert ran > 10
+    last = json.loads((tmp_path / "runs/mine/servers/global/status.json").read_text())
+    assert last["complete"] and last["committed_samples"] == SMALLER["train_samples"]
+    assert last["validation"]["loss"] < 5.6  # below log 264: validated, and it learns
+    assert "</svg>" in (tmp_path / "mine.svg").read_text()
+
+
+def run(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)
+    if words[:2] in (["geotrain", "launch"], ["python", "-c"]):
+        environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment["DS_ACCELERATOR"] = "cpu"
+        done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return
+    assert words[0] == "geotrain", command
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capfd.readouterr()
+    finished = 3 if words[1] == "status" else 0
+    assert (ended.value.code or 0) == finished, f"{command}\n{said.out}\n{said.err}"
