@@ -17,6 +17,7 @@ from geotrain.monitor.events import (
     ServerSampled,
     SnapshotWritten,
     UpdateApplied,
+    ValidationDone,
 )
 from geotrain.monitor.history import Facts
 
@@ -67,15 +68,24 @@ def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) ->
                 yield Record(at_s, "global", event)
         if second % 1800 == 0:
             yield Record(at_s, "global", SnapshotWritten(second // 1800, rng.uniform(4, 7)))
+        if second % 900 == 0:
+            checked = _loss(share) + rng.gauss(0, 0.01)
+            yield Record(
+                at_s, "global", ValidationDone(names[0], second // 900, 1, checked, 20.0, int(rate * second))
+            )
         if second % 30 == 0:
             yield Record(at_s, "global", _server(versions, len(names)))
+
+
+def _loss(share: float) -> float:
+    return 2.1 + 8.5 * math.exp(-9 * share) + 0.6 * math.exp(-1.5 * share)
 
 
 def _merge(
     rng: random.Random, name: str, index: int, fragment: int, versions: list[int], share: float, tokens: int
 ) -> UpdateApplied:
     slow = index % 10 == 7
-    loss = 2.1 + 8.5 * math.exp(-9 * share) + 0.6 * math.exp(-1.5 * share) + rng.gauss(0, 0.035)
+    loss = _loss(share) + rng.gauss(0, 0.035)
     staleness = max(0, int(rng.gauss(14 if slow else 5, 2)))
     compute = 6.2 if slow else rng.uniform(9.0, 9.6)
     metrics = {

@@ -23,6 +23,7 @@ def register(app: typer.Typer) -> None:
         (pause, "geotrain pause runs/mine"),
         (resume, "geotrain resume runs/mine"),
         (drain, "geotrain drain runs/mine eu --wait 600"),
+        (pardon, "geotrain pardon runs/mine eu-0"),
         (snapshot, "geotrain snapshot runs/mine"),
         (stop, "geotrain stop runs/mine --wait 600"),
     ):
@@ -103,6 +104,16 @@ def drain(
     run = _steer(folder, "drain", region)
     if wait:
         print(run.wait(partial(has_left, run.cluster, region), wait).headline)
+
+
+def pardon(
+    folder: RunFolder,
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
+) -> None:
+    """End the quarantine of a worker or region whose updates were refused too often; its next life may join."""
+    from geotrain.launch.operate import Run
+
+    print(Run(folder).pardon(member))
 
 
 def snapshot(folder: RunFolder) -> None:

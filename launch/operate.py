@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.launch.progress import Eta, Status, addresses, ask, last_words, page_line, share_of, table, view
 from geotrain.launch.region import OUTCOME
 from geotrain.net import calls
@@ -102,6 +102,15 @@ class Run:
         if region:
             self.cluster.region(region)
         return self._tell(GLOBAL, calls.Control(what, region), COMMAND_S)
+
+    def pardon(self, member: str) -> str:
+        """Tell the server that a worker or region speaks to; its answer. Raises as `steer` does."""
+        region = next((r for r in self.cluster.regions if member in (r.name, *(w.name for w in r.workers))), None)
+        if region is None:
+            names = ", ".join(name for r in self.cluster.regions for name in (r.name, *(w.name for w in r.workers)))
+            raise ConfigError(f"{member!r} is no worker or region of this run; there are {names}")
+        site = GLOBAL if member == region.name or self.config.outer.levels == 1 else region.name
+        return self._tell(site, calls.Control("pardon", member), COMMAND_S)
 
     def snapshot(self) -> dict[str, str]:
         """Every server that is reached writes one: site → where, or what went wrong. The global one must succeed.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.config import ConfigError, WandbConfig
-from geotrain.monitor.events import Record, UpdateApplied
+from geotrain.monitor.events import Event, Record, UpdateApplied, ValidationDone
 from geotrain.monitor.metrics import time_shares
 
 SHOWN = ("lr", "grad_norm", "tokens_per_s", "mfu")
@@ -25,6 +25,16 @@ def scalars(event: UpdateApplied) -> dict[str, float]:
     return found
 
 
+def curves(event: Event) -> tuple[int, dict[str, float]] | None:
+    """(tokens committed by then, name → value) of an event that has any."""
+    match event:
+        case UpdateApplied(tokens=int(tokens)):
+            return tokens, scalars(event)
+        case ValidationDone(tokens=tokens, loss=loss):
+            return tokens, {"run/validation_loss": loss}
+    return None
+
+
 class TensorBoard:
     """A sink. The step of every curve is the number of tokens committed."""
 
@@ -34,9 +44,9 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), flush_secs=10)
 
     def on(self, record: Record) -> None:
-        if isinstance(record.event, UpdateApplied) and record.event.tokens is not None:
-            for name, value in scalars(record.event).items():
-                self._writer.add_scalar(name, value, record.event.tokens, walltime=record.time_s)
+        if told := curves(record.event):
+            for name, value in told[1].items():
+                self._writer.add_scalar(name, value, told[0], walltime=record.time_s)
 
     def close(self) -> None:
         self._writer.close()
@@ -60,8 +70,8 @@ class Wandb:
         )
 
     def on(self, record: Record) -> None:
-        if isinstance(record.event, UpdateApplied) and record.event.tokens is not None:
-            self._run.log({"tokens": record.event.tokens, **scalars(record.event)})
+        if told := curves(record.event):
+            self._run.log({"tokens": told[0], **told[1]})
 
     def close(self) -> None:
         self._run.finish()

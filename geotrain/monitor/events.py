@@ -267,7 +267,7 @@ class ValidationDone:
     version: Annotated[int, "the newest of the fragments' global versions"]
     loss: Annotated[float, "nats a token"]
     seconds: Annotated[float, "that it took"]
-    samples: Annotated[int, "committed by then"]
+    tokens: Annotated[int, "committed by then"]
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,19 @@ from geotrain.monitor.events import (
     Recovery,
     ServerSampled,
     SnapshotWritten,
+    Steered,
     Trouble,
     UpdateApplied,
     UpdateRefused,
     UpdatesLost,
+    ValidationDone,
 )
 from geotrain.monitor.metrics import time_shares
 
 MAX_RECENT = 1024  # losses kept one by one; the older half of them then goes into the past
 MAX_PAST = 2048  # means of equally many losses each; merged in pairs when there are more
 MAX_MARKS = 1000
+MAX_VALIDATIONS = 500  # the oldest are forgotten
 TICKS = 200  # merges remembered for each member, and their staleness
 RATE_S = 120.0  # speeds are means over the last so many seconds
 
@@ -96,6 +99,7 @@ class History:
         self._stride = 1
         self._open: list[list[float]] = []  # fewer than a stride
         self._marks: deque[list[Any]] = deque(maxlen=MAX_MARKS)  # number, time_s, kind, member, text
+        self._validations: deque[list[float]] = deque(maxlen=MAX_VALIDATIONS)  # number, time_s, tokens, loss
         self._speeds: deque[tuple[float, int]] = deque()  # time_s, tokens
         self._versions: list[int] = []
         self._tokens = 0
@@ -126,6 +130,7 @@ class History:
                 "server": asdict(self._server) if self._server else None,
                 "members": [self._said(name, now_s) for name in self._order],
                 "points": [p for p in self._recent if p[0] > since] if since else [*self._past, *self._recent],
+                "validations": [v for v in self._validations if v[0] > since],
                 "marks": [m for m in self._marks if m[0] > since],
                 "ticks": {
                     name: new for name, m in self._members.items() if (new := [t for t in m.ticks if t[0] > since])
@@ -163,6 +168,10 @@ class History:
                 self._mark(now_s, "quarantined", event.member, f"quarantined: {event.reason[:200]}")
             case Pardoned():
                 self._mark(now_s, "pardoned", event.member, "may come back")
+            case ValidationDone():
+                self._validations.append([self._number, now_s, event.tokens, round(event.loss, 5)])
+            case Steered():
+                self._mark(now_s, "steered", event.region, f"a person said: {event.what}")
             case SnapshotWritten():
                 self._mark(now_s, "snapshot", "", f"snapshot {event.number} in {event.seconds:.1f} s")
             case UpdatesLost():

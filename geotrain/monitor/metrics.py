@@ -27,6 +27,7 @@ from geotrain.monitor.events import (
     UpdateApplied,
     UpdateRefused,
     UpdatesLost,
+    ValidationDone,
 )
 from geotrain.monitor.http import Query, Response
 
@@ -52,6 +53,7 @@ class Metrics:
         self.joins = counter("joins", "Ranks that joined", "member")
         self.losses = counter("member_losses", "Times that a member was lost", "member")
         self.loss = gauge("loss", "Training loss that came with the member's last update", "member")
+        self.validation = gauge("validation_loss", "Of the global weights, when last evaluated")
         self.lr = gauge("learning_rate", "Learning rate of the member's last step", "member")
         self.grad_norm = gauge("gradient_norm", "Gradient norm of the member's last step", "member")
         self.delta_norm = gauge("delta_norm", "2-norm of the last delta", "member", "fragment")
@@ -130,6 +132,8 @@ class Metrics:
                 self._add(self.refusals, member=member)
             case Quarantined(member=member):
                 self._set(self.quarantined, 1, member=member)
+            case ValidationDone(loss=loss):
+                self._set(self.validation, loss)
             case Pardoned(member=member):
                 self._set(self.quarantined, 0, member=member)
             case SnapshotWritten(seconds=seconds):

@@ -70,9 +70,7 @@ def story(folder: Path, sequence_length: int) -> Story:
     servers = {p.parent.name: list(events(p)) for p in sorted((folder / "servers").glob("*/events.jsonl"))}
     begin_s = min((e["time_s"] for told_by in servers.values() for e in told_by), default=0.0)
     for site, told_by in servers.items():
-        told.validations += [
-            (e["samples"] * sequence_length, e["loss"]) for e in told_by if e["event"] == "ValidationDone"
-        ]
+        told.validations += [(e["tokens"], e["loss"]) for e in told_by if e["event"] == "ValidationDone"]
         for event, direction in (("SentUp", "up"), ("Merged", "down")):
             moved = [(e["time_s"] - begin_s, e["payload_bytes"]) for e in told_by if e["event"] == event]
             if moved:

@@ -55,7 +55,7 @@ class Diary:
             case Leave():
                 self.events.write(Left(message.member))
             case Validated() if reply:
-                self.events.write(ValidationDone(**asdict(message), samples=self._committed))
+                self.events.write(ValidationDone(**asdict(message), tokens=self._committed * self.sample_tokens))
             case Steer():
                 self.events.write(Steered(message.what, message.region))
             case Offence():

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from geotrain.config import ConfigError, ParallelConfig, WandbConfig
 from geotrain.monitor.board import TensorBoard, Wandb, scalars
-from geotrain.monitor.events import Record, Trouble, UpdateApplied
+from geotrain.monitor.events import Record, Trouble, UpdateApplied, ValidationDone
 from tests.local_servers import LocalClient, LocalServers
 
 METRICS = {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "compute_s": 3.0, "waiting_s": 1.0}
@@ -48,8 +48,10 @@ def test_the_run_in_tensorboard(tmp_path: Path) -> None:
         board.on(merge(tokens))
     board.on(Record(6.0, "global", Trouble("not a number")))
     board.on(merge(None))
+    board.on(Record(7.0, "global", ValidationDone("eu", 1, 4, 2.25, 3.0, 8192)))
     board.close()
     curves = read(tmp_path)
+    assert curves["run/validation_loss"] == [(8192, 2.25)]
     assert curves["run/loss"] == [(4096, 2.5), (8192, 2.5)]
     assert curves["tokens_per_s/eu"][-1] == (8192, 10.0)
 

@@ -19,8 +19,10 @@ from geotrain.monitor.events import (
     Record,
     Recovery,
     SnapshotWritten,
+    Steered,
     UpdateApplied,
     UpdateRefused,
+    ValidationDone,
 )
 from geotrain.monitor.history import Facts, History, facts
 
@@ -69,6 +71,14 @@ def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:
     assert [point[3] for point in more["points"]] == [2.0] and set(more["ticks"]) == {"b"}
     assert made.state(7, first["number"], "another life")["full"]
     json.dumps(more, allow_nan=False)
+
+
+def test_validations_and_a_persons_words_are_told_once() -> None:
+    made = told(Steered("drain", "a"), ValidationDone("a", 1, 3, 2.5, 4.0, 800))
+    first = made.state(5)
+    assert first["validations"] == [[2, 1.0, 800, 2.5]]
+    assert first["marks"] == [[1, 0.0, "steered", "a", "a person said: drain"]]
+    assert made.state(5, first["number"], first["epoch"])["validations"] == []
 
 
 def test_a_long_run_stays_within_bounds_and_keeps_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from geotrain.monitor.events import (
     SnapshotWritten,
     UpdateApplied,
     UpdateRefused,
+    ValidationDone,
 )
 from geotrain.monitor.metrics import PREFIX, Metrics, time_shares
 
@@ -58,7 +59,7 @@ def test_events_become_metrics() -> None:
         Joined("eu", 0, "x"), UPDATE, sample, server, SnapshotWritten(1, 1.5),
         UpdateRefused("eu", "no", 1), UpdateRefused("eu", "no", 2), server,
         ProcessStarted("eu-0", "worker"), ProcessEnded("eu-0", 3), Joined("us", 0, "x"), Lost("us", 6.0),
-        Joined("af", 0, "x"), Left("af"),
+        Joined("af", 0, "x"), Left("af"), ValidationDone("eu", 1, 4, 2.25, 3.0, 4096),
     ):  # fmt: skip
         metrics.on(Record(1000.0, "global", event))
     found = told(metrics)
@@ -71,6 +72,7 @@ def test_events_become_metrics() -> None:
         ("link_capacity_bytes_per_second", "eu"): 1e8, ("refusals_total", "eu"): 2,
         ("member_says", "eu", "pending"): 3,
         ("retries_total",): 2, ("journal_flushes_total",): 14, ("journal_flush_seconds_total",): 1.0,
+        ("validation_loss",): 2.25,
         ("open_leases",): 9, ("snapshots_total",): 1, ("snapshot_seconds",): 1.5, ("process_up", "eu-0"): 0,
         ("process_exits_total", "eu-0", "3"): 1, ("fragment_version", "2"): 4, ("disk_free_bytes",): 2,
         ("events_total", "ServerSampled"): 2,

@@ -181,6 +181,8 @@ def test_controls_and_tooltips(chromium: Chromium, page: str) -> None:
     chromium.open(page)
     chromium.wait_for(POINTS, good=lambda n: n >= 2)
     everything = chromium.evaluate(POINTS)
+    assert chromium.evaluate("document.querySelectorAll('#loss circle.validation').length") == 1
+    assert "validated" in chromium.evaluate("document.querySelector('#figure-loss').textContent")
     chromium.evaluate("document.querySelector('[data-part=\"0.1\"]').click()")
     assert chromium.evaluate(POINTS) < everything / 3
     chromium.evaluate("document.querySelector('[data-x=time]').click()")

@@ -10,7 +10,7 @@ const HIDDEN_MS = 15000;
 const DEADLINE_MS = 8000;
 const $ = (id) => document.getElementById(id);
 
-const known = { epoch: "", number: 0, points: [], marks: [], ticks: {}, state: null, answered: 0 };
+const known = { epoch: "", number: 0, points: [], validations: [], marks: [], ticks: {}, state: null, answered: 0 };
 const map = new WorldMap($("map"));
 const chart = new LossChart($("loss"));
 const members = new Members($("members"));
@@ -34,11 +34,12 @@ async function ask() {
 }
 
 function take(state) {
-  if (state.full) Object.assign(known, { points: [], marks: [], ticks: {} });
+  if (state.full) Object.assign(known, { points: [], validations: [], marks: [], ticks: {} });
   known.points.push(...state.points);
+  known.validations = [...known.validations, ...state.validations].slice(-500);
   known.marks = [...known.marks, ...state.marks].slice(-1000);
   for (const [name, more] of Object.entries(state.ticks)) known.ticks[name] = [...(known.ticks[name] ?? []), ...more].slice(-200);
-  const fresh = state.full || state.points.length > 0;
+  const fresh = state.full || state.points.length + state.validations.length > 0;
   Object.assign(known, { epoch: state.epoch, number: state.number, state, answered: performance.now() });
   show(state, fresh);
 }
@@ -52,7 +53,7 @@ function show(state, fresh) {
   figures(state);
   map.show(state);
   chart.height = window.innerWidth > 860 ? map.height : 300; // as high as its neighbour
-  if (fresh) chart.show(known.points, state.members.map((m) => m.name));
+  if (fresh) chart.show(known.points, known.validations, state.members.map((m) => m.name));
   members.show(state, known.ticks);
   timeline.show(state, known.marks, known.ticks);
   footer(state);
@@ -101,12 +102,17 @@ function figures(state) {
   const [upRate, downRate] = [0, 1].map((k) => rates.reduce((sum, r) => sum + r[k], 0));
   const training = state.members.filter((m) => m.state === "up" && m.shares.compute !== undefined);
   const busy = training.reduce((sum, m) => sum + m.shares.compute, 0) / Math.max(1, training.length);
-  figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", "", trend(smooth));
+  figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", validated(), trend(smooth));
   figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share);
   figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min");
   figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : "");
   figure("busy", "Computing", training.length ? percent(busy) : "–", "", "of the workers' time");
   figure("wan", "Between regions", `${bytes(upRate + downRate)}/s`, "", `↑ ${bytes(upRate)}/s ↓ ${bytes(downRate)}/s`);
+}
+
+function validated() {
+  const last = known.validations[known.validations.length - 1];
+  return last ? `${last[3].toFixed(3)} validated` : "";
 }
 
 function when(time_s) {

@@ -10,12 +10,14 @@ export class LossChart {
     this.height = 300; // at least
     this.part = 1; // of the run, its newest
     this.points = [];
+    this.validations = [];
     this.names = [];
   }
 
-  // points: [number, time_s, tokens, loss, member index or −1]
-  show(points, names) {
+  // points: [number, time_s, tokens, loss, member index or −1]; validations: [number, time_s, tokens, loss]
+  show(points, validations, names) {
     this.points = points;
+    this.validations = validations;
     this.names = names;
     this.draw();
   }
@@ -34,7 +36,8 @@ export class LossChart {
     const smooth = smoothed(this.points).slice(-points.length);
     const xs = points.map((p) => p[column]);
     const [xLow, xHigh] = [xs[0], Math.max(xs[xs.length - 1], xs[0] + (column === 2 ? 1 : 0.001))];
-    const [yLow, yHigh] = range(points.map((p) => p[3]), smooth);
+    const checked = this.validations.filter((v) => v[column] >= xLow && v[column] <= xHigh);
+    const [yLow, yHigh] = range(points.map((p) => p[3]), [...smooth, ...checked.map((v) => v[3])]);
     const x = (v) => MARGIN.left + ((v - xLow) / (xHigh - xLow)) * (width - MARGIN.left - MARGIN.right);
     const y = (v) => MARGIN.top + ((yHigh - v) / (yHigh - yLow)) * (height - MARGIN.top - MARGIN.bottom);
     this.axes(root, width, height, x, y, [xLow, xHigh], [yLow, yHigh]);
@@ -51,6 +54,7 @@ export class LossChart {
     svg("path", { class: "curve", id: "loss-curve", "data-points": points.length, d: line(curve) }, inside);
     const [ex, ey] = curve[curve.length - 1];
     svg("circle", { cx: ex, cy: ey, r: 4, fill: "var(--accent)", stroke: "var(--card)", "stroke-width": 2 }, root);
+    for (const v of checked) svg("circle", { class: "validation", cx: x(v[column]), cy: y(v[3]), r: 4 }, inside);
     this.pointer(root, width, height, curve, smooth, points);
     this.parent.replaceChildren(root);
   }

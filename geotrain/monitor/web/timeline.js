@@ -5,7 +5,7 @@ export const KINDS = {
   joined: ["var(--good)", "joined"], found: ["var(--good)", "back"], lost: ["var(--bad)", "lost"],
   left: ["var(--faint)", "left"], refused: ["var(--warn)", "refused"],
   quarantined: ["var(--bad)", "quarantined"], pardoned: ["var(--good)", "pardoned"], snapshot: ["var(--accent)", "snapshot"],
-  start: ["var(--ink)", "start"], trouble: ["var(--bad)", "trouble"],
+  steered: ["var(--ink)", "steered"], start: ["var(--ink)", "start"], trouble: ["var(--bad)", "trouble"],
 };
 const SHOWN = 60;
 
