@@ -34,9 +34,9 @@ def run_on(data: Path, **model: Any) -> RunConfig:
     block = run.data.model_copy(
         update={"train": str(data / "train"), "validation": None, "tokenizer": str(data / "tokenizer")}
     )
-    return run.model_copy(
-        update={"data": block, "model": run.model.model_copy(update={"config": {**run.model.config, **model}})}
-    )
+    monitor = run.monitor.model_copy(update={"validate_every_samples": None})
+    architecture = run.model.model_copy(update={"config": {**run.model.config, **model}})
+    return run.model_copy(update={"data": block, "model": architecture, "monitor": monitor})
 
 
 def cluster() -> ClusterConfig:
