@@ -47,7 +47,7 @@ from geotrain.config import LinkConfig
 from geotrain.launch import wan
 from geotrain.launch.supervise import Process, Supervisor, guarded
 links = {"eu": LinkConfig(regions=("eu", "global"), gbps=1.0, rtt_ms=1.0)}
-with wan.emulated(links, Path(sys.argv[1]) / "control") as made, Supervisor(Path(sys.argv[1])) as supervisor:
+with wan.emulated(links, control=Path(sys.argv[1]) / "control") as made, Supervisor(Path(sys.argv[1])) as supervisor:
     supervisor.start(made.process)
     namespace = made.namespaces["eu"]
     supervisor.start(Process("eu-0", guarded(["sleep", "300"], namespace), keeps=(namespace,)))
@@ -72,7 +72,7 @@ def devices() -> set[str]:
 @contextmanager
 def running(links: dict[str, LinkConfig], logs: Path) -> Iterator[wan.Wan]:
     """Links with the pump and a far end in each region running."""
-    with wan.emulated(links, logs / "control") as made, Supervisor(logs) as supervisor:
+    with wan.emulated(links, control=logs / "control") as made, Supervisor(logs) as supervisor:
         supervisor.start(made.process)
         for region in links:
             far_end = (sys.executable, "-I", "-S", "-c", FAR_END, made.addresses[region])
@@ -190,7 +190,7 @@ def test_a_link_that_cannot_be_set_up_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(wan.Shape, "__getattribute__", _no_mtu)
     with (
         pytest.raises(LaunchError, match=r"'ip link set geo mtu -5 .*' failed"),
-        wan.emulated({"eu": link("eu", 1, 1)}, tmp_path / "control"),
+        wan.emulated({"eu": link("eu", 1, 1)}, control=tmp_path / "control"),
     ):
         pass
     assert devices() == before
@@ -203,7 +203,7 @@ def _no_mtu(self: wan.Shape, name: str) -> object:
 
 @pytest.mark.root
 def test_a_pump_that_dies_fails_the_run(tmp_path: Path) -> None:
-    with wan.emulated({"eu": link("eu", 1.0, 1.0)}, tmp_path / "control") as made, Supervisor(tmp_path) as supervisor:
+    with wan.emulated({"eu": link("eu", 1.0, 1.0)}, control=tmp_path / "control") as made, Supervisor(tmp_path) as supervisor:
         supervisor.start(made.process)
         supervisor.start(
             Process("eu-0", guarded(("sleep", "300"), made.namespaces["eu"]), keeps=(made.namespaces["eu"],))
