@@ -132,7 +132,7 @@ class LimitsConfig(Block):
     norm_deviations: PositiveFloat | None = Field(
         8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
     )
-    norm_free_updates: PositiveInt = Field(16, description="Updates of a fragment from which the usual is learned.")
+    norm_free_updates: PositiveInt = Field(16, description="Updates a member from which the usual is learned.")
     offences: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
     offence_window: PositiveInt = Field(64, description="A member's last ones: so many.")
     quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")

@@ -1,8 +1,10 @@
 """Updates whose norm is far above the usual: how a server knows them.
 
 The usual is learned from the updates that were applied, for each fragment, as median and deviation of the norms'
-logarithms: one wild update moves neither. All members of a server are of one kind (workers, or regions), so their
-updates are alike. Pure, and the same bits on replay.
+logarithms: one wild update moves neither. A region's updates are unequal by themselves, since delayed Nesterov moves
+its weights by the momentum of many updates at every N-th: so what is not above twice the largest that was remembered
+passes as well. All members of a server are of one kind (workers, or regions), so their updates are alike. Pure, and
+the same bits on replay.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch import Tensor
 from geotrain.config import LimitsConfig
 from geotrain.outer.messages import Refused
 
-MEMORY = 64  # accepted updates from which the usual is taken
+MEMORY = 64  # accepted updates of each member, on average, from which the usual is taken
+PEAK = 2.0  # times the largest remembered
 LEAST_DEVIATION = 0.25  # of the logarithm: norms that hardly vary may double all the same
 NORMAL = 1.4826  # standard deviation over median absolute deviation of normal numbers
 ROW, STEP_ROWS = 4096, 4096
@@ -39,14 +42,14 @@ def norm(vector: Tensor) -> float:
 class Usual:
     """The usual size of a positive number, from the last ones."""
 
-    def __init__(self, logs: Sequence[float] = ()) -> None:
-        self.logs: deque[float] = deque(logs, maxlen=MEMORY)
+    def __init__(self, memory: int, logs: Sequence[float] = ()) -> None:
+        self.logs: deque[float] = deque(logs, maxlen=memory)
 
     def limit(self, deviations: float) -> float:
-        """Above it lies what is more than so many deviations above the usual."""
+        """Above it lies what is more than so many deviations above the usual, and above all peaks so far."""
         centre = median(self.logs)
         deviation = NORMAL * median(abs(value - centre) for value in self.logs)
-        exponent = centre + deviations * max(deviation, LEAST_DEVIATION)
+        exponent = max(centre + deviations * max(deviation, LEAST_DEVIATION), max(self.logs) + log(PEAK))
         return exp(exponent) if exponent < 700 else inf
 
 
@@ -57,9 +60,10 @@ class NormLimits:
     refused only when both its norm and its norm over its weight are unusual.
     """
 
-    def __init__(self, config: LimitsConfig, fragments: int) -> None:
-        self.deviations, self.free = config.norm_deviations, config.norm_free_updates
-        self._usual = [(Usual(), Usual()) for _ in range(fragments)]  # norms; norms over weights
+    def __init__(self, config: LimitsConfig, fragments: int, members: int) -> None:
+        self.deviations, self.free = config.norm_deviations, config.norm_free_updates * members
+        self._memory = max(MEMORY * members, self.free)
+        self._usual = [(Usual(self._memory), Usual(self._memory)) for _ in range(fragments)]  # norms; over weights
 
     def check(self, member: str, fragment: int, size: float, weight: int) -> None:
         """Raises Refused. size: the norm."""
@@ -87,4 +91,4 @@ class NormLimits:
         return [[list(usual.logs) for usual in pair] for pair in self._usual]
 
     def load(self, state: list[Any]) -> None:
-        self._usual = [(Usual(norms), Usual(over_weight)) for norms, over_weight in state]
+        self._usual = [(Usual(self._memory, norms), Usual(self._memory, rates)) for norms, rates in state]

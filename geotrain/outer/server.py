@@ -84,7 +84,8 @@ class Server:
         self.down = down
         self.frozen: Frozen | None = None  # the global weights that a validation speaks of
         self.limits = limits
-        self.norms = NormLimits(limits, len(layout.fragments)) if limits.norm_deviations is not None else None
+        judged = limits.norm_deviations is not None
+        self.norms = NormLimits(limits, len(layout.fragments), len(members)) if judged else None
         self.data = identity.data  # sha256 of the run's training data, once a member has told it
 
     # -- joining

@@ -56,8 +56,9 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         once = geotrain("status", folder, "--once")
         assert once.returncode == State.RUNNING and "small: running; " in once.stdout and "tokens/s" in once.stdout
 
-        assert geotrain("pardon", folder, "eu-0").stdout == "eu-0: pardoned\n"
-        assert geotrain("pardon", folder, "us").stdout == "us: pardoned\n"
+        for member in ("eu-0", "us"):
+            pardoned = geotrain("pardon", folder, member)
+            assert pardoned.stdout == f"{member}: pardoned\n", pardoned.stderr
         nobody = geotrain("pardon", folder, "x")
         assert (
             nobody.returncode == 2 and "'x' is no worker or region of this run; there are eu, eu-0" in nobody.stderr

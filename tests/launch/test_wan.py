@@ -203,7 +203,10 @@ def _no_mtu(self: wan.Shape, name: str) -> object:
 
 @pytest.mark.root
 def test_a_pump_that_dies_fails_the_run(tmp_path: Path) -> None:
-    with wan.emulated({"eu": link("eu", 1.0, 1.0)}, control=tmp_path / "control") as made, Supervisor(tmp_path) as supervisor:
+    with (
+        wan.emulated({"eu": link("eu", 1.0, 1.0)}, control=tmp_path / "control") as made,
+        Supervisor(tmp_path) as supervisor,
+    ):
         supervisor.start(made.process)
         supervisor.start(
             Process("eu-0", guarded(("sleep", "300"), made.namespaces["eu"]), keeps=(made.namespaces["eu"],))

@@ -21,6 +21,7 @@ SILENT_S = 1.6
 @pytest.fixture
 def make(tmp_path, monkeypatch) -> Iterator[Callable[..., Cluster]]:
     monkeypatch.setattr(calls, "BEAT_S", SILENT_S / 10)
+    monkeypatch.setattr(calls, "REGION_BEAT_S", SILENT_S / 10)
     with clusters(tmp_path) as maker:
         yield maker
 

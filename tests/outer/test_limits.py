@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from geotrain.config import LimitsConfig
 from geotrain.net.machine import take
-from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, NormLimits, norm
+from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, PEAK, NormLimits, norm
 from geotrain.outer.messages import (
     GLOBAL,
     Finished,
@@ -59,10 +59,10 @@ def test_a_norm_beyond_all_numbers_is_infinite():
 @given(st.lists(st.tuples(sizes, st.integers(1, 40)), min_size=1, max_size=100), st.integers(1, 20))
 def test_norms_are_judged_as_the_median_says(updates, free):
     """Against a plain reference: an update passes while the usual is being learned, or when either its norm or its
-    norm over its weight is within so many deviations of the medians of the last accepted ones. Saved and loaded
-    between any two, the decisions are the same."""
+    norm over its weight is within so many deviations of the medians of the last accepted ones, or within twice their
+    largest. Saved and loaded between any two, the decisions are the same."""
     limits_config = LimitsConfig(norm_deviations=4.0, norm_free_updates=free)
-    limits, accepted = NormLimits(limits_config, 1), list[tuple[float, float]]()
+    limits, accepted = NormLimits(limits_config, 1, 1), list[tuple[float, float]]()
     for size, weight in updates:
         values = math.log(size), math.log(size / weight)
         usual = False
@@ -70,7 +70,8 @@ def test_norms_are_judged_as_the_median_says(updates, free):
             centre = statistics.median(kept)
             deviation = NORMAL * statistics.median([abs(k - centre) for k in kept])
             usual |= value <= centre + 4.0 * max(deviation, LEAST_DEVIATION) + 1e-9
-        fresh = NormLimits(limits_config, 1)
+            usual |= value <= max(kept) + math.log(PEAK) + 1e-9
+        fresh = NormLimits(limits_config, 1, 1)
         fresh.load(limits.state())
         limits = fresh
         try:
@@ -81,6 +82,21 @@ def test_norms_are_judged_as_the_median_says(updates, free):
             assert len(accepted) < free or usual
             limits.note(0, size, weight)
             accepted.append(values)
+
+
+@pytest.mark.parametrize("regions", [1, 4, 12])
+def test_the_kicks_of_delayed_momentum_are_usual(regions):
+    """At every N-th arrival a region's weights move by its momentum, many times as far as by one delta; and that stays
+    so when the learning rate has ended and deltas are tiny."""
+    limits = NormLimits(LimitsConfig(), 1, regions)
+    for turn in range(400):
+        for _ in range(regions):
+            kick = 1.6 * 0.9 ** (turn // 8) if turn % 8 == 7 else 0.0
+            size = 1e-5 + 0.2 * math.exp(-turn / 40) + kick
+            limits.check("r", 0, size, 2)
+            limits.note(0, size, 2)
+    with pytest.raises(Refused):
+        limits.check("r", 0, 100.0, 2)
 
 
 def exploded(deltas: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

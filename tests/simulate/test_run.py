@@ -29,7 +29,7 @@ def test_a_report_says_hours_bytes_and_who_waits(tmp_path):
 
 def test_what_if():
     now = simulate(RUN, CLUSTER, step_s=0.5)
-    finer = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(updates_per_send=2, codec="int4"))
+    finer = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(updates_per_send=2, codec="topk2"))
     sparser = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(local_steps=64))
     alone = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(without="us"))
 
@@ -38,7 +38,7 @@ def test_what_if():
 
     assert wide(finer) > 4 * wide(now)
     per_message = {r: x["links"]["eu up"]["gigabytes"] / wide(x) for r, x in (("now", now), ("finer", finer))}
-    assert per_message["finer"] < 0.3 * per_message["now"]
+    assert per_message["finer"] < 0.7 * per_message["now"]
     assert sparser["links"]["eu local up"]["messages"] < 0.2 * now["links"]["eu local up"]["messages"]
     assert alone["hours"] > 1.8 * now["hours"] and "us up" not in alone["links"]
 
