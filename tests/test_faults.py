@@ -92,7 +92,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     us = json.loads((run.folder / "servers/us/status.json").read_text())
     assert us["members"]["us-0"]["restarts"] == died.count("us-0") == 2
     assert 0.2 < goodput(run, found["committed_samples"], end_s)["goodput"] <= 1.0
-    for segment in sorted((run.archive / "eu/journal").iterdir())[3:]:
+    for segment in sorted((run.archive / "eu/journal").iterdir())[1:]:
         segment.unlink()
     assert accounts(run)["lost_acknowledged"] > 0  # it sees what is missing
 

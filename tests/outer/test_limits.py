@@ -86,8 +86,8 @@ def test_norms_are_judged_as_the_median_says(updates, free):
 
 @pytest.mark.parametrize("regions", [1, 4, 12])
 def test_the_kicks_of_delayed_momentum_are_usual(regions):
-    """At every N-th arrival a region's weights move by its momentum, many times as far as by one delta; and that stays
-    so when the learning rate has ended and deltas are tiny."""
+    """At every N-th arrival a region's weights move by its momentum, many times as far as by one delta; and that
+    stays so when the learning rate has ended and deltas are tiny."""
     limits = NormLimits(LimitsConfig(), 1, regions)
     for turn in range(400):
         for _ in range(regions):
