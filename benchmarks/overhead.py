@@ -57,6 +57,7 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
     raw["folder"] = str(folder / "run")
     raw["data"].update(train=str(folder / "data/train"), validation=None, train_samples=1 << 20)
     raw["outer"]["local_steps"] = local_steps
+    del raw["monitor"]["validate_every_samples"]
     for block, keys in run_keys.items():
         raw[block] = {**raw.get(block, {}), **keys}
     ports = free_ports(2)

@@ -144,6 +144,7 @@ def run_file(
         "deepspeed": deepspeed | {"zero_optimization": {"stage": 0}},
         "outer": OUTER | outer | {"local_steps": local_steps},
         "checkpoint": {"every_jobs": 1 << 20, "every_updates": 1 << 20},
+        "monitor": {},  # no validation beside what is timed
     }
 
 
