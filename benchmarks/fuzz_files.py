@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from abc import ABC, abstractmethod
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Configs:
         return "taken"
 
 
-class _Folders:
+class _Folders(ABC):
     """A server's folder as it was left, and the state that is to come back from it."""
 
     def __init__(self, folder: Path) -> None:
@@ -122,8 +123,9 @@ class _Folders:
         tensors, meta = self._start
         server.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
 
+    @abstractmethod
     def _victims(self, folder: Path) -> list[Path]:
-        raise NotImplementedError
+        """The files of which one is damaged."""
 
     def attempt(self, rng: random.Random) -> str:
         shutil.rmtree(self._copy, ignore_errors=True)

@@ -6,6 +6,7 @@ virtual clock. Every update is applied whole (all its parts) and once (by its se
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ class Frozen:
     weights: list[Tensor]
 
 
-class Server:
+class Server(ABC):
     """members: names of those who may join. up, down: codecs of the links to them."""
 
     def __init__(
@@ -237,12 +238,13 @@ class Server:
             told.append(FragmentWeights(f, version, to_bytes(plain.encode(held).payload)))
         return Answer(number, tuple(told), self.incarnation)
 
+    @abstractmethod
     def validation_weights(self) -> list[Tensor]:
         """The newest global weights, one fp32 vector a fragment; none when they are not known here."""
-        raise NotImplementedError
 
+    @abstractmethod
     def global_version_of(self, fragment: int) -> int:
-        raise NotImplementedError
+        """Of `validation_weights`."""
 
     # -- state
 
@@ -302,13 +304,13 @@ class Server:
         for member in self.members.values():
             member.left = False
 
-    def release_leases(self, name: str) -> None:
+    def release_leases(self, name: str) -> None:  # noqa: B027 (a hook: nothing to do is right)
         """The leases that this member holds and has not trained return to the pool."""
 
-    def on_new_life(self, name: str, join: Join) -> None:
+    def on_new_life(self, name: str, join: Join) -> None:  # noqa: B027 (a hook: nothing to do is right)
         """A member came back after a death, or came for the first time."""
 
-    def on_applied(self, part: UpdatePart) -> None:
+    def on_applied(self, part: UpdatePart) -> None:  # noqa: B027 (a hook: nothing to do is right)
         """An update was applied; `part` is its part 0."""
 
     def set_weights(self, vectors: list[Tensor]) -> None:

@@ -367,3 +367,26 @@ def wait_for(what: Callable[[], Any], within_s: float = 10.0) -> Any:
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
     return value
+
+
+def train_all(cluster: Cluster, life: str = "life-1") -> list[FakeWorker]:
+    """Every worker until it is told that it is finished, side by side."""
+    workers = [cluster.worker(name, life) for name in cluster.home]
+    failed: list[BaseException] = []
+
+    def run(worker: FakeWorker) -> None:
+        try:
+            worker.run()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for worker in workers:
+        worker.close()
+    assert not failed, failed
+    wait_for(lambda: cluster.top.server.finished)
+    return workers

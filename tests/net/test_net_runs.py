@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tests.net.net_worlds import Cluster, FakeWorker, clusters, halves, outer, stripes, target, wait_for, whole
+from tests.net.net_worlds import (
+    Cluster,
+    clusters,
+    halves,
+    outer,
+    stripes,
+    target,
+    train_all,
+    wait_for,
+    whole,
+)
 
 
 @pytest.fixture
@@ -17,33 +26,11 @@ def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
         yield maker
 
 
-def run_all(cluster: Cluster) -> list[FakeWorker]:
-    workers = [cluster.worker(name) for name in cluster.slicings]
-    errors: list[BaseException] = []
-
-    def run(worker: FakeWorker) -> None:
-        try:
-            worker.run()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(w,)) for w in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for worker in workers:
-        worker.close()
-    assert not errors
-    wait_for(lambda: cluster.top.server.finished)
-    return workers
-
-
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
 def test_a_run_trains_every_sample_once_and_ends(make, rule):
     cluster = make(outer(rule), {"eu": {"a": halves, "b": whole}, "us": {"c": stripes}}, train_samples=72)
     before = [x.x.clone() for x in cluster.top.server.fragments]
-    workers = run_all(cluster)
+    workers = train_all(cluster)
     ranges = sorted((lease.start, lease.samples) for w in workers for lease in w.trained)
     assert [start for start, _ in ranges] == list(range(0, 72, 4))
     book = cluster.top.server.book
@@ -63,7 +50,7 @@ def test_slicings_do_not_change_the_global_state(make, rule):
     for cut_a, cut_b in ((whole, whole), (halves, stripes)):
         cluster = make(outer(rule), {"eu": {"a": cut_a}, "us": {"b": cut_b}}, train_samples=32)
         if rule == "sync":
-            run_all(cluster)
+            train_all(cluster)
         else:
             run_in_turns(cluster)
         states.append([state.x for state in cluster.top.server.fragments])

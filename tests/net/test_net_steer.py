@@ -22,7 +22,7 @@ from geotrain.outer.layout import numel, scatter
 from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
 from geotrain.outer.server import VALIDATION_CODEC
 from geotrain.outer.validation import Validations
-from tests.net.net_worlds import Cluster, FakeWorker, clusters, halves, outer, wait_for, whole
+from tests.net.net_worlds import Cluster, clusters, halves, outer, train_all, wait_for, whole
 
 PLAN = {"eu": {"a": whole, "b": halves}, "us": {"c": whole}}
 
@@ -35,29 +35,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
 
 def tell(cluster: Cluster, what: str, region: str = "") -> str:
     return command(cluster.top.address, calls.Control(what, region), 10.0)
-
-
-def train_all(cluster: Cluster, life: str) -> list[FakeWorker]:
-    """Every worker until it is told that it is finished, side by side."""
-    workers = [cluster.worker(name, life) for name in cluster.home]
-    failed: list[BaseException] = []
-
-    def run(worker: FakeWorker) -> None:
-        try:
-            worker.run()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for worker in workers:
-        worker.close()
-    assert not failed, failed
-    wait_for(lambda: cluster.top.server.finished)
-    return workers
 
 
 def test_workers_wait_while_the_run_is_paused_and_go_on_at_once(make: Callable[..., Cluster]) -> None:

@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, parse
 from geotrain.launch.planning import default_run
+from geotrain.plan.cost import Problem, problem_from_links
 from geotrain.plan.inventory import Pins, Task, task_of
 from geotrain.plan.planner import Plan, Wish, plan
 
@@ -75,3 +78,16 @@ def task(run: RunConfig, cluster: ClusterConfig, pins: Pins | None = None) -> Ta
 
 def planned(run: RunConfig, cluster: ClusterConfig, pins: Pins | None = None, **wish: Any) -> Plan:
     return plan(task(run, cluster, pins), Wish(**{"tokens": 1e10, **wish}))
+
+
+def random_problem(rng: np.random.Generator, stages: int, replicas: int, idle: int = 0) -> Problem:
+    n = stages * replicas + idle
+    return problem_from_links(
+        rng.random((n, n)) * 0.2,
+        np.exp(rng.standard_normal((n, n))),
+        stages=stages,
+        replicas=replicas,
+        gradient_gigabytes=0.65,
+        activation_gigabytes=0.47,
+        compute_s=rng.random(n),
+    )

@@ -18,19 +18,7 @@ from geotrain.plan.cost import (
     stage_costs,
     table_costs,
 )
-
-
-def random_problem(rng: np.random.Generator, stages: int, replicas: int, idle: int = 0) -> Problem:
-    n = stages * replicas + idle
-    return problem_from_links(
-        rng.random((n, n)) * 0.2,
-        np.exp(rng.standard_normal((n, n))),
-        stages=stages,
-        replicas=replicas,
-        gradient_gigabytes=0.65,
-        activation_gigabytes=0.47,
-        compute_s=rng.random(n),
-    )
+from tests.plan.plan_cases import random_problem
 
 
 def four_devices(**changes) -> Problem:

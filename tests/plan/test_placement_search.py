@@ -11,6 +11,7 @@ import pytest
 from geotrain.plan.bound import lower_bound
 from geotrain.plan.cost import Problem, partition_cost, placement, problem_from_links, table_costs
 from geotrain.plan.search import Annealer, Effort, polish, search
+from tests.plan.plan_cases import random_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 GOALS = {
@@ -28,19 +29,6 @@ def benchmark():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def random_problem(rng: np.random.Generator, stages: int, replicas: int, idle: int = 0) -> Problem:
-    n = stages * replicas + idle
-    return problem_from_links(
-        rng.random((n, n)) * 0.2,
-        np.exp(rng.standard_normal((n, n))),
-        stages=stages,
-        replicas=replicas,
-        gradient_gigabytes=0.65,
-        activation_gigabytes=0.47,
-        compute_s=rng.random(n),
-    )
 
 
 def regions_problem(sizes: list[int], stages: int, replicas: int, gbps: np.ndarray, **more) -> Problem:
