@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from claims_goodput import goodput_table
-from claims_methods import METHODS, OURS, ROOT, Settings
+from claims_methods import LADDER, METHODS, OURS, ROOT, Settings
 from claims_report import Row, loss_at, plain, plot_curves, speedup, summary, table, time_to
-from claims_runs import DATA, Job, Results
+from claims_runs import Job, Results
 from claims_worlds import WORLDS
-
-from geotrain.simulate.spec import load_environment
 
 TUNED = ROOT / "benchmarks/data/claims_tuned.json"
 SEARCH_SEED = 1000  # of the runs that settings are chosen by; never one of the seeds that are compared
@@ -55,13 +53,15 @@ FULL = Plan(steps=15360, search_steps=15360, trials=12, seeds=3, harsh_seeds=2, 
 def main() -> None:
     arguments = parse_arguments()
     plan = FULL if arguments.full else REDUCED
-    for name in ("steps", "trials", "seeds", "harsh_seeds"):
+    for name in ("steps", "search_steps", "trials", "seeds", "harsh_seeds"):
         if getattr(arguments, name) is not None:
             plan = replace(plan, **{name: getattr(arguments, name)})
     results = Results(
         Path(arguments.results or ROOT / f"runs/claims-{'full' if arguments.full else 'reduced'}.jsonl")
     )
     study = Study(plan, results, arguments.jobs, tuple(arguments.methods))
+    if arguments.search_only:
+        return
     report = study.published()
     if arguments.harsh:
         report["harsh"] = study.harsh()
@@ -77,9 +77,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="search and seeds as committed (hours)")
+    parser.add_argument("--search-only", action="store_true", help="find the settings, and stop")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--steps", type=int, help="inner steps of all workers together")
-    parser.add_argument("--trials", type=int, help="settings tried for each method")
+    parser.add_argument("--search-steps", type=int, help="of a run of the search")
+    parser.add_argument("--trials", type=int, help="settings tried for each method; 0: those found before")
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--harsh-seeds", type=int)
     parser.add_argument("--no-harsh", dest="harsh", action="store_false")
@@ -189,25 +191,44 @@ class Study:
     # -- inside
 
     def _search(self) -> dict[str, Settings]:
-        """For each method the settings with the best loss on the selection slice, of equally many."""
-        environment = load_environment(DATA)
-        assert environment.steps
-        chosen = {}
-        for m in self.methods:
-            candidates = METHODS[m].candidates(self.plan.trials, SEARCH_SEED)
-            jobs = [
-                Job(m, settings, "published", SEARCH_SEED, self.plan.search_steps, self.plan.size, points=4)
-                for settings in candidates
+        """For each method the settings with the best loss on the selection slice, of equally many: the published
+        ones with each learning rate of the ladder, then draws at the best of these rates."""
+        searched = [m for m in self.methods if METHODS[m].settings_of is None]
+        ladder = {m: [{**METHODS[m].published(), "lr": lr} for lr in LADDER] for m in searched}
+        first = self._tried(ladder)
+        drawn = {
+            m: [
+                {"lr": best["settings"]["lr"], **d}
+                for d in METHODS[m].draws(self.plan.trials - len(LADDER), SEARCH_SEED)
             ]
-            rows = self.results.complete(jobs, self.processes)
-            best = min(rows, key=lambda row: row["selection"])
-            chosen[m] = best["settings"]
-            print(f"{m}: {best['selection']:.4f} of {[round(r['selection'], 4) for r in rows]} with {chosen[m]}")
-        TUNED.write_text(json.dumps(chosen, indent=1) + "\n")
-        return chosen
+            for m, best in ((m, _best(rows)) for m, rows in first.items())
+        }
+        second = self._tried(drawn)
+        found = {}
+        for m in searched:
+            rows = first[m] + second[m]
+            found[m] = {
+                "settings": _best(rows)["settings"],
+                "tried": [{"settings": r["settings"], "selection": r["selection"]} for r in rows],
+            }
+        TUNED.write_text(json.dumps(plain({"steps": self.plan.search_steps, "methods": found}), indent=1) + "\n")
+        return self._tuned()
+
+    def _tried(self, candidates: dict[str, list[Settings]]) -> dict[str, list[Row]]:
+        """One pass of the pool over all methods' candidates."""
+        jobs = {
+            m: [
+                Job(m, s, "published", SEARCH_SEED, self.plan.search_steps, self.plan.size, points=4)
+                for s in settings
+            ]
+            for m, settings in candidates.items()
+        }
+        self.results.complete([job for mine in jobs.values() for job in mine], self.processes)
+        return {m: self.results.complete(mine, self.processes) for m, mine in jobs.items()}
 
     def _tuned(self) -> dict[str, Settings]:
-        return json.loads(TUNED.read_text())
+        found = json.loads(TUNED.read_text())["methods"]
+        return {m: found[METHODS[m].settings_of or m]["settings"] for m in self.methods}
 
     def _extended(self, methods: list[str], target: float) -> dict[str, Any]:
         """Methods that did not get there, once more with twice the tokens and a schedule as long."""
@@ -220,6 +241,10 @@ class Study:
         ]
         rows = self.results.complete(jobs, self.processes)
         return {m: summary([row for row in rows if row["method"] == m], target) for m in methods}
+
+
+def _best(rows: list[Row]) -> Row:
+    return min(rows, key=lambda row: row["selection"])
 
 
 def _target(by_method: dict[str, list[Row]]) -> float:

@@ -36,7 +36,7 @@ class Job:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train it in virtual time. curve: [virtual seconds, committed share, selection loss, test loss] points."""
+    """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points."""
     import torch
 
     torch.set_num_threads(1)
@@ -68,12 +68,12 @@ def run(job: Job) -> dict[str, Any]:
     except (NonFiniteError, Refused) as error:  # the delta of a diverged worker is not encoded, or not taken
         return {"key": job.key, **asdict(job), "diverged": str(error), "selection": 1e9, "test": 1e9, "curve": [],
                 "seconds": world.clock.now, "cpu_s": time.process_time() - begin}  # fmt: skip
-    curve.add(world, report["committed_steps"] * devices / job.steps)
+    selection = curve.last(world, report["committed_steps"] * devices / job.steps)
     return {
         "key": job.key,
         **asdict(job),
-        "curve": [[p.time_s, p.committed_share, p.selection, p.test] for p in curve.points],
-        "selection": curve.points[-1].selection,
+        "curve": [[p.time_s, p.committed_share, p.test] for p in curve.points],
+        "selection": selection,
         "test": curve.points[-1].test,
         "seconds": report["seconds"],
         "bound_s": bound_s,

@@ -129,18 +129,17 @@ class Learning:
 
 @dataclass(frozen=True)
 class Point:
-    """The global weights at a moment: losses in nats a byte on the two held-out slices."""
+    """The global weights at a moment. test: loss in nats a byte on that held-out slice."""
 
     time_s: float
     committed_share: float
-    selection: float
     test: float
 
 
 class Curve:
     """Evaluates the global server's weights whenever another 1/points of the run's samples is committed.
 
-    Give `watch` to the World; `last()` adds the end of the run.
+    Give `watch` to the World; `last` adds the end of the run.
     """
 
     def __init__(self, study: Study, points: int, windows: int = 160, tell: Callable[[Point], None] | None = None):
@@ -159,16 +158,15 @@ class Curve:
             self.add(world, share)
 
     def add(self, world: World, share: float) -> None:
-        weights = self._flat(world)
-        point = Point(
-            world.clock.now,
-            share,
-            self.model.evaluate(weights, self.selection),
-            self.model.evaluate(weights, self.test),
-        )
+        point = Point(world.clock.now, share, self.model.evaluate(self._flat(world), self.test))
         self.points.append(point)
         if self.tell:
             self.tell(point)
+
+    def last(self, world: World, share: float) -> float:
+        """Adds the end of the run; returns the loss on the selection slice, by which settings are chosen."""
+        self.add(world, share)
+        return self.model.evaluate(self._flat(world), self.selection)
 
     def _flat(self, world: World) -> Tensor:
         named = {
