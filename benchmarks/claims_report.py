@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from geotrain.files import whole_file
+
 Row = dict[str, Any]
 # Two-sided 95 % of Student's t by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -122,3 +124,16 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     """Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def replace_block(path: Path, name: str, text: str) -> None:
+    """The lines of a Markdown file between `<!-- name: begin -->` and `<!-- name: end -->`; all others stay.
+
+    Raises ValueError when the file has no such lines."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = path.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{path}: a line {begin!r}, and after it a line {end!r}, are needed")
+    with whole_file(path) as file:
+        file.write(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")

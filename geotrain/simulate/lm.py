@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from geotrain.canonical import Architecture, Parameter, canonical_parameters
 from geotrain.simulate.compiled import CompiledLM, adamw, library
 
+EVALUATED = 256  # samples at once: their logits must fit
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # neighbours in the vector: one matrix each
 
 
@@ -48,17 +49,17 @@ class InnerSettings:
 class SmallLM:
     """Weights and gradient are two flat fp32 vectors; `masters` names the weights' parts (views)."""
 
-    def __init__(self, architecture: Architecture, start: Tensor, compiled: bool = True) -> None:
-        """compiled: where it can be."""
-        self.a = architecture
+    def __init__(self, architecture: Architecture, start: Tensor, compiled: bool = True, device: str = "cpu") -> None:
+        """compiled: where it can be, on a CPU. Elsewhere torch computes in bf16, from fp32 weights."""
+        self.a, self.device = architecture, device
         self.parameters = canonical_parameters(architecture)
-        self.flat = start.clone()
+        self.flat = start.to(device, copy=True)
         self.gradient = torch.zeros_like(self.flat)
         self.masters: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         self._place()
-        self._angles = _rotary_angles(architecture)
-        loaded = library() if compiled else None
+        self._angles = tuple(t.to(device) for t in _rotary_angles(architecture))
+        loaded = library() if compiled and device == "cpu" else None
         self._compiled = CompiledLM(loaded, architecture, self._angles) if loaded else None
 
     def decays(self) -> Tensor:
@@ -91,7 +92,8 @@ class SmallLM:
         if self._compiled is not None:
             return self._compiled.loss(self.flat, tokens, self.gradient)
         self.gradient.zero_()
-        loss = self.loss(tokens)
+        with self._precision():
+            loss = self.loss(tokens.to(self.device))
         loss.backward()
         return loss.item()
 
@@ -102,9 +104,13 @@ class SmallLM:
             return self._compiled.loss(weights, tokens)
         mine = self.flat.clone()
         self.flat.copy_(weights)
-        loss = float(self.loss(tokens))
+        with self._precision():
+            losses = [float(self.loss(part.to(self.device))) * len(part) for part in tokens.split(EVALUATED)]
         self.flat.copy_(mine)
-        return loss
+        return sum(losses) / len(tokens)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.device != "cpu")
 
     def _place(self) -> None:
         """Leaves are views of the flat vectors, so that one optimizer step is a few operations on one tensor."""
@@ -131,10 +137,11 @@ class SmallLM:
 class FlatAdamW:
     """AdamW on one flat vector, with global-norm clipping. Its state lives through every exchange."""
 
-    def __init__(self, settings: InnerSettings, numel: int, decays: Tensor, compiled: bool = True) -> None:
+    def __init__(self, settings: InnerSettings, decays: Tensor, compiled: bool = True) -> None:
+        """decays: 1 where weight decay applies; the state lies where it lies."""
         self.settings, self.decays = settings, decays
-        self._loaded = library() if compiled else None
-        self.m, self.v, self.steps = torch.zeros(numel), torch.zeros(numel), 0
+        self._loaded = library() if compiled and decays.device.type == "cpu" else None
+        self.m, self.v, self.steps = torch.zeros_like(decays), torch.zeros_like(decays), 0
 
     @torch.no_grad()
     def step(self, weights: Tensor, gradient: Tensor, lr: float) -> None:

@@ -51,7 +51,7 @@ def test_adamw_is_torchs():
     start = torch.randn(5000, generator=generator)
     decays = (torch.arange(5000) % 3 > 0).float()
     weights = [start.clone(), start.clone()]
-    optimizers = [FlatAdamW(InnerSettings(), 5000, decays, compiled=c) for c in (True, False)]
+    optimizers = [FlatAdamW(InnerSettings(), decays, compiled=c) for c in (True, False)]
     for size in (3.0, 0.001, 0.01):
         gradient = size * torch.randn(5000, generator=generator)
         for x, optimizer in zip(weights, optimizers, strict=True):
