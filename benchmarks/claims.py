@@ -54,8 +54,8 @@ class Plan:
     size: dict[str, int]
 
 
-REDUCED = Plan(6144, 3072, 0, 0, seeds=3, harsh_seeds=1, extended_seeds=1, size={"length": 32})
-FULL = Plan(15360, 15360, 15360, 12, seeds=3, harsh_seeds=2, extended_seeds=3, size={"length": 32})
+REDUCED = Plan(15360, 6144, 0, 0, seeds=3, harsh_seeds=1, extended_seeds=1, size={"length": 32})
+FULL = Plan(61440, 15360, 15360, 12, seeds=3, harsh_seeds=2, extended_seeds=3, size={"length": 32})
 
 
 def main() -> None:
@@ -189,7 +189,7 @@ class Study:
         """For each method the settings with the best loss on the selection slice, of equally many: the published
         ones with each learning rate of the ladder, then draws at the best of these rates."""
         searched = [m for m in self.methods if METHODS[m].settings_of is None]
-        ladder = {m: [{**METHODS[m].published(), "lr": lr} for lr in LADDER] for m in searched}
+        ladder = {m: [{**METHODS[m].published(), "lr": lr} for lr in LADDER[: self.plan.trials]] for m in searched}
         first = self._tried(ladder)
         drawn = {
             m: [

@@ -26,9 +26,10 @@ def markdown(report: dict[str, Any], titles: dict[str, str]) -> str:
 
 def _setting(report: dict[str, Any]) -> str:
     s = report["setting"]
+    seeds = f"seeds 0 to {s['seeds'] - 1}" if s["seeds"] > 1 else "one seed, so without confidence intervals"
     return (
         f"Model of {s['parameters']:,} parameters, bytes of Python's standard library (digest {s['text']}); "
-        f"{s['steps']} inner steps of all 16 workers together, seeds 0 to {s['seeds'] - 1}. "
+        f"{s['steps']} inner steps of all 16 workers together, {seeds}. "
         f"Target: {report['target_loss']:.4f} nats a byte, the mean of DiLoCo's final test losses. "
         "± and brackets: 95 % confidence (Student's t over seeds)."
     )
@@ -59,7 +60,7 @@ def _methods(report: dict[str, Any], titles: dict[str, str]) -> str:
             (
                 title,
                 _number(report["time_to_target_s"][m], 0),
-                f"{loss['mean']:.4f} ± {loss['half_width']:.4f}",
+                f"{loss['mean']:.4f}" + (f" ± {loss['half_width']:.4f}" if loss["n"] > 1 else ""),
                 _number(report["loss_at_our_time"][m], 4),
                 f"{s['end_s']:.0f}",
                 f"{100 * s['utilization']:.0f} %",

@@ -49,7 +49,7 @@ class Method:
         return [self.draw(random) for _ in range(count)]
 
 
-LADDER = (2e-3, 4e-3, 8e-3, 1.6e-2)  # inner learning rates, tried with the published settings
+LADDER = (4e-3, 8e-3, 1.6e-2, 2e-3, 3.2e-2)  # inner learning rates, tried in this order with the published settings
 
 
 def momentum_decay(share: float, local_steps: int, environment: Environment, steps: int) -> float:

@@ -58,7 +58,8 @@ class SmallLM:
         self.masters: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         self._place()
-        self._angles = tuple(t.to(device) for t in _rotary_angles(architecture))
+        cosine, sine = _rotary_angles(architecture)
+        self._angles = cosine.to(device), sine.to(device)
         loaded = library() if compiled and device == "cpu" else None
         self._compiled = CompiledLM(loaded, architecture, self._angles) if loaded else None
 
