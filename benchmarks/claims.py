@@ -82,7 +82,8 @@ def main() -> None:
             file.write(content)
     study.plot(report, folder)
     if arguments.docs:
-        replace_block(ROOT / "docs/evidence.md", "claims", text)
+        picture = "![Test loss over virtual time and over tokens](evidence.png)"
+        replace_block(ROOT / "docs/evidence.md", "claims", f"{text}\n{picture}")
         study.plot(report, ROOT / "docs")
         shutil.copy(folder / "claims.json", DATA.with_name("claims.json"))
     print(json.dumps(plain(report)))
