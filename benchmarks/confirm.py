@@ -1,0 +1,129 @@
+"""The claims once more with a larger model: 5.7 M parameters, 20 M tokens, four methods, in HALoS's environment.
+
+    python benchmarks/confirm.py                                  20 M tokens a method: hours on a CPU, one core each
+    python benchmarks/confirm.py --methods halos --device cuda    one of them, on a GPU, in bf16
+    python benchmarks/confirm.py --tokens 200e3                   a look
+
+Finished methods are kept in the results file (JSON lines) and not run again; the points of a method's curve are
+written beside it as they come. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from claims import settings_found
+from claims_methods import METHODS, ROOT
+from claims_report import loss_at, plain, plot_curves, table, time_to
+from claims_runs import Job, Results, run
+
+from geotrain.files import whole_file
+from geotrain.simulate.learner import Point
+
+COMPARED = ("data-parallel", "diloco-fair", "halos", "region-momentum")
+SIZE = {"hidden": 256, "layers": 7, "heads": 8, "ffn": 704, "batch": 8, "length": 128}
+RATE = 0.5  # of the small model's learning rate: 1 / √(width / 64)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    size = {**SIZE, "device": arguments.device}
+    steps = max(1, round(arguments.tokens / (SIZE["batch"] * SIZE["length"])))
+    jobs = [
+        Job(m, {**s, "lr": RATE * s["lr"]}, "published", 0, steps, size, arguments.points)
+        for m, s in settings_found(tuple(arguments.methods)).items()
+    ]
+    folder = Path(arguments.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(folder / "results.jsonl")
+    rows = results.complete(jobs, arguments.jobs, partial(run_told, folder))
+    report = summary(rows)
+    with whole_file(folder / "confirm.md") as file:
+        file.write(markdown(report))
+    plot_curves(
+        rows, {m: METHODS[m].title for m in arguments.methods}, report["target_loss"], folder / "curves.png",
+        f"{rows[0]['numel'] / 1e6:.1f} M parameters, {arguments.tokens / 1e6:g} M tokens, HALoS's environment",
+    )  # fmt: skip
+    print(json.dumps(plain(report)))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
+    parser.add_argument("--tokens", type=float, default=20e6, help="bytes of text, of each method")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda; several methods share it")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--points", type=int, default=48, help="evaluations of a run")
+    parser.add_argument("--out", default=str(ROOT / "runs/confirm"), help="folder for rows, curves, table and plot")
+    return parser.parse_args()
+
+
+def run_told(folder: Path, job: Job) -> dict[str, Any]:
+    """`run`, with a file of the points known so far, and a line a point on the screen."""
+    with (folder / f"{job.method}.partial.jsonl").open("w") as file:
+
+        def tell(point: Point) -> None:
+            file.write(json.dumps([point.time_s, point.committed_share, point.test]) + "\n")
+            file.flush()
+            share = f"{100 * point.committed_share:.1f} % of the tokens"
+            print(f"{job.method}: {share}, {point.time_s:.0f} virtual s, test {point.test:.4f}", flush=True)
+
+        return run(job, tell)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """target_loss: fair DiLoCo's last, if it is among the methods; else the worst last loss."""
+    by_method = {row["method"]: row for row in rows}
+    target = by_method.get("diloco-fair", max(rows, key=lambda row: row["test"]))["test"]
+    ours = by_method.get("region-momentum")
+    return {
+        "parameters": rows[0]["numel"],
+        "tokens": rows[0]["steps"] * SIZE["batch"] * SIZE["length"],
+        "target_loss": target,
+        "methods": {
+            m: {
+                "test": row["test"],
+                "end_s": row["seconds"],
+                "time_to_target_s": time_to(row, target),
+                "loss_at_our_time": loss_at(row, ours["seconds"]) if ours else None,
+                **speed(row),
+            }
+            for m, row in by_method.items()
+        },
+    }
+
+
+def speed(row: dict[str, Any]) -> dict[str, float]:
+    """What the machine did: trained tokens a second, and GFLOP/s at 6 a parameter and token."""
+    tokens = row["steps"] * SIZE["batch"] * SIZE["length"]
+    return {
+        "wall_s": row["wall_s"],
+        "cpu_s": row["cpu_s"],
+        "tokens_per_s": tokens / row["wall_s"],
+        "gflops_per_cpu_s": 6 * row["numel"] * tokens / row["cpu_s"] / 1e9,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    rows = [
+        (
+            METHODS[m].title,
+            "–" if r["time_to_target_s"] is None else f"{r['time_to_target_s']:.0f}",
+            f"{r['test']:.4f}",
+            f"{r['end_s']:.0f}",
+            f"{r['tokens_per_s']:.0f}",
+            f"{r['gflops_per_cpu_s']:.0f}",
+        )
+        for m, r in report["methods"].items()
+    ]
+    header = ("method", "s to target", "test loss", "end, s", "tokens/s here", "GFLOP/s a core")
+    return f"Target: {report['target_loss']:.4f} nats a byte.\n\n{table(rows, header)}\n"
+
+
+if __name__ == "__main__":
+    main()
