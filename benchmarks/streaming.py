@@ -40,13 +40,13 @@ from geotrain.outer.layout import layout_of
 
 ROOT = Path(__file__).parent.parent
 CORPUS_BYTES, PASSAGE_CHARACTERS, VALIDATION_SHARE = 4_000_000, 2000, 0.05
-LOCAL_STEPS, BATCH, SEQUENCE_LENGTH = 108, 4, 64
+LOCAL_STEPS, BATCH, SEQUENCE_LENGTH = 128, 4, 64
 LEARNING_RATE = 1e-3
 FIRST_SEED, FIRST_LOCAL_STEPS, FIRST_ROUNDS, FIRST_LEARNING_RATE = 99, 32, 24, 3e-3  # of the run before all others
 MODEL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 48}
 FRAGMENTS = {"layers_per_fragment": 1}
 OVERLAP = {"steps": 10, "late": "continue", "adopt": "rebase"}
-TOPK2 = {"name": "topk2", "block": 1024, "density": 0.25}
+TOPK2 = {"name": "topk2", "block": 2048, "density": 1.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "blocking_fp32": {},
     "streaming_fp32": {"fragments": FRAGMENTS},

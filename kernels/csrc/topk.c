@@ -13,7 +13,7 @@ INLINE void select_largest(const int32_t *restrict bits, int length, int kept, i
                            int32_t *restrict position) {
     /* count(bits ≥ low) ≥ kept > count(bits ≥ high); most often 2^-16 of the largest is low enough to start */
     int32_t low = largest - (16 << 23), high = largest + 1;
-    if (low < 0 || count_reaching(bits, length, low) < kept) low = 0;
+    if (low < 0 || kept == length || count_reaching(bits, length, low) < kept) low = 0;
     int reaching = length;
     while (reaching != kept && high - low > 1) {
         const int32_t middle = low + (high - low) / 2;
@@ -142,9 +142,11 @@ CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, dou
             const int which = job->stochastic
                                   ? (float)(int32_t)(random[p] >> 8) * 0x1p-24f * (high - low) < magnitude[i] - low
                                   : magnitude[i] > middle;
-            const int high_at = r->highs_at + (p >> r->low_bits) + i;
-            append(&lows, (uint32_t)p & ((1u << r->low_bits) - 1), r->low_bits);
-            or_word(out + high_at / 32 * 4, 1u << (high_at % 32));
+            if (r->kept < length) {
+                const int high_at = r->highs_at + (p >> r->low_bits) + i;
+                append(&lows, (uint32_t)p & ((1u << r->low_bits) - 1), r->low_bits);
+                or_word(out + high_at / 32 * 4, 1u << (high_at % 32));
+            }
             append(&signs, (uint32_t)((sign ? 2 : 0) | which), 2);
             v[p] = v[p] - float_of(levels[which] | sign);
         }
@@ -176,10 +178,16 @@ INLINE int decode_record(const dequantize_job *job, const uint8_t *in, const str
         const int32_t bits = load_scale(in + (i & 1) * job->scale_bytes, job->scale_shift, job->scale_bytes);
         value[i] = float_of(bits ^ (i & 2 ? INT32_MIN : 0));
     }
-    FOR_KEPT(in, r, rank, p, {
-        const float decoded = value[get_bits(in, r, r->values_at + 2 * rank, 2)];
-        out[p] = job->accumulate ? out[p] + job->weight * decoded : decoded;
-    })
+#define PUT(rank, p)                                                                    \
+    do {                                                                                \
+        const float decoded = value[get_bits(in, r, r->values_at + 2 * (rank), 2)];     \
+        out[p] = job->accumulate ? out[p] + job->weight * decoded : decoded;            \
+    } while (0)
+    if (r->kept == r->length)
+        for (; rank < r->kept; rank++) PUT(rank, rank);
+    else
+        FOR_KEPT(in, r, rank, p, { PUT(rank, p); })
+#undef PUT
     return 1;
 }
 
@@ -199,7 +207,7 @@ INLINE int record_ok(const dequantize_job *job, const uint8_t *in, const struct 
         if (bits < 0 || bits > job->max_scale_bits) return 0;
     }
     FOR_KEPT(in, r, rank, p, {})
-    return rank == r->kept;
+    return rank == r->kept || r->kept == r->length;
 }
 
 CLONES int topk_ok(const dequantize_job *job, int64_t first, int64_t last) {
