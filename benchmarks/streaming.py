@@ -90,12 +90,18 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
     folders: dict[str, list[Path]] = {name: [] for name in options.settings}
     with site(folder) as place:
         first = run_file(folder, SETTINGS["streaming_overlap_4bit"], FIRST_SEED, FIRST_ROUNDS, FIRST_LOCAL_STEPS)
-        place.run(folder / "first", first)
+        place.prepare(folder / "first", first)
+        place.end(folder / "first", place.train(folder / "first"))
         print(f"the first run's loss: {loss(folder / 'first'):.4f}", flush=True)
+        runs = [(seed, name, folder / f"{name}-{seed}") for seed, name in order(options.settings, options.seeds)]
+        files = [run_file(folder, SETTINGS[name], seed, options.rounds) for seed, name, _ in runs]
+        place.prepare(runs[0][2], files[0])
         before = place.alone(options.alone_s)
-        for seed, name in order(options.settings, options.seeds):
-            own = folder / f"{name}-{seed}"
-            seen = place.run(own, run_file(folder, SETTINGS[name], seed, options.rounds))
+        for i, (seed, name, own) in enumerate(runs):
+            seen = place.train(own)
+            if i + 1 < len(runs):  # while this run's servers linger
+                place.prepare(runs[i + 1][2], files[i + 1])
+            place.end(own, seen)
             after = place.alone(options.alone_s)
             result = figures(seen, before, after, parameters(own))
             found[name].append(result)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from geotrain.config import ParallelConfig
 from geotrain.inner import platform
 
-
 _control_groups: list[dist.ProcessGroup] = []  # made by `initialize` and not shut down
 
 
@@ -134,8 +133,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
 
 
 def shut_down(leave_world: bool = True) -> None:
-    """Destroy the process groups that `initialize` made and, if leave_world, the world as well. Their threads end once
-    no mesh holds them any more."""
+    """Destroy the process groups that `initialize` made and, if leave_world, the world as well. Their threads end
+    when no mesh holds them any more."""
     from megatron.core import parallel_state
 
     made = {*(parallel_state._global_process_group_list or ()), *_control_groups} - {None, dist.group.WORLD}

@@ -7,7 +7,6 @@ import gc
 import io
 import logging
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def one_rank(folder: str) -> dict[str, Any]:
         stop(engine)
         del engine
         gc.collect()
-        seen["threads"].append(len(os.listdir("/proc/self/task")))
+        seen["threads"].append(len([*Path("/proc/self/task").iterdir()]))
     return seen
 
 
