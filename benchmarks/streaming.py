@@ -39,7 +39,7 @@ from geotrain.launch.preparing import prepare_files
 from geotrain.outer.layout import layout_of
 
 ROOT = Path(__file__).parent.parent
-CORPUS_BYTES, PASSAGE_CHARACTERS, VALIDATION_SHARE = 4_000_000, 2000, 0.05
+CORPUS_BYTES, PASSAGE_CHARACTERS, VALIDATION_SHARE = 2_000_000, 2000, 0.05
 LOCAL_STEPS, BATCH, SEQUENCE_LENGTH = 128, 4, 64
 LEARNING_RATE = 1e-3
 FIRST_SEED, FIRST_LOCAL_STEPS, FIRST_ROUNDS, FIRST_LEARNING_RATE = 99, 32, 24, 3e-3  # of the run before all others
