@@ -137,7 +137,7 @@ def run_file(
     model = {"config": config} if first else {"config": config, "init_from": str(folder / "first" / "export")}
     steps = len(REGIONS) * local_steps * rounds
     data = {name: str(folder / "data" / name) for name in ("train", "validation")}
-    samples = {"sequence_length": SEQUENCE_LENGTH, "train_samples": steps * BATCH, "validation_samples": 1024}
+    samples = {"sequence_length": SEQUENCE_LENGTH, "train_samples": steps * BATCH, "validation_samples": 512}
     deepspeed = run["deepspeed"] | {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH}
     deepspeed["optimizer"]["params"]["lr"] = FIRST_LEARNING_RATE if first else LEARNING_RATE
     deepspeed["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": steps // 10}
