@@ -19,20 +19,36 @@ from faults import jobs_of, make_world  # noqa: E402
 from faults_audit import accounts, coverage  # noqa: E402
 from faults_goodput import goodput  # noqa: E402
 from faults_runner import FaultyRun, kinds_done, read_events  # noqa: E402
-from faults_scenario import KILLS, Event, Fault, random_faults  # noqa: E402
+from faults_scenario import KILLS, PACKETS, Event, Fault, random_faults  # noqa: E402
 
 START_S = 240.0
 REGIONS = {"eu": ("eu-0", "eu-1"), "us": ("us-0", "us-1")}
 
-# One after the other, as the run goes on: each when the one before has been got over.
+# As the run goes on: each when its event has come and those before are done.
 SCENARIO = (
-    Fault("kill", Event("us-0", "JobTrained", 2), "us-0", "rank"),
-    Fault("cut", Event("eu-0", "JobTrained", 3), "eu", for_s=3.0),
-    Fault("kill", Event("eu-0", "JobTrained", 6), "eu", "server"),
-    Fault("kill", Event("us-0", "JobTrained", 4), "us-0", "deepspeed"),
-    Fault("kill", Event("us-0", "JobTrained", 8), "global", "global"),
-    Fault("kill", Event("eu-0", "JobTrained", 14), "eu", "region"),
-)
+    *(
+        Fault(kind, Event(worker, "JobTrained", 1), region, for_s=120.0, rate=rate, seed=seed, amount=amount)
+        for seed, (region, worker) in enumerate((("eu", "eu-0"), ("us", "us-0")))
+        for kind, rate, amount in (
+            ("corrupt", 0.1, 0.3), ("drop", 0.03, 0.0), ("delay", 0.1, 0.1), ("reorder", 0.1, 0.0),
+            ("duplicate", 0.1, 0.0),
+        )
+    ),
+    Fault("cut", Event("eu-0", "JobTrained", 2), "eu", for_s=3.0),
+    Fault("kill", Event("eu-0", "JobTrained", 4), "eu", "server"),
+    Fault("kill", Event("us-0", "JobTrained", 4), "global", "global"),
+    Fault("kill", Event("us-0", "JobTrained", 6), "us-0", "rank"),
+    Fault("kill", Event("eu-0", "JobTrained", 8), "eu-0", "deepspeed"),
+    Fault("kill", Event("eu-0", "JobTrained", 12), "eu", "region"),
+)  # fmt: skip
+
+
+LAST_OF_PACKETS = [fault for fault in SCENARIO if fault.what in PACKETS][-1]
+
+
+def retries(run: FaultyRun, region: str) -> int:
+    """Calls upwards that failed, so far."""
+    return max((e["retries"] for e in run.events(region) if e["event"] == "ServerSampled"), default=0)
 
 
 def few_workers(files: tuple[Path, Path], ranks: dict[str, int]) -> None:
@@ -48,8 +64,10 @@ def test_random_faults_are_the_same_again_and_of_every_kind() -> None:
     faults = random_faults(3, 600.0, 20.0, REGIONS)
     assert faults == random_faults(3, 600.0, 20.0, REGIONS) != random_faults(4, 600.0, 20.0, REGIONS)
     assert {fault.kind for fault in faults if fault.what == "kill"} == set(KILLS)
-    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow"}
-    assert 20 < len(faults) < 40
+    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow", *PACKETS}
+    of_packets = [fault for fault in faults if fault.what in PACKETS]
+    assert 20 < len(of_packets) < 40 and 20 < len(faults) - len(of_packets) < 40
+    assert all(0.0 < fault.rate < 1.0 for fault in of_packets)
     times = [fault.when for fault in faults]
     assert times == sorted(times) and times[-1] < 580.0
     assert {fault.of for fault in faults} <= {"global", "all", *REGIONS, *REGIONS["eu"], *REGIONS["us"]}
@@ -67,6 +85,8 @@ def test_coverage() -> None:
 def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     files = make_world(tmp_path, pace_s=0.1)
     few_workers(files, {"eu": 1, "us": 2})
+    run_file = json.loads(files[0].read_text())
+    files[0].write_text(json.dumps({**run_file, "monitor": {"sample_s": 1.0}}))
     with FaultyRun(*files, tmp_path / "archive") as run:
         assert run.wait_for(lambda: jobs_of(run, "eu-0") > 0 and jobs_of(run, "us-0") > 0, START_S), (
             run.log.read_text()
@@ -74,6 +94,8 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
         for fault in SCENARIO:
             assert run.wait_for(lambda f=fault: run.happened(f.when), START_S), (fault, run.log.read_text())
             run.play([fault], 0.3)
+            if fault is LAST_OF_PACKETS:  # nothing has died yet: what breaks connections is what TLS refuses
+                assert run.wait_for(lambda: all(retries(run, region) > 0 for region in REGIONS), START_S)
         before = {worker: jobs_of(run, worker) for worker in ("eu-0", "us-0")}
         for worker, jobs in before.items():
             assert run.wait_for(lambda w=worker, n=jobs: jobs_of(run, w) >= n + 3, START_S), run.log.read_text()
@@ -86,11 +108,14 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     for figure in ("lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped", "samples_twice"):
         assert found[figure] == 0, (figure, found)
     died = [e["unit"] for e in run.events("launcher") if e["event"] == "ProcessDied"]
-    assert {"us-0", "eu", "global", "eu-0"} <= set(died)
+    assert {unit: died.count(unit) for unit in died} == {"eu": 2, "global": 1, "us-0": 1, "eu-0": 2}
     assert all(e["pause_s"] is not None for e in run.events("launcher") if e["event"] == "ProcessDied")
     assert "us-0 failed with exit code" in said and "started again in" in said
-    us = json.loads((run.folder / "servers/us/status.json").read_text())
-    assert us["members"]["us-0"]["restarts"] == died.count("us-0") == 2
+    for region, worker in (("eu", "eu-0"), ("us", "us-0")):
+        status = json.loads((run.folder / "servers" / region / "status.json").read_text())
+        assert status["members"][worker]["restarts"] == died.count(worker)
+    packets = run.impaired_packets()
+    assert packets.keys() == {*PACKETS, "repaired"} and min(packets.values()) > 0, packets
     assert 0.2 < goodput(run, found["committed_samples"], end_s)["goodput"] <= 1.0
     for segment in sorted((run.archive / "eu/journal").iterdir())[1:]:
         segment.unlink()
