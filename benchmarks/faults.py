@@ -53,7 +53,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="from when every worker trains")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=float, help="mean seconds between faults; default 20, in a soak 180")
+    every = (
+        "mean seconds between faults of processes and links, and between those of packets; default 20, in a soak 180"
+    )
+    parser.add_argument("--every", type=float, help=every)
     parser.add_argument("--pace", type=float, default=0.3, help="least seconds of an inner step")
     parser.add_argument(
         "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
@@ -71,7 +74,8 @@ def main() -> int:
     if args.folder is None:
         shutil.rmtree(folder)
     if args.record:
-        record("faults", {k: v for k, v in result.items() if k not in ("kinds", "mismatches")}, units)
+        note = f"--seconds {args.seconds:g}; seed {args.seed}; pace {args.pace:g} s; two faults each {every_s:g} s"
+        record("faults", {k: v for k, v in result.items() if k not in ("kinds", "mismatches")}, units, note)
     print(json.dumps(result))
     return 0
 
@@ -132,7 +136,7 @@ def faulty(files: tuple[Path, Path], folder: Path, seed: int, seconds: float, ev
         workers = [worker for names in run.regions.values() for worker in names]
         if not run.wait_for(lambda: all(jobs_of(run, worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
-        print(f"every worker trains; faults for {seconds:g} s, about one each {every_s:g} s, seed {seed}", flush=True)
+        print(f"every worker trains; faults for {seconds:g} s, about two each {every_s:g} s, seed {seed}", flush=True)
         run.play(random_faults(seed, seconds, every_s, run.regions), seconds, lambda text: print(text, flush=True))
         end_s = time.time()
     print("the run has ended; its journals are replayed", flush=True)
