@@ -1,7 +1,9 @@
-"""A run of real processes over emulated links, while processes are killed and links cut at random; then its accounts.
+"""A run of real processes over emulated links, while at random processes are killed, links cut and packets corrupted;
+then its accounts.
 
-Two regions of two workers each. Nothing that was acknowledged may be missing or counted twice, no sample skipped,
-and every recovered state must be, bit for bit, what an uninterrupted replay of the whole journal gives.
+Two regions of two workers each, linked by TLS. Nothing that was acknowledged may be missing or counted twice, no
+sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
+journal gives.
 
     python benchmarks/faults.py [--seconds 300] [--seed 1] [--every 20] [--pace 0.3]
     python benchmarks/faults.py --seconds 3600       a soak: also the growth of memory and of open files
@@ -29,11 +31,17 @@ from faults_goodput import goodput
 from faults_runner import FaultyRun, Samples, kinds_done
 from faults_scenario import random_faults
 
+from geotrain.config import ClusterConfig
 from geotrain.launch import wan
+from geotrain.net.certs import make_certificates
 
 MODEL = {
     "model_type": "qwen3", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+COUNTED = {
+    "kill": "kills", "stop": "stops", "cut": "partitions", "slow": "slows", "drop": "drops", "corrupt": "corrupts",
+    "delay": "delays", "reorder": "reorders", "duplicate": "duplicates",
 }  # fmt: skip
 START_S = 240.0  # until every worker has trained a job
 SOAK_S = 1800.0  # from here on, faults are rarer: growth is measured within the life of a process
@@ -45,7 +53,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="from when every worker trains")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=float, help="mean seconds between faults; default 20, in a soak 180")
+    every = (
+        "mean seconds between faults of processes and links, and between those of packets; default 20, in a soak 180"
+    )
+    parser.add_argument("--every", type=float, help=every)
     parser.add_argument("--pace", type=float, default=0.3, help="least seconds of an inner step")
     parser.add_argument(
         "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
@@ -63,7 +74,8 @@ def main() -> int:
     if args.folder is None:
         shutil.rmtree(folder)
     if args.record:
-        record("faults", {k: v for k, v in result.items() if k not in ("kinds", "mismatches")}, units)
+        note = f"--seconds {args.seconds:g}; seed {args.seed}; pace {args.pace:g} s; two faults each {every_s:g} s"
+        record("faults", {k: v for k, v in result.items() if k not in ("kinds", "mismatches")}, units, note)
     print(json.dumps(result))
     return 0
 
@@ -112,6 +124,8 @@ def make_world(folder: Path, pace_s: float, samples: int = 4_000_000, **outer: A
         "emulate_links": True,
         "restart": {"limit": 1000, "first_s": 0.5, "longest_s": 4.0},
     }
+    make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), folder / "certificates")
+    cluster["security"] = {"folder": str(folder / "certificates")}
     for name, content in (("run", run), ("cluster", cluster)):
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder / "run.json", folder / "cluster.json"
@@ -122,15 +136,14 @@ def faulty(files: tuple[Path, Path], folder: Path, seed: int, seconds: float, ev
         workers = [worker for names in run.regions.values() for worker in names]
         if not run.wait_for(lambda: all(jobs_of(run, worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
-        print(f"every worker trains; faults for {seconds:g} s, about one each {every_s:g} s, seed {seed}", flush=True)
+        print(f"every worker trains; faults for {seconds:g} s, about two each {every_s:g} s, seed {seed}", flush=True)
         run.play(random_faults(seed, seconds, every_s, run.regions), seconds, lambda text: print(text, flush=True))
         end_s = time.time()
     print("the run has ended; its journals are replayed", flush=True)
     found = accounts(run)
-    kills = [fault for _, fault in run.done if fault.what == "kill"]
     return {
-        "kills": len(kills),
-        "partitions": sum(fault.what == "cut" for _, fault in run.done),
+        **{name: sum(fault.what == what for _, fault in run.done) for what, name in COUNTED.items()},
+        **{f"packets_{kind}": count for kind, count in sorted(run.impaired_packets().items())},
         **{key: value for key, value in found.items() if key != "committed_samples"},
         **goodput(run, found["committed_samples"], end_s),
         "seconds": seconds,

@@ -154,6 +154,14 @@ class FaultyRun:
             time.sleep(POLL_S)
         return True
 
+    def impaired_packets(self) -> dict[str, int]:
+        """What befell packets, by kind, as each life of the pump told at its end."""
+        counts = Counter[str]()
+        for line in (self.folder / "logs/wan.log").read_text().splitlines():
+            with suppress(ValueError, KeyError):
+                counts.update(json.loads(line)["impaired_packets"])
+        return dict(counts)
+
     # -- faults
 
     def play(self, faults: Sequence[Fault], seconds: float, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -179,10 +187,9 @@ class FaultyRun:
 
     def _inflict(self, fault: Fault, stopped: list[tuple[float, int]]) -> bool:
         """False when there is no such process now: later, then."""
-        if fault.what in ("cut", "slow"):
-            numbers = [fault.for_s] if fault.what == "cut" else [fault.bytes_per_s, fault.for_s]
+        if fault.what not in ("kill", "stop"):
             try:
-                wan.disturb(self.folder / WAN_CONTROL, fault.of, fault.what, *numbers)
+                wan.disturb(self.folder / WAN_CONTROL, fault.of, fault.what, *fault.numbers)
             except OSError:
                 return False
         elif fault.kind == "launcher":

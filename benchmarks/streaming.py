@@ -39,14 +39,14 @@ from geotrain.launch.preparing import prepare_files
 from geotrain.outer.layout import layout_of
 
 ROOT = Path(__file__).parent.parent
-CORPUS_BYTES, PASSAGE_CHARACTERS, VALIDATION_SHARE = 4_000_000, 2000, 0.05
-LOCAL_STEPS, BATCH, SEQUENCE_LENGTH = 108, 4, 64
+CORPUS_BYTES, PASSAGE_CHARACTERS, VALIDATION_SHARE = 2_000_000, 2000, 0.05
+LOCAL_STEPS, BATCH, SEQUENCE_LENGTH = 128, 4, 64
 LEARNING_RATE = 1e-3
 FIRST_SEED, FIRST_LOCAL_STEPS, FIRST_ROUNDS, FIRST_LEARNING_RATE = 99, 32, 24, 3e-3  # of the run before all others
 MODEL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 48}
 FRAGMENTS = {"layers_per_fragment": 1}
 OVERLAP = {"steps": 10, "late": "continue", "adopt": "rebase"}
-TOPK2 = {"name": "topk2", "block": 1024, "density": 0.25}
+TOPK2 = {"name": "topk2", "block": 2048, "density": 1.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "blocking_fp32": {},
     "streaming_fp32": {"fragments": FRAGMENTS},
@@ -90,12 +90,18 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
     folders: dict[str, list[Path]] = {name: [] for name in options.settings}
     with site(folder) as place:
         first = run_file(folder, SETTINGS["streaming_overlap_4bit"], FIRST_SEED, FIRST_ROUNDS, FIRST_LOCAL_STEPS)
-        place.run(folder / "first", first)
+        place.prepare(folder / "first", first)
+        place.end(folder / "first", place.train(folder / "first"))
         print(f"the first run's loss: {loss(folder / 'first'):.4f}", flush=True)
+        runs = [(seed, name, folder / f"{name}-{seed}") for seed, name in order(options.settings, options.seeds)]
+        files = [run_file(folder, SETTINGS[name], seed, options.rounds) for seed, name, _ in runs]
+        place.prepare(runs[0][2], files[0])
         before = place.alone(options.alone_s)
-        for seed, name in order(options.settings, options.seeds):
-            own = folder / f"{name}-{seed}"
-            seen = place.run(own, run_file(folder, SETTINGS[name], seed, options.rounds))
+        for i, (seed, name, own) in enumerate(runs):
+            seen = place.train(own)
+            if i + 1 < len(runs):  # while this run's servers linger
+                place.prepare(runs[i + 1][2], files[i + 1])
+            place.end(own, seen)
             after = place.alone(options.alone_s)
             result = figures(seen, before, after, parameters(own))
             found[name].append(result)
@@ -131,7 +137,7 @@ def run_file(
     model = {"config": config} if first else {"config": config, "init_from": str(folder / "first" / "export")}
     steps = len(REGIONS) * local_steps * rounds
     data = {name: str(folder / "data" / name) for name in ("train", "validation")}
-    samples = {"sequence_length": SEQUENCE_LENGTH, "train_samples": steps * BATCH, "validation_samples": 1024}
+    samples = {"sequence_length": SEQUENCE_LENGTH, "train_samples": steps * BATCH, "validation_samples": 512}
     deepspeed = run["deepspeed"] | {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH}
     deepspeed["optimizer"]["params"]["lr"] = FIRST_LEARNING_RATE if first else LEARNING_RATE
     deepspeed["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": steps // 10}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -57,26 +58,39 @@ class Seen:
 class Site:
     """Links that are up, and a worker in each region waiting for orders."""
 
-    def __init__(self, folder: Path, cluster: ClusterConfig, links: wan.Wan, workers: dict[str, Connection]) -> None:
-        self.folder, self.cluster, self.links, self.workers = folder, cluster, links, workers
+    def __init__(
+        self, clusters: tuple[ClusterConfig, ...], links: wan.Wan, workers: dict[str, Connection], stack: ExitStack
+    ) -> None:
+        self.clusters, self.links, self.workers, self.stack = clusters, links, workers, stack
+        self.runs: dict[Path, list[subprocess.Popen[bytes]]] = {}
 
-    def run(self, folder: Path, run: dict[str, Any]) -> dict[str, Seen]:
-        """Train one run to its end, in a folder of its own."""
+    def prepare(self, folder: Path, run: dict[str, Any]) -> None:
+        """Start a run's servers, in a folder of its own. They stand still until it is trained."""
+        cluster = self.clusters[len(self.runs) % 2]  # the last run's servers may still hold the other one's ports
         folder.mkdir()
         (folder / "run.json").write_text(json.dumps({**run, "folder": str(folder)}))
-        (folder / "cluster.json").write_text(self.cluster.model_dump_json(by_alias=True))
-        with ExitStack() as stack:
-            servers = [self._serve(stack, folder, "global")]
-            servers += [self._serve(stack, folder, "region", region) for region in REGIONS]
-            for control in self.workers.values():
-                control.send(("run", str(folder)))
-            seen = self._watch()
-            for server in servers:
-                if server.wait(END_S):
-                    raise SystemExit(f"a server failed; see {folder}/*.log")
+        (folder / "cluster.json").write_text(cluster.model_dump_json(by_alias=True))
+        self.runs[folder] = [self._serve(folder, "global")]
+        self.runs[folder] += [self._serve(folder, "region", region) for region in REGIONS]
+        deadline_s = time.monotonic() + START_S
+        for name in ("global", *REGIONS):
+            os.kill(_listening(folder, name, deadline_s), signal.SIGSTOP)
+
+    def train(self, folder: Path) -> dict[str, Seen]:
+        """A prepared run, to its end. Its servers then linger."""
+        for name in ("global", *REGIONS):
+            os.kill(_listening(folder, name, 0.0), signal.SIGCONT)
+        for control in self.workers.values():
+            control.send(("run", str(folder)))
+        return self._watch()
+
+    def end(self, folder: Path, seen: dict[str, Seen]) -> None:
+        """Once its servers have ended, add to what was seen what they have written."""
+        for server in self.runs[folder]:
+            if server.wait(END_S):
+                raise SystemExit(f"a server failed; see {folder}/*.log")
         for region, part in seen.items():
             part.peak_bytes_per_s = _peak(folder / "servers" / region / "events.jsonl", part)
-        return seen
 
     def alone(self, seconds: float) -> dict[str, float]:
         """Tokens a second of each worker, both training without communication."""
@@ -100,10 +114,10 @@ class Site:
                 part.links.append(message[3])
         return seen
 
-    def _serve(self, stack: ExitStack, folder: Path, *what: str) -> subprocess.Popen[bytes]:
+    def _serve(self, folder: Path, *what: str) -> subprocess.Popen[bytes]:
         command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"))
         netns = self.links.namespaces.get(what[-1])
-        return _start(stack, folder / f"{what[-1]}.log", guarded(command, netns), netns)
+        return _start(self.stack, folder / f"{what[-1]}.log", guarded(command, netns), netns)
 
 
 @contextmanager
@@ -118,13 +132,13 @@ def site(folder: Path) -> Iterator[Site]:
     with ExitStack() as stack:
         up = stack.enter_context(wan.emulated(links))
         _start(stack, folder / "wan.log", up.process.command, *up.process.keeps)
-        cluster = resolve(load_cluster(folder / "cluster.json"), up)
+        clusters = tuple(resolve(load_cluster(folder / "cluster.json"), up) for _ in range(2))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(folder / streaming_worker.SOCKET))
         listener.listen()
         listener.settimeout(START_S)
         for region, port in zip(REGIONS, free_ports(len(REGIONS)), strict=True):
-            made = world(Place(folder, port), region, cluster.worker(region, None))
+            made = world(Place(folder, port), region, clusters[0].worker(region, None))
             for name, text in made.files.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(text)
@@ -137,7 +151,7 @@ def site(folder: Path) -> Iterator[Site]:
         for _ in REGIONS:
             control = stack.enter_context(Connection(listener.accept()[0].detach()))
             workers[control.recv()] = control
-        yield Site(folder, cluster, up, workers)
+        yield Site(clusters, up, workers, stack)
         for control in workers.values():
             control.send(())
 
@@ -166,6 +180,16 @@ def _start(
 
     stack.callback(end)
     return process
+
+
+def _listening(folder: Path, server: str, deadline_s: float) -> int:
+    """Its process, once it listens."""
+    said = folder / "servers" / server / "listening.json"
+    while not said.exists():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"the server {server!r} does not listen; see {folder}/{server}.log")
+        time.sleep(0.05)
+    return int(json.loads(said.read_text())["pid"])
 
 
 def _ready(controls: Any) -> list[Connection]:

@@ -5,6 +5,7 @@ namespaces do not divide those)."""
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from contextlib import closing
 from multiprocessing.connection import Client, Connection
@@ -40,6 +41,8 @@ def main() -> None:
                 case ("run", path):
                     if trained:
                         trained.close()
+                        trained = None
+                        gc.collect()  # an engine is a cycle, and holds its process groups' threads
                     trained = Trained(Path(path), args.region, args.worker, control)
                     control.send(("done", trained.waited_s))
                 case ("alone", seconds):

@@ -112,7 +112,8 @@ class TopkRecord:
     A string of bits, least significant first, in whole 32-bit words: [low scale][high scale][lows: low_bits each]
     [highs][values: 2 bits each, sign · 2 + which scale]. Of the i-th kept position p (ascending) the low_bits low
     bits stand in `lows`, and bit (p >> low_bits) + i of `highs` is set. That is close to the entropy of the
-    positions, and of fixed size (P. Elias 1974; R. Fano 1971). `*_at` are bit offsets.
+    positions, and of fixed size (P. Elias 1974; R. Fano 1971). Where all are kept there are neither lows nor highs.
+    `*_at` are bit offsets.
     """
 
     length: int
@@ -129,6 +130,6 @@ def topk_record(length: int, density: float, scale_bytes: int) -> TopkRecord:
     low_bits = (length // kept).bit_length() - 1
     lows_at = 2 * scale_bytes * 8
     highs_at = lows_at + kept * low_bits
-    values_at = highs_at + kept + ((length - 1) >> low_bits)
+    values_at = highs_at + (kept + ((length - 1) >> low_bits) if kept < length else 0)
     words = -(-(values_at + 2 * kept) // 32)
     return TopkRecord(length, kept, low_bits, lows_at, highs_at, values_at, 4 * words)

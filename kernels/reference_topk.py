@@ -53,6 +53,8 @@ def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
         records = payload[offset : offset + (last - first) * record.bytes].view(last - first, record.bytes)
         for bits in _scales(records, spec):
             ok = ok & ((bits >= 0) & (bits <= spec.max_scale_bits)).all()
+        if record.kept == record.length:
+            continue
         ok = ok & (_high_bits(records, record).sum(1) == record.kept).all()
         if bool(ok):
             ok = ok & (_positions(records, record)[0] < record.length).all()
@@ -85,7 +87,8 @@ def _encode_rows(
     decoded = torch.zeros_like(rows).scatter_(1, position, value)
 
     high_bits = torch.zeros(len(rows), record.values_at - record.highs_at, dtype=torch.int64)
-    high_bits.scatter_(1, (position >> record.low_bits) + torch.arange(record.kept), 1)
+    if record.kept < record.length:
+        high_bits.scatter_(1, (position >> record.low_bits) + torch.arange(record.kept), 1)
     low_bits = (position[:, :, None] >> torch.arange(record.low_bits)) & 1
     value_bits = torch.stack([which, as_int(kept) < 0], 2)
     scales = [narrow_scale(torch.where(finite, bits, NAN_BITS), spec.scale) for bits in (low, high)]
@@ -121,12 +124,15 @@ def _high_bits(records: Tensor, record: TopkRecord) -> Tensor:
 def _positions(records: Tensor, record: TopkRecord) -> tuple[Tensor, Tensor, Tensor]:
     """(position, whether the high magnitude, whether negative) of each kept element, all [rows, kept]."""
     rows, bits = len(records), _unpack(records)
-    set_bits = _high_bits(records, record).nonzero()[:, 1].view(rows, record.kept)
-    high = set_bits - torch.arange(record.kept)
-    lows = bits[:, record.lows_at : record.highs_at].reshape(rows, record.kept, record.low_bits)
-    low = (lows << torch.arange(record.low_bits)).sum(2)
     values = bits[:, record.values_at : record.values_at + 2 * record.kept].reshape(rows, record.kept, 2)
-    return (high << record.low_bits) + low, values[:, :, 0] == 1, values[:, :, 1] == 1
+    if record.kept == record.length:
+        position = torch.arange(record.kept).expand(rows, -1)
+    else:
+        set_bits = _high_bits(records, record).nonzero()[:, 1].view(rows, record.kept)
+        high = set_bits - torch.arange(record.kept)
+        lows = bits[:, record.lows_at : record.highs_at].reshape(rows, record.kept, record.low_bits)
+        position = (high << record.low_bits) + (lows << torch.arange(record.low_bits)).sum(2)
+    return position, values[:, :, 0] == 1, values[:, :, 1] == 1
 
 
 def _pack(bits: Tensor, size_bytes: int) -> Tensor:

@@ -129,7 +129,8 @@ def quantize_topk(
         tl.atomic_or(words, (stored_low | (stored_high << SCALE_BITS)).to(tl.int32), sem="relaxed")
     if LOW_BITS > 0:
         put_bits(words, LOWS_AT + rank * LOW_BITS, inside & ((1 << LOW_BITS) - 1), kept)
-    put_bits(words, HIGHS_AT + (inside >> LOW_BITS) + rank, kept.to(tl.int32), kept)
+    if KEPT < LENGTH:
+        put_bits(words, HIGHS_AT + (inside >> LOW_BITS) + rank, kept.to(tl.int32), kept)
     code = which.to(tl.int32) | ((as_int(v) >> 30) & 2)
     put_bits(words, VALUES_AT + 2 * rank, code, kept)
 
@@ -141,7 +142,8 @@ def dequantize_topk(
     HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, HIGH_BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Adds (or writes) the kept elements of block first + program. HIGH_BITS: power of two ≥ the number of highs."""
+    """Adds (or writes) the kept elements of block first + program. HIGH_BITS: power of two ≥ the number of highs, or
+    of elements where all are kept."""
     block = (first + tl.program_id(0)).to(tl.int64)
     words += block * FULL_WORDS
     SCALE_BITS: tl.constexpr = 32 - SCALE_SHIFT if SCALE_SHIFT < 23 else 8
@@ -154,14 +156,17 @@ def dequantize_topk(
         high_level = as_float(((head >> SCALE_BITS) & scale_mask) << SCALE_SHIFT)
 
     j = tl.arange(0, HIGH_BITS)
-    inside = j < VALUES_AT - HIGHS_AT
-    is_set = get_bits(words, HIGHS_AT + j, inside, 1)
-    rank = tl.cumsum(is_set, axis=0) - 1
-    kept = inside & (is_set == 1) & (rank < KEPT)
-    position = (j - rank) << LOW_BITS
-    if LOW_BITS > 0:
-        position |= get_bits(words, LOWS_AT + rank * LOW_BITS, kept, LOW_BITS)
-    kept = kept & (position < LENGTH)
+    if KEPT == LENGTH:
+        rank, position, kept = j, j, j < LENGTH
+    else:
+        inside = j < VALUES_AT - HIGHS_AT
+        is_set = get_bits(words, HIGHS_AT + j, inside, 1)
+        rank = tl.cumsum(is_set, axis=0) - 1
+        kept = inside & (is_set == 1) & (rank < KEPT)
+        position = (j - rank) << LOW_BITS
+        if LOW_BITS > 0:
+            position |= get_bits(words, LOWS_AT + rank * LOW_BITS, kept, LOW_BITS)
+        kept = kept & (position < LENGTH)
     code = get_bits(words, VALUES_AT + 2 * rank, kept, 2)
     value = tl.where(code % 2 == 1, high_level, low_level)
     value = as_float(as_int(value) ^ ((code >> 1) << 31))
@@ -217,4 +222,4 @@ def constants(record: TopkRecord, spec: Spec) -> dict[str, int]:
 
 
 def high_bits(record: TopkRecord) -> int:
-    return triton.next_power_of_2(record.values_at - record.highs_at)
+    return triton.next_power_of_2(max(record.values_at - record.highs_at, record.length))

@@ -10,6 +10,9 @@ machine. It also stops on SIGTERM, and clears up what a command leaves behind: a
 started has failed (DeepSpeed's runner does, when its launcher was killed). Descendants that lost their parent fall to
 the guard (it is their "subreaper"), so that it finds them whatever sessions they opened.
 
+Where the environment names a job (JOB), at most one life of it is on this machine: all that carries the same name,
+left behind a connection that broke without being told, is ended before the command begins.
+
 Only the standard library, so that it starts in milliseconds: `python -I -S guard.py`.
 """
 
@@ -21,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -30,7 +33,9 @@ CLONE_NEWNET = 0x40000000
 GRACE_S = 10.0
 KILL_DEADLINE_S = 5.0
 SETTLE_S = 2.0  # what a command started may end a little after it
+JOB = "GEOTRAIN_JOB"  # the run's folder and the process's name: descendants inherit it
 EXIT_LEFT_BEHIND = 125
+EXIT_FORMER_LIFE = 126
 EXIT_NOT_FOUND = 127
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -45,6 +50,9 @@ def main(arguments: list[str]) -> int:
         _checked(_libc.setns(netns, CLONE_NEWNET), "setns")
         os.close(netns)
     with _wakeups() as wakeups:
+        if not _end(_former_lives, grace_s, wakeups):
+            print(f"guard: {os.environ[JOB]} has not begun; of an earlier life: {_former_lives()}", file=sys.stderr)
+            return EXIT_FORMER_LIFE
         try:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=_die_with_guard)
         except OSError as error:
@@ -55,7 +63,7 @@ def main(arguments: list[str]) -> int:
         if code == 0 and _left_behind(wakeups):
             print(f"guard: {command[0]} ended, but left processes running; a part of it was killed?", file=sys.stderr)
             code = EXIT_LEFT_BEHIND
-        _end_descendants(grace_s, wakeups)
+        _end(_descendants, grace_s, wakeups)
     return code
 
 
@@ -119,22 +127,22 @@ def _reap() -> dict[int, int]:
 def _left_behind(wakeups: int) -> bool:
     """Whether processes of the ended command run on."""
     deadline = time.monotonic() + SETTLE_S
-    while alive := _descendants(os.getpid()):
+    while alive := _descendants():
         if time.monotonic() > deadline:
             break
         _pause(wakeups)
     return bool(alive)
 
 
-def _end_descendants(grace_s: float, wakeups: int) -> None:
-    """SIGTERM to all, SIGKILL to those alive after `grace_s`. Returns when none is left, or at a deadline."""
-    begin = time.monotonic()
+def _end(find: Callable[[], list[int]], grace_s: float, wakeups: int) -> bool:
+    """SIGTERM to all that are found, SIGKILL to those alive after `grace_s`. True when none is left; False at a
+    deadline, or when a stop was asked for meanwhile: then none was given any more grace."""
+    begin, stopped = time.monotonic(), False
     told: set[int] = set()
-    while True:
-        alive = _descendants(os.getpid())
+    while alive := find():
         waited_s = time.monotonic() - begin
-        if not alive or waited_s > grace_s + KILL_DEADLINE_S:
-            return
+        if waited_s > grace_s + KILL_DEADLINE_S:
+            return False
         for pid in alive:
             if waited_s > grace_s:
                 _signal(pid, signal.SIGKILL)
@@ -142,7 +150,8 @@ def _end_descendants(grace_s: float, wakeups: int) -> None:
                 told.add(pid)
                 _signal(pid, signal.SIGTERM)
         if set(_pause(wakeups)) & set(STOP_SIGNALS):
-            grace_s = 0.0  # asked again: at once
+            grace_s, stopped = 0.0, True
+    return not stopped
 
 
 def _pause(wakeups: int) -> bytes:
@@ -157,22 +166,39 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _descendants(root: int) -> list[int]:
-    """Living processes below `root`, nearest first; zombies are left out."""
+def _descendants() -> list[int]:
+    """Living processes below this one, nearest first; zombies are left out."""
     children: dict[int, list[tuple[int, str]]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                children.setdefault(int(parent), []).append((int(entry.name), state))
+    for pid, entry in _processes():
+        with contextlib.suppress(OSError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append((pid, state))
     found: list[int] = []
-    queue = [root]
+    queue = [os.getpid()]
     while queue:
         for pid, state in children.get(queue.pop(0), []):
             queue.append(pid)
             if state != "Z":
                 found.append(pid)
     return found
+
+
+def _former_lives() -> list[int]:
+    """Other living processes of this job."""
+    found = []
+    if JOB in os.environ:
+        mark = f"{JOB}={os.environ[JOB]}".encode()
+        for pid, entry in _processes():
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if pid != os.getpid() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(pid)
+    return found
+
+
+def _processes() -> Iterator[tuple[int, Path]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            yield int(entry.name), entry
 
 
 if __name__ == "__main__":

@@ -5,11 +5,18 @@
 Each FD is an open TUN device, whose own queueing discipline has limited the rate before a packet gets here. CONTROL
 is a path: a FIFO is made there, from which lines are read that disturb a link ("-": none):
 
-    NAME cut SECONDS              no packet passes; those on their way are lost
-    NAME slow BYTES_PER_S SECONDS no more than this passes, each way
+    NAME cut SECONDS                        no packet passes; those on their way are lost
+    NAME slow SECONDS BYTES_PER_S           no more than this passes, each way
+    NAME drop SECONDS RATE SEED             this share of the packets is lost
+    NAME corrupt SECONDS RATE SEED REPAIRED … of the TCP segments with a payload have bits of it flipped, the share
+                                            REPAIRED of those with their checksum made right again
+    NAME delay SECONDS RATE SEED HOLD_S     … is held for so long, and what comes behind waits with it
+    NAME reorder SECONDS RATE SEED          … passes all that is on its way
+    NAME duplicate SECONDS RATE SEED        … arrives twice
 
-The pump runs until SIGTERM, then prints what it did, and what CPU time that took, as a line of JSON. Only the
-standard library, so that it starts in milliseconds: `python -I -S pump.py`.
+Each holds for SECONDS, or until the next line of its kind. The pump runs until SIGTERM, then prints what it did, and
+what CPU time that took, as a line of JSON. Only the standard library, so that it starts in milliseconds:
+`python -I -S pump.py`.
 """
 
 import contextlib
@@ -20,8 +27,16 @@ import select
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __package__:
+    from geotrain.launch.impairments import Impairments
+else:  # a script, without site-packages
+    sys.path.append(str(Path(__file__).parent))
+    from impairments import Impairments
 
 PACKET_BYTES = 65536
 BATCH_PACKETS = 64  # read from one device before the others get their turn
@@ -30,12 +45,15 @@ QUEUE_BYTES = 256 << 20  # per direction; what a 10 Gbit/s link of 200 ms holds
 
 @dataclass
 class Direction:
-    """One way of a link. cut_until_s, slow_until_s: when a disturbance ends; free_s: when a slowed link is free."""
+    """One way of a link. cut_until_s, slow_until_s: when a disturbance ends, disturbed_until_s: when all have;
+    free_s: when a slowed link is free."""
 
     name: str
     source: int
     target: int
     delay_s: float
+    impairments: Impairments
+    disturbed_until_s: float = 0.0
     cut_until_s: float = 0.0
     slow_until_s: float = 0.0
     bytes_per_s: float = 0.0
@@ -54,23 +72,42 @@ class Direction:
             except BlockingIOError:
                 return
             now = time.monotonic()
-            if self.queued_bytes + len(packet) > QUEUE_BYTES or now < self.cut_until_s:
+            if self.queued_bytes + len(packet) > QUEUE_BYTES:
                 self.dropped_packets += 1
-                continue
-            if now < self.slow_until_s:
-                self.free_s = now = max(now, self.free_s) + len(packet) / self.bytes_per_s
-            self.queued_bytes += len(packet)
-            self.queue.append((now + self.delay_s, packet))
+            elif now < self.disturbed_until_s:
+                self._take_in_disturbed(packet, now)
+            else:
+                self.queued_bytes += len(packet)
+                self.queue.append((now + self.delay_s, packet))
 
-    def disturb(self, what: str, numbers: list[float]) -> None:
+    def _take_in_disturbed(self, packet: bytes, now: float) -> None:
+        passages = [] if now < self.cut_until_s else self.impairments.passages(packet, now)
+        self.dropped_packets += not passages
+        for passage in passages:
+            sent_s = now
+            if now < self.slow_until_s:
+                self.free_s = sent_s = max(now, self.free_s) + len(passage.packet) / self.bytes_per_s
+            self.queued_bytes += len(passage.packet)
+            if passage.overtakes:
+                self.queue.appendleft((now, passage.packet))
+            else:
+                self.queue.append((sent_s + self.delay_s + passage.hold_s, passage.packet))
+
+    def disturb(self, what: str, for_s: float, *numbers: float) -> None:
+        """Raises ValueError, TypeError."""
         now = time.monotonic()
         if what == "cut":
-            self.cut_until_s = now + numbers[0]
+            self.cut_until_s = now + for_s
             self.dropped_packets += len(self.queue)
             self.queue.clear()
             self.queued_bytes = 0
         elif what == "slow":
-            self.bytes_per_s, self.slow_until_s, self.free_s = numbers[0], now + numbers[1], now
+            (self.bytes_per_s,) = numbers
+            self.slow_until_s, self.free_s = now + for_s, now
+        else:
+            rate, seed, *amount = numbers
+            self.impairments.switch(what, rate, seed, now + for_s, *amount)
+        self.disturbed_until_s = max(self.disturbed_until_s, now + for_s)
 
     def put_out(self, now: float) -> None:
         """Write what is due."""
@@ -104,12 +141,15 @@ def pump(directions: list[Direction], control: int | None) -> None:
 
 
 def obey(lines: bytes, directions: list[Direction]) -> None:
-    """Whole lines: they are shorter than what a FIFO takes at once."""
+    """Whole lines: they are shorter than what a FIFO takes at once. What cannot be done is said, and not done."""
     for line in lines.decode().splitlines():
-        name, what, *numbers = line.split()
-        for direction in directions:
-            if direction.name == name:
-                direction.disturb(what, [float(number) for number in numbers])
+        try:
+            name, what, *numbers = line.split()
+            for direction in directions:
+                if direction.name == name:
+                    direction.disturb(what, *map(float, numbers))
+        except (TypeError, ValueError) as error:
+            print(f"cannot do {line!r}: {error}", flush=True)
 
 
 def open_control(path: str) -> int:
@@ -123,8 +163,8 @@ def main(arguments: list[str]) -> None:
     control = None if path == "-" else open_control(path)
     directions = []
     for name, first, second, delay in zip(links[::4], links[1::4], links[2::4], links[3::4], strict=True):
-        directions.append(Direction(name, int(first), int(second), float(delay)))
-        directions.append(Direction(name, int(second), int(first), float(delay)))
+        directions.append(Direction(name, int(first), int(second), float(delay), Impairments(0)))
+        directions.append(Direction(name, int(second), int(first), float(delay), Impairments(1)))
     for direction in directions:
         os.set_blocking(direction.source, False)
     with contextlib.suppress(PermissionError):
@@ -141,6 +181,7 @@ def main(arguments: list[str]) -> None:
             "packets": sum(d.packets for d in directions),
             "carried_bytes": sum(d.carried_bytes for d in directions),
             "dropped_packets": sum(d.dropped_packets for d in directions),
+            "impaired_packets": sum((d.impairments.counts for d in directions), Counter()),
         }
         print(json.dumps(report), flush=True)
 

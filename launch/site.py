@@ -21,6 +21,7 @@ from typing import Literal
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig
 from geotrain.files import whole_file
 from geotrain.launch.check import free_ports
+from geotrain.launch.guard import JOB
 from geotrain.launch.supervise import Process, guarded
 from geotrain.launch.wan import DEVICE
 from geotrain.launch.world import FIRST_MASTER_PORT, Job, Machine, Place, place_local, regions_of, world
@@ -129,6 +130,15 @@ def over_ssh(
     return (*SSH, host, f"cd {shlex.quote(folder or str(Path.cwd()))} && {script}")
 
 
+def guarded_there(host: str, name: str, command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """The command line that runs a command on another machine, in the folder of the same name, under a guard there.
+
+    name: of the job, one in the world: what an earlier connection left of it there is ended first.
+    """
+    guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *command)
+    return over_ssh(host, None, guard, {**env, JOB: name})
+
+
 def _server(order: Order, folder: Path, site: str, netns: int | None) -> Process:
     what = ("global",) if site == GLOBAL else ("region", site)
     command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"))
@@ -136,7 +146,8 @@ def _server(order: Order, folder: Path, site: str, netns: int | None) -> Process
 
     def process(resume: bool) -> Process:
         whole = (*command, "--resume") if resume else command
-        return Process(site, guarded(whole, netns), role="server", keeps=keeps, again=lambda: process(True))
+        env = {JOB: str(folder / site)}
+        return Process(site, guarded(whole, netns), env, role="server", keeps=keeps, again=lambda: process(True))
 
     return process(order.resume)
 
@@ -181,13 +192,12 @@ def _worker(
 
     def process(job: Job, index: int) -> Process:
         netns = inside.get(job.region)
-        here = job.host is None
-        guard = job.command if here else (sys.executable, "-m", "geotrain.launch.guard", "--", *job.command)
-        command = guarded(guard, netns) if job.host is None else over_ssh(job.host, None, guard, job.env)
+        here, name = job.host is None, str(folder / job.name)
+        there = () if job.host is None else guarded_there(job.host, name, job.command, job.env)
         return Process(
             job.name,
-            command,
-            job.env if here else {},
+            there or guarded(job.command, netns),
+            {**job.env, JOB: name} if here else {},
             keeps=(netns,) if here and netns is not None else (),
             again=lambda: again(index),
             unit=worker.name,

@@ -137,7 +137,7 @@ def emulated(
 
 
 def disturb(control: Path, region: str, what: str, *numbers: float) -> None:
-    """Cut a running link, or slow it down: `what` and `numbers` as in `pump.py`. Raises OSError."""
+    """Cut a running link, slow it down, impair its packets: `what`, `numbers` as in `pump.py`. Raises OSError."""
     fifo = os.open(control, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody reads
     try:
         os.write(fifo, f"{region} {what} {' '.join(map(str, numbers))}\n".encode())

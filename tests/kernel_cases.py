@@ -22,6 +22,7 @@ SPECS = [
         (256, "bf16", True, 1.0, 0.07),
     )
 ]
+SPECS += [Spec("topk2", 64, "fp32", stochastic=True, density=1.0), Spec("topk2", 512, "bf16", density=1.0)]
 SIZES = (0, 1, 2, 31, 33, 127, 256, 645)
 
 

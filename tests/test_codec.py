@@ -272,6 +272,8 @@ def test_sizes_stated_in_the_documentation():
         assert make_codec(CodecConfig(name=name)).encoded_bytes(1 << 20) * 8 == bits * (1 << 20)
     topk = make_codec(CodecConfig(name="topk2", block=1024, density=0.1))
     assert 0.7 < topk.encoded_bytes(1 << 20) * 8 / (1 << 20) < 0.8
+    everything = make_codec(CodecConfig(name="topk2", density=1.0))
+    assert everything.encoded_bytes(1 << 20) * 8 == 2.25 * (1 << 20)
 
 
 def test_other_dtypes_and_devices_are_refused_in_words():

@@ -19,20 +19,28 @@ from faults import jobs_of, make_world  # noqa: E402
 from faults_audit import accounts, coverage  # noqa: E402
 from faults_goodput import goodput  # noqa: E402
 from faults_runner import FaultyRun, kinds_done, read_events  # noqa: E402
-from faults_scenario import KILLS, Event, Fault, random_faults  # noqa: E402
+from faults_scenario import KILLS, PACKETS, Event, Fault, random_faults  # noqa: E402
 
 START_S = 240.0
 REGIONS = {"eu": ("eu-0", "eu-1"), "us": ("us-0", "us-1")}
 
-# One after the other, as the run goes on: each when the one before has been got over.
+# As the run goes on: each when its event has come and those before are done.
 SCENARIO = (
-    Fault("kill", Event("us-0", "JobTrained", 2), "us-0", "rank"),
-    Fault("cut", Event("eu-0", "JobTrained", 3), "eu", for_s=3.0),
-    Fault("kill", Event("eu-0", "JobTrained", 6), "eu", "server"),
-    Fault("kill", Event("us-0", "JobTrained", 4), "us-0", "deepspeed"),
-    Fault("kill", Event("us-0", "JobTrained", 8), "global", "global"),
-    Fault("kill", Event("eu-0", "JobTrained", 14), "eu", "region"),
-)
+    *(
+        Fault(kind, Event(worker, "JobTrained", 1), region, for_s=120.0, rate=rate, seed=seed, amount=amount)
+        for seed, (region, worker) in enumerate((("eu", "eu-0"), ("us", "us-0")))
+        for kind, rate, amount in (
+            ("corrupt", 0.1, 0.3), ("drop", 0.03, 0.0), ("delay", 0.1, 0.1), ("reorder", 0.1, 0.0),
+            ("duplicate", 0.1, 0.0),
+        )
+    ),
+    Fault("cut", Event("eu-0", "JobTrained", 2), "eu", for_s=3.0),
+    Fault("kill", Event("eu-0", "JobTrained", 4), "eu", "server"),
+    Fault("kill", Event("us-0", "JobTrained", 4), "global", "global"),
+    Fault("kill", Event("us-0", "JobTrained", 6), "us-0", "rank"),
+    Fault("kill", Event("eu", "Joined", 2), "eu-0", "deepspeed"),  # it has joined the server that was killed
+    Fault("kill", Event("eu", "Joined", 3), "eu", "region"),  # it has begun again
+)  # fmt: skip
 
 
 def few_workers(files: tuple[Path, Path], ranks: dict[str, int]) -> None:
@@ -48,8 +56,10 @@ def test_random_faults_are_the_same_again_and_of_every_kind() -> None:
     faults = random_faults(3, 600.0, 20.0, REGIONS)
     assert faults == random_faults(3, 600.0, 20.0, REGIONS) != random_faults(4, 600.0, 20.0, REGIONS)
     assert {fault.kind for fault in faults if fault.what == "kill"} == set(KILLS)
-    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow"}
-    assert 20 < len(faults) < 40
+    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow", *PACKETS}
+    of_packets = [fault for fault in faults if fault.what in PACKETS]
+    assert 20 < len(of_packets) < 40 and 20 < len(faults) - len(of_packets) < 40
+    assert all(0.0 < fault.rate < 1.0 for fault in of_packets)
     times = [fault.when for fault in faults]
     assert times == sorted(times) and times[-1] < 580.0
     assert {fault.of for fault in faults} <= {"global", "all", *REGIONS, *REGIONS["eu"], *REGIONS["us"]}
@@ -86,15 +96,21 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     for figure in ("lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped", "samples_twice"):
         assert found[figure] == 0, (figure, found)
     died = [e["unit"] for e in run.events("launcher") if e["event"] == "ProcessDied"]
-    assert {"us-0", "eu", "global", "eu-0"} <= set(died)
+    assert {unit: died.count(unit) for unit in died} == {"eu": 2, "global": 1, "us-0": 1, "eu-0": 2}
     assert all(e["pause_s"] is not None for e in run.events("launcher") if e["event"] == "ProcessDied")
     assert "us-0 failed with exit code" in said and "started again in" in said
-    us = json.loads((run.folder / "servers/us/status.json").read_text())
-    assert us["members"]["us-0"]["restarts"] == died.count("us-0") == 2
+    for region, worker in (("eu", "eu-0"), ("us", "us-0")):
+        status = json.loads((run.folder / "servers" / region / "status.json").read_text())
+        assert status["members"][worker]["restarts"] == died.count(worker)
+    packets = run.impaired_packets()
+    assert packets.keys() == {*PACKETS, "repaired"} and min(packets.values()) > 0, packets
+    logs = "".join((run.folder / "logs" / f"{server}.log").read_text() for server in ("global", *REGIONS))
+    assert "DECRYPTION_FAILED_OR_BAD_RECORD_MAC" in logs  # TLS, of what had passed TCP's checksum
     assert 0.2 < goodput(run, found["committed_samples"], end_s)["goodput"] <= 1.0
-    for segment in sorted((run.archive / "eu/journal").iterdir())[1:]:
-        segment.unlink()
-    assert accounts(run)["lost_acknowledged"] > 0  # it sees what is missing
+    told = [e for e in run.events("us-0") if e["event"] == "Acknowledged"][-1]
+    with (run.folder / "events/us-0.jsonl").open("a") as file:
+        file.write(json.dumps({**told, "sequence": told["sequence"] + 1000}) + "\n")
+    assert accounts(run)["lost_acknowledged"] == 1  # it sees what is missing
 
 
 @pytest.mark.slow

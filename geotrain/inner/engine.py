@@ -28,6 +28,7 @@ from geotrain.sharing.mapping import LocalParameter
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 Placed = list[tuple[nn.Parameter, LocalParameter]]
@@ -325,6 +326,7 @@ class GeoEngine(DeepSpeedEngine):
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
         self.destroy()
+        RotaryEmbedding.forward.cache_clear()  # class-wide, it would keep the last models, and so their groups
 
 
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")

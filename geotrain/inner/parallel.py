@@ -12,6 +12,8 @@ import torch.distributed as dist
 from geotrain.config import ParallelConfig
 from geotrain.inner import platform
 
+_control_groups: list[dist.ProcessGroup] = []  # made by `initialize` and not shut down
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -111,6 +113,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
+    control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    _control_groups.append(control_group)
     return Mesh(
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -124,14 +128,22 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         embedding_group=parallel_state.get_embedding_group(check_initialized=False),
-        control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+        control_group=control_group,
     )
 
 
 def shut_down(leave_world: bool = True) -> None:
-    """Forget Megatron's process groups and, if leave_world, torch.distributed's as well."""
+    """Destroy the process groups that `initialize` made and, if leave_world, the world as well. Their threads end
+    when no mesh holds them any more."""
     from megatron.core import parallel_state
 
+    made = {*(parallel_state._global_process_group_list or ()), *_control_groups} - {None, dist.group.WORLD}
     parallel_state.destroy_model_parallel()
-    if leave_world and dist.is_initialized():
+    _control_groups.clear()
+    if not dist.is_initialized():
+        return
+    if leave_world:
         dist.destroy_process_group()
+        return
+    for group in made - {dist.GroupMember.NON_GROUP_MEMBER}:
+        dist.destroy_process_group(group)

@@ -12,6 +12,7 @@ FORMER_LIVES = 32  # incarnations remembered for each member
 SAVED = (  # fields that outlive the server; the rest is said again by the members
     "incarnation",
     "former",
+    "restarts",
     "barred",
     "sequence",
     "job",
@@ -31,6 +32,7 @@ class Member:
 
     incarnation: str = ""
     former: list[str] = field(default_factory=list)  # incarnations of earlier lives: they may not come back
+    restarts: int = 0
     barred: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0
     joined: dict[int, Join] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class Member:
     def begin_life(self, incarnation: str) -> None:
         if self.incarnation:
             self.former = [*self.former, self.incarnation][-FORMER_LIVES:]
+            self.restarts += 1
         self.incarnation, self.left = incarnation, False
         self.forget()
 
@@ -83,6 +86,7 @@ class Member:
         return {**{name: getattr(self, name) for name in SAVED}, "owed": sorted(self.owed)}
 
     def load(self, state: dict[str, Any]) -> None:
+        state = {"restarts": len(state["former"]), **state}  # older snapshots have no count
         for name in SAVED:
             saved = state[name]
             setattr(self, name, list(saved) if isinstance(saved, list) else saved)
@@ -93,7 +97,7 @@ class Member:
         return {
             "joined": self.complete,
             "left": self.left,
-            "restarts": len(self.former),
+            "restarts": self.restarts,
             "updates": self.updates,
             "sequence": self.sequence,
             "job": self.job,

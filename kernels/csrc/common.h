@@ -6,9 +6,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #if defined(GEOTRAIN_NO_CLONES)
 #define CLONES
@@ -71,21 +68,6 @@ typedef struct {
     int32_t accumulate, format, block, scale_shift, scale_bytes, max_scale_bits, threads;
     struct record record[2];
 } dequantize_job;
-
-/* A full block to memory that is too large to stay in the cache: past it, without reading it first. */
-enum { STREAM_BYTES = 1 << 24 };
-INLINE void stream(float *restrict to, const float *restrict from, int n) { /* both 64-byte aligned, n % 16 == 0 */
-#ifdef __SSE2__
-    for (int i = 0; i < n; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
-#else
-    memcpy(to, from, sizeof(float) * (size_t)n);
-#endif
-}
-INLINE void end_stream(void) {
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
-}
 
 INLINE void store_scale(uint8_t *at, int32_t bits, int32_t shift, int32_t bytes) {
     uint32_t stored = (uint32_t)bits >> shift;

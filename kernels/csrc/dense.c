@@ -110,16 +110,14 @@ INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last
                           const int accumulate) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     const float weight = job->weight;
-    const int streams = !accumulate && job->numel >= STREAM_BYTES / 4 && (uintptr_t)job->out % 64 == 0;
-    float buffer[MAX_BLOCK] __attribute__((aligned(64)));
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
-        const int low = per_byte == 2 ? (length + 1) / 2 : length, buffered = streams && length == block;
+        const int low = per_byte == 2 ? (length + 1) / 2 : length;
         const float scale =
             float_of(load_scale(job->payload + b * job->scale_bytes, job->scale_shift, job->scale_bytes));
         const uint8_t *restrict codes = job->payload + job->codes_offset + at / per_byte;
-        float *restrict out = buffered ? buffer : job->out + at, *restrict high = out + low;
+        float *restrict out = job->out + at, *restrict high = out + low;
 #define PUT(target, code)                                                                                            \
     do {                                                                                                             \
         float value =                                                                                                \
@@ -140,9 +138,7 @@ INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last
             if (length - low < low) PUT(out[low - 1], (int32_t)(codes[low - 1] & 15));
         }
 #undef PUT
-        if (buffered) stream(job->out + at, buffer, block);
     }
-    if (streams) end_stream();
 }
 
 /* fp32 and bf16, elements of blocks [first, last). */

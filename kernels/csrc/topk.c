@@ -106,11 +106,60 @@ INLINE uint32_t get_bits(const uint8_t *string, const struct record *r, int firs
     return (uint32_t)(value >> (first & 7) & (((uint64_t)1 << count) - 1));
 }
 
-CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, double *squares) {
+/* The codes of the kept elements with their positions; v becomes what is left. */
+INLINE void write_kept(float *restrict v, const float *restrict magnitude, const int32_t *restrict position,
+                       const uint32_t *restrict random, const int32_t levels[2], const struct record *r,
+                       uint8_t *restrict out, const int stochastic) {
+    const float low = float_of(levels[0]), high = float_of(levels[1]), middle = low * 0.5f + high * 0.5f;
+    writer lows = write_at(out, r->lows_at), codes = write_at(out, r->values_at);
+    for (int i = 0; i < r->kept; i++) {
+        const int p = position[i];
+        const int32_t sign = bits_of(v[p]) & INT32_MIN;
+        const int which = stochastic
+                              ? (float)(int32_t)(random[p] >> 8) * 0x1p-24f * (high - low) < magnitude[i] - low
+                              : magnitude[i] > middle;
+        const int high_at = r->highs_at + (p >> r->low_bits) + i;
+        append(&lows, (uint32_t)p & ((1u << r->low_bits) - 1), r->low_bits);
+        or_word(out + high_at / 32 * 4, 1u << (high_at % 32));
+        append(&codes, (uint32_t)((sign ? 2 : 0) | which), 2);
+        v[p] = v[p] - float_of(levels[which] | sign);
+    }
+    finish(&lows);
+    finish(&codes);
+}
+
+/* The same where all are kept: no positions, no branches. */
+INLINE void write_all(float *restrict v, const float *restrict magnitude, const uint32_t *restrict random,
+                      const int32_t levels[2], const struct record *r, uint8_t *restrict out, const int stochastic) {
+    const float low = float_of(levels[0]), high = float_of(levels[1]), middle = low * 0.5f + high * 0.5f;
+    const int32_t low_bits = levels[0], differ = levels[0] ^ levels[1];
+    uint8_t code[MAX_BLOCK + 8] __attribute__((aligned(64)));
+    for (int i = 0; i < r->length; i++) {
+        const int32_t sign = bits_of(v[i]) & INT32_MIN;
+        const int32_t which = stochastic
+                                  ? (float)(int32_t)(random[i] >> 8) * 0x1p-24f * (high - low) < magnitude[i] - low
+                                  : magnitude[i] > middle;
+        code[i] = (uint8_t)((uint32_t)sign >> 30 | (uint32_t)which);
+        v[i] = v[i] - float_of((low_bits ^ (differ & -which)) | sign);
+    }
+    memset(code + r->length, 0, 8);
+    writer codes = write_at(out, r->values_at);
+    for (int i = 0; i < r->length; i += 8) { /* 8 bytes of 2 bits each → 16 bits */
+        uint64_t x;
+        memcpy(&x, code + i, 8);
+        x = (x | x >> 6) & 0x000F000F000F000Fu;
+        x = (x | x >> 12) & 0x000000FF000000FFu;
+        append(&codes, (uint32_t)((x | x >> 24) & 0xFFFF), 16);
+    }
+    finish(&codes);
+}
+
+INLINE int encode_records(const quantize_job *job, int64_t first, int64_t last, double *squares,
+                          const int stochastic) {
     const int block = job->block;
-    float v[MAX_BLOCK] __attribute__((aligned(64))), magnitude[MAX_BLOCK];
+    float v[MAX_BLOCK] __attribute__((aligned(64))), magnitude[MAX_BLOCK] __attribute__((aligned(64)));
     int32_t bits[MAX_BLOCK] __attribute__((aligned(64))), position[MAX_BLOCK + 1];
-    uint32_t random[MAX_BLOCK];
+    uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
     int all_finite = 1;
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
@@ -125,34 +174,30 @@ CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, dou
             all_finite = 0;
         }
         for (int i = 0; i < length; i++) bits[i] = magnitude_bits(v[i]);
-        select_largest(bits, length, r->kept, largest, position);
-        for (int i = 0; i < r->kept; i++) magnitude[i] = float_of(bits[position[i]]);
+        if (r->kept == length) {
+            memcpy(magnitude, bits, sizeof(float) * (size_t)length);
+        } else {
+            select_largest(bits, length, r->kept, largest, position);
+            for (int i = 0; i < r->kept; i++) magnitude[i] = float_of(bits[position[i]]);
+        }
         int32_t levels[2] = {0, 0};
         if (largest >= TINY_BITS) two_magnitudes(magnitude, r->kept, largest, job, levels);
-        const float low = float_of(levels[0]), high = float_of(levels[1]), middle = low * 0.5f + high * 0.5f;
-        if (job->stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
+        if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
         memset(out, 0, (size_t)r->bytes);
         for (int i = 0; i < 2; i++)
             store_scale(out + i * job->scale_bytes, finite ? levels[i] : NAN_BITS, job->scale_shift,
                         job->scale_bytes);
-        writer lows = write_at(out, r->lows_at), signs = write_at(out, r->values_at);
-        for (int i = 0; i < r->kept; i++) {
-            const int p = position[i];
-            const int32_t sign = bits_of(v[p]) & INT32_MIN;
-            const int which = job->stochastic
-                                  ? (float)(int32_t)(random[p] >> 8) * 0x1p-24f * (high - low) < magnitude[i] - low
-                                  : magnitude[i] > middle;
-            const int high_at = r->highs_at + (p >> r->low_bits) + i;
-            append(&lows, (uint32_t)p & ((1u << r->low_bits) - 1), r->low_bits);
-            or_word(out + high_at / 32 * 4, 1u << (high_at % 32));
-            append(&signs, (uint32_t)((sign ? 2 : 0) | which), 2);
-            v[p] = v[p] - float_of(levels[which] | sign);
-        }
-        finish(&lows);
-        finish(&signs);
+        if (r->kept == length)
+            write_all(v, magnitude, random, levels, r, out, stochastic);
+        else
+            write_kept(v, magnitude, position, random, levels, r, out, stochastic);
         if (job->residual && finite) memcpy(job->residual + at, v, sizeof(float) * (size_t)length);
     }
     return all_finite;
+}
+
+CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, double *squares) {
+    return job->stochastic ? encode_records(job, first, last, squares, 1) : encode_records(job, first, last, squares, 0);
 }
 
 /* Calls BODY for the kept elements of a record with their `rank` and position `p`; counts them in `rank`. */
@@ -169,7 +214,7 @@ CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, dou
         }                                                                                                   \
     }
 
-INLINE int decode_record(const dequantize_job *job, const uint8_t *in, const struct record *r, float *restrict out) {
+INLINE int decode_kept(const dequantize_job *job, const uint8_t *in, const struct record *r, float *restrict out) {
     float value[4];
     int rank = 0;
     for (int i = 0; i < 4; i++) {
@@ -183,12 +228,42 @@ INLINE int decode_record(const dequantize_job *job, const uint8_t *in, const str
     return 1;
 }
 
+/* A record without positions. */
+INLINE void decode_all(const dequantize_job *job, const uint8_t *in, const struct record *r, float *restrict out,
+                       const int accumulate) {
+    const int32_t low = load_scale(in, job->scale_shift, job->scale_bytes);
+    const int32_t differ = low ^ load_scale(in + job->scale_bytes, job->scale_shift, job->scale_bytes);
+    const float weight = job->weight;
+    uint8_t code[MAX_BLOCK + 8] __attribute__((aligned(64)));
+    for (int i = 0; i < r->length; i += 8) { /* 16 bits → 8 bytes of 2 bits each */
+        const int n = r->length - i < 8 ? r->length - i : 8;
+        uint64_t x = get_bits(in, r, r->values_at + 2 * i, 2 * n);
+        x = (x | x << 24) & 0x000000FF000000FFu;
+        x = (x | x << 12) & 0x000F000F000F000Fu;
+        x = (x | x << 6) & 0x0303030303030303u;
+        memcpy(code + i, &x, 8);
+    }
+    for (int i = 0; i < r->length; i++) {
+        const int32_t c = code[i], sign = (int32_t)((uint32_t)(c & 2) << 30);
+        const float value = float_of((low ^ (differ & -(c & 1))) ^ sign);
+        out[i] = accumulate ? out[i] + weight * value : value;
+    }
+}
+
 CLONES void decode_topk(const dequantize_job *job, int64_t first, int64_t last) {
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * job->block;
         const int length = job->numel - at < job->block ? (int)(job->numel - at) : job->block;
-        if (!job->accumulate) memset(job->out + at, 0, sizeof(float) * (size_t)length);
-        decode_record(job, job->payload + b * job->record[0].bytes, &job->record[length < job->block], job->out + at);
+        const struct record *r = &job->record[length < job->block];
+        const uint8_t *in = job->payload + b * job->record[0].bytes;
+        if (r->kept < length) {
+            if (!job->accumulate) memset(job->out + at, 0, sizeof(float) * (size_t)length);
+            decode_kept(job, in, r, job->out + at);
+        } else if (job->accumulate) {
+            decode_all(job, in, r, job->out + at, 1);
+        } else {
+            decode_all(job, in, r, job->out + at, 0);
+        }
     }
 }
 
@@ -198,6 +273,7 @@ INLINE int record_ok(const dequantize_job *job, const uint8_t *in, const struct 
         const int32_t bits = load_scale(in + i * job->scale_bytes, job->scale_shift, job->scale_bytes);
         if (bits < 0 || bits > job->max_scale_bits) return 0;
     }
+    if (r->kept == r->length) return 1;
     FOR_KEPT(in, r, rank, p, {})
     return rank == r->kept;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import math
@@ -82,13 +83,16 @@ def one_rank(folder: str) -> dict[str, Any]:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     stop(engine)
 
-    seen["norms"] = []
+    seen["norms"], seen["threads"] = [], []
     for stage in (0, 1, 2):
         engine = start(LLAMA, ParallelConfig(), deepspeed_block(stage, gradient_clipping=0.0))
         seen["norms"].append(engine.train_step(micro_batches(engine, 0), 0).grad_norm)
         expected = torch.stack([p.grad.norm() for p in gradients(engine)]).norm()
         seen["norms"].append(float(expected))
         stop(engine)
+        del engine
+        gc.collect()
+        seen["threads"].append(len([*Path("/proc/self/task").iterdir()]))
     return seen
 
 
@@ -141,6 +145,7 @@ def test_one_engine(tmp_path: Path) -> None:
 
     for measured, expected in zip(seen["norms"][::2], seen["norms"][1::2], strict=True):
         assert measured == pytest.approx(expected, rel=1e-4)
+    assert seen["threads"][0] == seen["threads"][2], "the process groups of engines that are closed are gone"
 
 
 def refused() -> list[str]:

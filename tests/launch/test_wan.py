@@ -4,24 +4,28 @@ import json
 import os
 import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from geotrain.config import LinkConfig
+from geotrain.config import ClusterConfig, LinkConfig
 from geotrain.launch import wan
 from geotrain.launch.supervise import LaunchError, Process, Supervisor, guarded
+from geotrain.net.certs import make_certificates
 from tests.launch.trees import until
 
-# In a region's namespace: answers each datagram, and takes in what a TCP connection brings.
+# In a region's namespace: answers each datagram; takes in what a TCP connection brings, and answers with its CRC-32.
 FAR_END = """
-import socket, sys, threading
+import socket, sys, threading, zlib
 address = sys.argv[1]
 datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 datagrams.bind((address, 7001))
@@ -34,10 +38,28 @@ threading.Thread(target=echo, daemon=True).start()
 print("ready", flush=True)
 while True:
     connection, _ = listener.accept()
-    while connection.recv(1 << 20):
-        pass
-    connection.sendall(b"!")
+    crc = 0
+    while data := connection.recv(1 << 20):
+        crc = zlib.crc32(data, crc)
+    connection.sendall(crc.to_bytes(4))
     connection.close()
+"""
+
+# There, too: takes in what one TLS connection brings, and says how that ended.
+TLS_FAR_END = """
+import socket, ssl, sys
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain(sys.argv[2], sys.argv[3])
+listener = socket.create_server((sys.argv[1], 7003))
+print("ready", flush=True)
+connection = context.wrap_socket(listener.accept()[0], server_side=True)
+received = b""
+try:
+    while data := connection.recv(1 << 20):
+        received += data
+except ssl.SSLError as error:
+    print("refused:", error.reason)
+print("every byte is a zero:", not received.strip(b"\\0"), flush=True)
 """
 
 HOLDS_LINKS = """
@@ -79,6 +101,7 @@ def running(links: dict[str, LinkConfig], logs: Path) -> Iterator[wan.Wan]:
             namespace = made.namespaces[region]
             supervisor.start(Process(region, guarded(far_end, namespace), keeps=(namespace,)))
         assert until(lambda: all("ready" in (logs / f"{r}.log").read_text() for r in links))
+        assert until((logs / "control").exists)
         yield made
 
 
@@ -94,16 +117,40 @@ def round_trips_ms(address: str, count: int) -> list[float]:
     return times
 
 
-def gbps_up(address: str, size_bytes: int) -> float:
+def arrives_whole(address: str, data: bytes) -> bool:
+    """Sent over TCP."""
     with socket.create_connection((address, 7002), timeout=30.0) as out:
-        begin = time.perf_counter()
-        out.sendall(bytes(size_bytes))
+        out.sendall(data)
         out.shutdown(socket.SHUT_WR)
-        assert out.recv(1) == b"!"
-        return size_bytes * 8 / (time.perf_counter() - begin) / 1e9
+        return out.recv(4) == zlib.crc32(data).to_bytes(4)
 
 
-def pump_report(logs: Path) -> dict[str, float]:
+def gbps_up(address: str, size_bytes: int) -> float:
+    begin = time.perf_counter()
+    assert arrives_whole(address, bytes(size_bytes))
+    return size_bytes * 8 / (time.perf_counter() - begin) / 1e9
+
+
+def echoes(address: str, count: int) -> list[int]:
+    """Numbered datagrams, sent at once: the numbers that come back, in their order, until no more come."""
+    numbers = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        out.settimeout(0.7)
+        for number in range(count):
+            out.sendto(number.to_bytes(2), (address, 7001))
+        with suppress(TimeoutError):
+            while True:
+                numbers.append(int.from_bytes(out.recv(2048)))
+    return numbers
+
+
+def impair(control: Path, what: str, *numbers: float) -> None:
+    """Link "eu"; returns when the pump has read it."""
+    wan.disturb(control, "eu", what, *numbers)
+    time.sleep(0.1)
+
+
+def pump_report(logs: Path) -> dict[str, Any]:
     text = (logs / "wan.log").read_text()
     return dict(json.loads(text.splitlines()[-1]))
 
@@ -155,9 +202,67 @@ def test_a_link_is_cut_and_slowed_on_command(tmp_path: Path) -> None:
                 out.recvfrom(2048)
         time.sleep(0.6)
         assert round_trips_ms(address, 1)[0] < 100
-        wan.disturb(control, "eu", "slow", 1e6, 30.0)
+        wan.disturb(control, "eu", "slow", 30.0, 1e6)
         time.sleep(0.1)
         assert gbps_up(address, 1_000_000) < 0.009
+
+
+@pytest.mark.root
+def test_packets_are_lost_doubled_reordered_and_delayed_on_command(tmp_path: Path) -> None:
+    in_order = list(range(40))
+    with running({"eu": link("eu", 1.0, 40.0)}, tmp_path) as made:
+        address, control = made.addresses["eu"], tmp_path / "control"
+        impair(control, "duplicate", 60.0, 1.0, 1)
+        assert echoes(address, 40) == [n for n in in_order for _ in range(4)]  # there and back
+        impair(control, "duplicate", 60.0, 0.0, 1)
+        impair(control, "reorder", 60.0, 0.2, 2)
+        assert sorted(shuffled := echoes(address, 40)) == in_order != shuffled
+        impair(control, "reorder", 60.0, 0.0, 2)
+        impair(control, "delay", 60.0, 1.0, 3, 0.15)
+        assert min(round_trips_ms(address, 2)) >= 340.0
+        impair(control, "delay", 60.0, 0.2, 3, 0.01)
+        assert echoes(address, 40) == in_order
+        impair(control, "melt", 60.0, 0.5, 4)
+        impair(control, "drop", 60.0, 0.3, 4)
+        some = echoes(address, 40)
+        assert 5 < len(some) < 35 and some == sorted(set(some))
+        impair(control, "drop", 60.0, 0.0, 4)
+        assert echoes(address, 40) == in_order
+    report = pump_report(tmp_path)
+    assert report["impaired_packets"].keys() == {"duplicate", "reorder", "delay", "drop"}
+    assert report["dropped_packets"] == report["impaired_packets"]["drop"]
+    assert "no kind of impairment: 'melt'" in (tmp_path / "wan.log").read_text()
+
+
+@pytest.mark.root
+def test_tcp_mends_what_is_corrupted_and_tls_refuses_what_passes_its_checksum(tmp_path: Path) -> None:
+    worker = {"name": "eu-0", "hosts": [{"host": "localhost", "slots": 1}]}
+    cluster = {"name": "test", "regions": [{"name": "eu", "workers": [worker]}]}
+    make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), tmp_path)
+    data = bytes(range(256)) * 8000
+    with running({"eu": link("eu", 1.0, 4.0)}, tmp_path) as made, Supervisor(tmp_path / "tls") as supervisor:
+        address, control, namespace = made.addresses["eu"], tmp_path / "control", made.namespaces["eu"]
+        pair = [str(tmp_path / f"region-eu.{end}") for end in ("pem", "key")]
+        tls_end = (sys.executable, "-I", "-S", "-c", TLS_FAR_END, address, *pair)
+        supervisor.start(Process("tls", guarded(tls_end, namespace), keeps=(namespace,)))
+        log = tmp_path / "tls/tls.log"
+        assert until(lambda: "ready" in log.read_text())
+        impair(control, "corrupt", 60.0, 0.1, 1, 0.0)
+        assert arrives_whole(address, data)
+        impair(control, "corrupt", 60.0, 0.0, 1, 0.0)
+        context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        context.check_hostname = False
+        with context.wrap_socket(socket.create_connection((address, 7003), timeout=30.0)) as out:
+            out.sendall(bytes(100_000))
+            impair(control, "corrupt", 60.0, 1.0, 2, 1.0)
+            assert not arrives_whole(address, data)
+            with suppress(OSError):
+                out.sendall(bytes(100_000))
+            assert until(lambda: "every byte" in log.read_text())
+    assert "refused: " in log.read_text() and "BAD_RECORD_MAC" in log.read_text()
+    assert "every byte is a zero: True" in log.read_text()
+    impaired = pump_report(tmp_path)["impaired_packets"]
+    assert impaired["corrupt"] > impaired["repaired"] > 0
 
 
 @pytest.mark.root

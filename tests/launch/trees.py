@@ -26,7 +26,8 @@ def new_mark() -> dict[str, str]:
 
 def marked(mark: dict[str, str]) -> list[int]:
     """Living processes (no zombies) that carry the mark."""
-    wanted = f"{MARK}={mark[MARK]}".encode()
+    ((name, value),) = mark.items()
+    wanted = f"{name}={value}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -9,6 +9,7 @@ import torch
 
 from geotrain.config import CodecConfig
 from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.member import FORMER_LIVES
 from geotrain.outer.messages import Finished, LeaseRequest, Refused, Release, Welcome
 from tests.outer.test_rules import config
 from tests.outer.test_servers import halves, make, random_deltas
@@ -36,6 +37,20 @@ def test_an_older_life_is_refused_for_good():
     restored = saved_and_loaded(world, "eu")
     with pytest.raises(Refused, match="another process has joined"):
         restored.on_join(worker.joins(world.identity, "life-1")[0])
+
+
+def test_every_restart_is_counted_however_many_lives_are_remembered():
+    world = make(config(), cut_a=halves)
+    worker, lives = world.workers["a"][1], 3 * FORMER_LIVES
+    for life in range(lives):
+        for join in worker.joins(world.identity, f"life-{life + 2}"):
+            world.regions["eu"].on_join(join)
+    restored = saved_and_loaded(world, "eu").members["a"]
+    assert restored.status()["restarts"] == lives
+    assert len(restored.former) == FORMER_LIVES
+    old = {name: value for name, value in restored.state().items() if name != "restarts"}
+    restored.load(old)
+    assert restored.status()["restarts"] == FORMER_LIVES  # all that an older snapshot knows
 
 
 def saved_and_loaded(world: World, region: str):
