@@ -30,6 +30,23 @@ CPU_KERNELS = Extension(
     optional=True,
 )
 
+# Training in the simulator, where bits need not be those of another machine.
+SMALL_LM = Extension(
+    "geotrain.simulate._lm",
+    sources=["geotrain/simulate/lm.c"],
+    extra_compile_args=[
+        "-O3",
+        "-g0",
+        "-ffp-contract=fast",
+        "-fassociative-math",
+        "-fno-signed-zeros",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ],
+    libraries=["m"],
+    optional=True,
+)
+
 PACKAGES = [
     *find_packages(include=["geotrain", "geotrain.*"]),
     "geotrain.kernels",
@@ -45,7 +62,7 @@ setup(
     packages=PACKAGES,
     package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch"},
     package_data={"geotrain": ["py.typed", "monitor/web/*"]},
-    ext_modules=[CPU_KERNELS],
+    ext_modules=[CPU_KERNELS, SMALL_LM],
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",

@@ -18,11 +18,13 @@ Settings = dict[str, Any]  # lr, and changes of the run file's outer block; "mom
 
 @dataclass(frozen=True)
 class Method:
-    """draw: one point of its search space. The first point tried is always the run file as it is, at LR."""
+    """draw: one point of its search space: rates and momenta. When messages leave (H, K) and their codec are the
+    method, and stay as its run file has them. settings_of: another method whose search is taken."""
 
     name: str
     title: str
     draw: Callable[[Random], Settings]
+    settings_of: str | None = None
 
     @property
     def base(self) -> OuterConfig:
@@ -38,17 +40,16 @@ class Method:
             outer = outer.model_copy(update={"momentum_decay": decay})
         return outer
 
-    def candidates(self, trials: int, seed: int) -> list[Settings]:
-        """The search's points: the published settings with the learning rates of LADDER, then random draws."""
-        random = Random(f"{seed} {self.name}")
-        first = [{**self.published(), "lr": lr} for lr in LADDER]
-        return [*first[:trials], *(self.draw(random) for _ in range(trials - len(first)))]
-
     def published(self) -> Settings:
         return {"momentum_share": 0.1} if self.name == "region-momentum" else {}
 
+    def draws(self, count: int, seed: int) -> list[Settings]:
+        """Points of the search space, without learning rates."""
+        random = Random(f"{seed} {self.name}")
+        return [self.draw(random) for _ in range(count)]
 
-LADDER = (4e-3, 8e-3)
+
+LADDER = (4e-3, 8e-3, 1.6e-2, 2e-3, 3.2e-2)  # inner learning rates, tried in this order with the published settings
 
 
 def momentum_decay(share: float, local_steps: int, environment: Environment, steps: int) -> float:
@@ -67,26 +68,17 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _rate(random: Random) -> float:
-    return round(random.choice((2e-3, 3e-3, 4e-3, 6e-3, 8e-3, 1.2e-2)), 6)
-
-
 def _data_parallel(random: Random) -> Settings:
-    return {"lr": random.choice((2e-3, 3e-3, 6e-3, 1.2e-2, 1.6e-2, 2.4e-2))}
+    """Nothing but the learning rate: further rungs of the ladder."""
+    return {"lr": round(random.uniform(2.5e-3, 2.4e-2), 4)}
 
 
 def _diloco(random: Random) -> Settings:
-    return {
-        "lr": _rate(random),
-        "local_steps": random.choice((8, 16, 32, 64)),
-        "sync_lr": random.choice((0.5, 0.7, 0.9, 1.0)),
-        "sync_momentum": random.choice((0.6, 0.8, 0.9)),
-    }
+    return {"sync_lr": random.choice((0.5, 0.7, 0.9, 1.0)), "sync_momentum": random.choice((0.5, 0.7, 0.8, 0.9))}
 
 
 def _async(random: Random) -> Settings:
     return {
-        "lr": _rate(random),
         "global": {
             "lr_per_update": random.choice((0.03, 0.05, 0.08, 0.12)),
             "beta": random.choice((0.5, 0.8, 0.9)),
@@ -97,9 +89,6 @@ def _async(random: Random) -> Settings:
 
 def _halos(random: Random) -> Settings:
     return {
-        "lr": _rate(random),
-        "local_steps": random.choice((4, 8, 16)),
-        "updates_per_send": random.choice((8, 16, 32)),
         "merge_alpha": random.choice((0.25, 0.5, 0.75)),
         "region": {
             "lr_per_update": random.choice((0.1, 0.2, 0.3)),
@@ -116,11 +105,8 @@ def _halos(random: Random) -> Settings:
 
 def _momentum(random: Random) -> Settings:
     return {
-        "lr": _rate(random),
-        "local_steps": random.choice((4, 8)),
-        "updates_per_send": random.choice((2, 4)),
         "merge_alpha": random.choice((0.25, 0.5, 0.75)),
-        "momentum_gain": random.choice((0.0, 0.5, 1.0, 2.0, 3.0)),
+        "momentum_gain": random.choice((1.0, 2.0, 3.0, 4.0)),
         "momentum_share": random.choice((0.05, 0.1, 0.2)),
     }
 
@@ -130,7 +116,7 @@ METHODS = {
     for m in (
         Method("data-parallel", "data parallel, fp32 flat ring", _data_parallel),
         Method("diloco", "DiLoCo H 32, fp32 flat ring", _diloco),
-        Method("diloco-dylu", "DiLoCo + DyLU, fp32 flat ring", _diloco),
+        Method("diloco-dylu", "DiLoCo + DyLU, fp32 flat ring", _diloco, "diloco-fair"),
         Method("diloco-fair", "DiLoCo + DyLU, hierarchical, 4 bit (fair)", _diloco),
         Method("async-local-sgd", "Async Local-SGD H 32", _async),
         Method("async-local-sgd-h128", "Async Local-SGD H 128", _async),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from geotrain.files import whole_file
+
 Row = dict[str, Any]
 # Two-sided 95 % of Student's t by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -16,10 +18,10 @@ def time_to(row: Row, target: float) -> float | None:
     """Virtual seconds until the test loss reaches the target, between two points linearly; None: never."""
     before: Sequence[float] | None = None
     for point in row["curve"]:
-        if point[3] <= target:
+        if point[2] <= target:
             if before is None:
                 return float(point[0])
-            share = (before[3] - target) / (before[3] - point[3])
+            share = (before[2] - target) / (before[2] - point[2])
             return float(before[0] + share * (point[0] - before[0]))
         before = point
     return None
@@ -33,9 +35,9 @@ def loss_at(row: Row, seconds: float) -> float | None:
             if before is None:
                 return None
             share = (seconds - before[0]) / (point[0] - before[0]) if point[0] > before[0] else 1.0
-            return float(before[3] + share * (point[3] - before[3]))
+            return float(before[2] + share * (point[2] - before[2]))
         before = point
-    return float(row["curve"][-1][3])
+    return float(row["curve"][-1][2])
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
@@ -99,8 +101,8 @@ def plot_curves(rows: Sequence[Row], titles: dict[str, str], target: float, path
         for n, row in enumerate(mine):
             label = titles[method] if n == 0 else None
             kwargs: dict[str, Any] = {"color": colours(i), "lw": 1.4, "alpha": 0.9 if n == 0 else 0.35}
-            by_time.plot([p[0] for p in row["curve"]], [p[3] for p in row["curve"]], label=label, **kwargs)
-            by_tokens.plot([p[1] for p in row["curve"]], [p[3] for p in row["curve"]], label=label, **kwargs)
+            by_time.plot([p[0] for p in row["curve"]], [p[2] for p in row["curve"]], label=label, **kwargs)
+            by_tokens.plot([p[1] for p in row["curve"]], [p[2] for p in row["curve"]], label=label, **kwargs)
     by_time.set_xscale("log")
     low = min(row["test"] for row in rows)
     by_time.set_ylim(low - 0.05, low + 1.2)
@@ -122,3 +124,16 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     """Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def replace_block(path: Path, name: str, text: str) -> None:
+    """The lines of a Markdown file between `<!-- name: begin -->` and `<!-- name: end -->`; all others stay.
+
+    Raises ValueError when the file has no such lines."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = path.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{path}: a line {begin!r}, and after it a line {end!r}, are needed")
+    with whole_file(path) as file:
+        file.write(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")

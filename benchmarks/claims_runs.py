@@ -7,13 +7,16 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from claims_methods import METHODS, ROOT, Settings
 from claims_worlds import WORLDS
+
+if TYPE_CHECKING:
+    from geotrain.simulate.learner import Point
 
 DATA = ROOT / "benchmarks/data/halos_environment.json"
 
@@ -27,7 +30,7 @@ class Job:
     world: str
     seed: int
     steps: int
-    size: dict[str, int] = field(default_factory=dict)
+    size: dict[str, Any] = field(default_factory=dict)
     points: int = 24
 
     @property
@@ -35,8 +38,8 @@ class Job:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Train it in virtual time. curve: [virtual seconds, committed share, selection loss, test loss] points."""
+def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]:
+    """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points; tell: of each."""
     import torch
 
     torch.set_num_threads(1)
@@ -49,7 +52,7 @@ def run(job: Job) -> dict[str, Any]:
     from geotrain.simulate.text import standard_library
     from geotrain.simulate.world import World
 
-    begin = time.process_time()
+    begin, begin_wall = time.process_time(), time.perf_counter()
     environment = load_environment(DATA)
     bound_s = job.steps / sum(1 / w.step_s for w in environment.world.workers)
     setting = WORLDS[job.world](environment, bound_s)
@@ -60,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
     devices = len(environment.world.workers) if job.method == "data-parallel" else 1
     inner = InnerSettings(lr=job.settings["lr"])
     study = Study(steps=job.steps, seed=job.seed, inner=inner, quarter_of=setting.quarter_of, **job.size)
-    curve = Curve(study, job.points)
+    curve = Curve(study, job.points, tell=tell)
     task = training_task(study, outer, environment.numel, devices)
     world = World(world_for(job.method, outer, setting.environment), task, curve.watch)
     try:
@@ -68,12 +71,12 @@ def run(job: Job) -> dict[str, Any]:
     except (NonFiniteError, Refused) as error:  # the delta of a diverged worker is not encoded, or not taken
         return {"key": job.key, **asdict(job), "diverged": str(error), "selection": 1e9, "test": 1e9, "curve": [],
                 "seconds": world.clock.now, "cpu_s": time.process_time() - begin}  # fmt: skip
-    curve.add(world, report["committed_steps"] * devices / job.steps)
+    selection = curve.last(world, report["committed_steps"] * devices / job.steps)
     return {
         "key": job.key,
         **asdict(job),
-        "curve": [[p.time_s, p.committed_share, p.selection, p.test] for p in curve.points],
-        "selection": curve.points[-1].selection,
+        "curve": [[p.time_s, p.committed_share, p.test] for p in curve.points],
+        "selection": selection,
         "test": curve.points[-1].test,
         "seconds": report["seconds"],
         "bound_s": bound_s,
@@ -81,7 +84,9 @@ def run(job: Job) -> dict[str, Any]:
         "lost_updates": report["lost_updates"],
         "global_version": report["global_versions"][0],
         "wide_bytes": sum(u["sent_bytes"] for name, u in report["links"].items() if "local" not in name),
+        "numel": task.layout.numel,
         "cpu_s": time.process_time() - begin,
+        "wall_s": time.perf_counter() - begin_wall,
         "text": standard_library().digest,
     }
 
@@ -97,8 +102,11 @@ class Results:
                 row = json.loads(line)
                 self.rows[row["key"]] = row
 
-    def complete(self, jobs: Iterable[Job], processes: int) -> list[dict[str, Any]]:
-        """The jobs' rows, in their order; what is missing is run, and written as soon as it is there."""
+    def complete(
+        self, jobs: Iterable[Job], processes: int, work: Callable[[Job], dict[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """The jobs' rows, in their order; what is missing is run, and written as soon as it is there. work: `run`, or
+        what stands for it."""
         jobs = list(jobs)
         missing = {job.key: job for job in jobs if job.key not in self.rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +115,7 @@ class Results:
             begin = time.monotonic()
             context = multiprocessing.get_context("spawn")
             with context.Pool(min(processes, len(missing))) as pool, self.path.open("a") as file:
-                for done, row in enumerate(pool.imap_unordered(run, missing.values()), 1):
+                for done, row in enumerate(pool.imap_unordered(work or run, missing.values()), 1):
                     self.rows[row["key"]] = row
                     file.write(json.dumps(row) + "\n")
                     file.flush()

@@ -31,7 +31,7 @@ class Study:
     """What is trained, for all methods alike. steps: of a worker's batch, over all workers and the whole run.
 
     batch, length: samples of an inner step, and bytes of a sample. quarter_of: worker → the kind of text it reads;
-    workers that are not in it read all kinds.
+    workers that are not in it read all kinds. device: of the workers' models; in bf16 where it is no CPU.
     """
 
     steps: int
@@ -44,11 +44,12 @@ class Study:
     seed: int = 0
     inner: InnerSettings = field(default_factory=InnerSettings)
     quarter_of: dict[str, int] = field(default_factory=dict)
+    device: str = "cpu"
 
     def model(self) -> SmallLM:
         a = small_architecture(self.hidden, self.layers, self.heads, self.ffn, self.length)
         start = [initial_tensor(p, self.seed).flatten() for p in canonical_parameters(a)]
-        return SmallLM(a, torch.cat(start))
+        return SmallLM(a, torch.cat(start), device=self.device)
 
 
 def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devices: int = 1) -> Task:
@@ -58,7 +59,7 @@ def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devic
     layout = Layout(model.parameters, outer.fragments.layers_per_fragment)
     share = travelling_numel / layout.numel
     start = tuple(
-        torch.cat([model.masters[p.name] for p in fragment.parameters]).clone() for fragment in layout.fragments
+        torch.cat([model.masters[p.name] for p in fragment.parameters]).cpu().clone() for fragment in layout.fragments
     )
     samples = study.batch * devices
     steps = study.steps // devices
@@ -80,11 +81,11 @@ class Learning:
     ) -> None:
         self.study, self.train_samples, self.samples, self.quarter = study, train_samples, samples, quarter
         self.model = study.model()
-        self.decays = self.model.decays()
+        self.decays = self.model.decays().to(study.device)
         self.outer, self.layout = outer, layout
         self.jobs = 0
         self.losses: list[float] = []
-        self.optimizer = FlatAdamW(study.inner, self.model.flat.numel(), self.decays)
+        self.optimizer = FlatAdamW(study.inner, self.decays)
         self._saved = self._checkpoint()
 
     def born(self) -> None:
@@ -129,18 +130,17 @@ class Learning:
 
 @dataclass(frozen=True)
 class Point:
-    """The global weights at a moment: losses in nats a byte on the two held-out slices."""
+    """The global weights at a moment. test: loss in nats a byte on that held-out slice."""
 
     time_s: float
     committed_share: float
-    selection: float
     test: float
 
 
 class Curve:
     """Evaluates the global server's weights whenever another 1/points of the run's samples is committed.
 
-    Give `watch` to the World; `last()` adds the end of the run.
+    Give `watch` to the World; `last` adds the end of the run.
     """
 
     def __init__(self, study: Study, points: int, windows: int = 160, tell: Callable[[Point], None] | None = None):
@@ -159,16 +159,15 @@ class Curve:
             self.add(world, share)
 
     def add(self, world: World, share: float) -> None:
-        weights = self._flat(world)
-        point = Point(
-            world.clock.now,
-            share,
-            self.model.evaluate(weights, self.selection),
-            self.model.evaluate(weights, self.test),
-        )
+        point = Point(world.clock.now, share, self.model.evaluate(self._flat(world), self.test))
         self.points.append(point)
         if self.tell:
             self.tell(point)
+
+    def last(self, world: World, share: float) -> float:
+        """Adds the end of the run; returns the loss on the selection slice, by which settings are chosen."""
+        self.add(world, share)
+        return self.model.evaluate(self._flat(world), self.selection)
 
     def _flat(self, world: World) -> Tensor:
         named = {

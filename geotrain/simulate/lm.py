@@ -1,16 +1,20 @@
-"""A small byte-level language model in plain torch, small enough to train sixteen of on one core: Llama's shapes
-under their canonical names, all parameters in one flat vector."""
+"""A small byte-level language model, small enough to train sixteen of on one core: Llama's shapes under their
+canonical names, all parameters in one flat vector. Stated here in torch; where it is compiled (`compiled.py`), torch
+only states it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import cos, pi
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from geotrain.canonical import Architecture, Parameter, canonical_parameters
+from geotrain.simulate.compiled import CompiledLM, adamw, library
 
+EVALUATED = 256  # samples at once: their logits must fit
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # neighbours in the vector: one matrix each
 
 
@@ -38,22 +42,26 @@ class InnerSettings:
         if progress < self.warmup_share:
             return self.lr * progress / self.warmup_share
         x = min(1.0, (progress - self.warmup_share) / (1 - self.warmup_share))
-        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * x)).item())
+        cosine = 0.5 * (1 + cos(pi * x))
         return self.lr * (self.final_share + (1 - self.final_share) * cosine)
 
 
 class SmallLM:
     """Weights and gradient are two flat fp32 vectors; `masters` names the weights' parts (views)."""
 
-    def __init__(self, architecture: Architecture, start: Tensor) -> None:
-        self.a = architecture
+    def __init__(self, architecture: Architecture, start: Tensor, compiled: bool = True, device: str = "cpu") -> None:
+        """compiled: where it can be, on a CPU. Elsewhere torch computes in bf16, from fp32 weights."""
+        self.a, self.device = architecture, device
         self.parameters = canonical_parameters(architecture)
-        self.flat = start.clone()
+        self.flat = start.to(device, copy=True)
         self.gradient = torch.zeros_like(self.flat)
         self.masters: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         self._place()
-        self._angles = _rotary_angles(architecture)
+        cosine, sine = _rotary_angles(architecture)
+        self._angles = cosine.to(device), sine.to(device)
+        loaded = library() if compiled and device == "cpu" else None
+        self._compiled = CompiledLM(loaded, architecture, self._angles) if loaded else None
 
     def decays(self) -> Tensor:
         """1 where weight decay applies."""
@@ -63,13 +71,15 @@ class SmallLM:
         """Mean negative log likelihood in nats a byte; tokens int64 [batch, length + 1]."""
         w, a = self._leaves, self.a
         x = F.embedding(tokens[:, :-1], w["model.embed_tokens.weight"])
-        cos, sin = (t[: x.shape[1]] for t in self._angles)
+        cosine, sine = (t[: x.shape[1]] for t in self._angles)
         for i in range(a.layers):
             at = f"model.layers.{i}."
             h = _norm(x, w[at + "input_layernorm.weight"], a.norm_eps)
             q, k, v = F.linear(h, w[at + "self_attn.q_proj.weight"]).chunk(3, -1)
             q, k, v = (t.unflatten(-1, (a.heads, a.head_dim)).transpose(1, 2) for t in (q, k, v))
-            mixed = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
+            mixed = F.scaled_dot_product_attention(
+                _rotate(q, cosine, sine), _rotate(k, cosine, sine), v, is_causal=True
+            )
             x = x + F.linear(mixed.transpose(1, 2).flatten(2), w[at + "self_attn.o_proj.weight"])
             h = _norm(x, w[at + "post_attention_layernorm.weight"], a.norm_eps)
             gate, up = F.linear(h, w[at + "mlp.gate_proj.weight"]).chunk(2, -1)
@@ -80,19 +90,28 @@ class SmallLM:
 
     def backward(self, tokens: Tensor) -> float:
         """Fill `gradient`; returns the loss."""
+        if self._compiled is not None:
+            return self._compiled.loss(self.flat, tokens, self.gradient)
         self.gradient.zero_()
-        loss = self.loss(tokens)
+        with self._precision():
+            loss = self.loss(tokens.to(self.device))
         loss.backward()
         return loss.item()
 
     @torch.no_grad()
     def evaluate(self, weights: Tensor, tokens: Tensor) -> float:
         """The loss of other weights (1-D, fp32) on tokens."""
+        if self._compiled is not None:
+            return self._compiled.loss(weights, tokens)
         mine = self.flat.clone()
         self.flat.copy_(weights)
-        loss = float(self.loss(tokens))
+        with self._precision():
+            losses = [float(self.loss(part.to(self.device))) * len(part) for part in tokens.split(EVALUATED)]
         self.flat.copy_(mine)
-        return loss
+        return sum(losses) / len(tokens)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.device != "cpu")
 
     def _place(self) -> None:
         """Leaves are views of the flat vectors, so that one optimizer step is a few operations on one tensor."""
@@ -119,22 +138,28 @@ class SmallLM:
 class FlatAdamW:
     """AdamW on one flat vector, with global-norm clipping. Its state lives through every exchange."""
 
-    def __init__(self, settings: InnerSettings, numel: int, decays: Tensor) -> None:
+    def __init__(self, settings: InnerSettings, decays: Tensor, compiled: bool = True) -> None:
+        """decays: 1 where weight decay applies; the state lies where it lies."""
         self.settings, self.decays = settings, decays
-        self.m, self.v, self.steps = torch.zeros(numel), torch.zeros(numel), 0
+        self._loaded = library() if compiled and decays.device.type == "cpu" else None
+        self.m, self.v, self.steps = torch.zeros_like(decays), torch.zeros_like(decays), 0
 
     @torch.no_grad()
     def step(self, weights: Tensor, gradient: Tensor, lr: float) -> None:
         s = self.settings
         self.steps += 1
+        rate, scale = lr / (1 - s.betas[0] ** self.steps), 1 / (1 - s.betas[1] ** self.steps)
+        if self._loaded is not None:
+            vectors = (weights, gradient, self.m, self.v, self.decays)
+            adamw(self._loaded, vectors, s.clip, s.betas, s.eps, rate, scale, lr * s.weight_decay)
+            return
         norm = float(gradient.norm())
         if norm > s.clip:
             gradient.mul_(s.clip / norm)
         self.m.lerp_(gradient, 1 - s.betas[0])
         self.v.mul_(s.betas[1]).addcmul_(gradient, gradient, value=1 - s.betas[1])
-        scale = 1 / (1 - s.betas[1] ** self.steps)
         weights.addcmul_(weights, self.decays, value=-lr * s.weight_decay)
-        weights.addcdiv_(self.m, (self.v * scale).sqrt_().add_(s.eps), value=-lr / (1 - s.betas[0] ** self.steps))
+        weights.addcdiv_(self.m, (self.v * scale).sqrt_().add_(s.eps), value=-rate)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -148,6 +173,6 @@ def _rotary_angles(a: Architecture) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)

@@ -1,0 +1,108 @@
+"""The compiled part of the small byte model (`lm.c`), called through ctypes: the same loss, gradient and AdamW as
+`lm.py` states in torch, within fp32 rounding, several times faster: no operation has an overhead of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+from sysconfig import get_config_var
+
+import torch
+from torch import Tensor
+
+from geotrain.canonical import Architecture
+
+ROWS = 128  # tokens of a chunk, so that its activations stay in a core's cache
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, _int) for name in ("vocab", "hidden", "layers", "heads", "ffn", "length")),
+        ("eps", _float),
+        ("cosine", _pointer),
+        ("sine", _pointer),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """None, with a warning, where it was not built at installation: torch then does its work."""
+    path = Path(__file__).parent / f"_lm{get_config_var('EXT_SUFFIX')}"
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        warnings.warn(
+            f"geotrain: the simulator's small model is not compiled ({error}); torch does its work, several times "
+            "slower. Install gcc and reinstall: pip install -e .",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    model = ctypes.POINTER(_Model)
+    loaded.geotrain_lm.argtypes = [model, _pointer, _pointer, _pointer, _int, _pointer, _int]
+    loaded.geotrain_lm.restype = ctypes.c_double
+    loaded.geotrain_lm_workspace.argtypes, loaded.geotrain_lm_workspace.restype = [model, _int], _long
+    loaded.geotrain_lm_adamw.argtypes = [_long, *[_pointer] * 5, *[_float] * 7]
+    loaded.geotrain_lm_adamw.restype = None
+    return loaded
+
+
+class CompiledLM:
+    """angles: cosine and sine of the rotary embedding, fp32 [positions, head size / 2]. One thread at a time."""
+
+    def __init__(self, loaded: ctypes.CDLL, a: Architecture, angles: tuple[Tensor, Tensor]) -> None:
+        self.loaded, self.a = loaded, a
+        self.angles = tuple(t.float().contiguous() for t in angles)
+        self.work: dict[int, Tensor] = {}  # by the length of a sample
+
+    def loss(self, weights: Tensor, tokens: Tensor, gradient: Tensor | None = None) -> float:
+        """Mean nats a token; tokens int64 [batch, length + 1], weights fp32. `gradient` is overwritten."""
+        a, length = self.a, tokens.shape[1] - 1
+        assert tokens.dtype == torch.int64 and length <= a.max_positions and int(tokens.min()) >= 0
+        assert int(tokens.max()) < a.vocab_size
+        tokens = tokens.contiguous()
+        model = _Model(
+            a.vocab_size, a.hidden_size, a.layers, a.heads, a.ffn_size, length, a.norm_eps,
+            *(t.data_ptr() for t in self.angles),
+        )  # fmt: skip
+        room = max(1, ROWS // length)
+        if length not in self.work:
+            floats = self.loaded.geotrain_lm_workspace(ctypes.byref(model), room)
+            self.work[length] = torch.empty(floats + 16)
+        return self.loaded.geotrain_lm(
+            ctypes.byref(model),
+            _address(weights),
+            None if gradient is None else _address(gradient),
+            tokens.data_ptr(),
+            len(tokens),
+            self.work[length].data_ptr(),
+            room,
+        )
+
+
+def adamw(
+    loaded: ctypes.CDLL,
+    vectors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    clip: float,
+    betas: tuple[float, float],
+    eps: float,
+    rate: float,
+    scale: float,
+    shrink: float,
+) -> None:
+    """vectors: weights, gradient, m, v, decays, of one size. In place on weights, m and v.
+
+    m = β1·m + (1−β1)·g ;  v = β2·v + (1−β2)·g² ;  x −= shrink·decays·x ;  x −= rate · m / (√(scale·v) + ε)
+    with g the gradient, at most `clip` long.
+    """
+    loaded.geotrain_lm_adamw(
+        vectors[0].numel(), *(_address(v) for v in vectors), clip, *betas, eps, rate, scale, shrink
+    )
+
+
+def _address(vector: Tensor) -> int:
+    assert vector.dtype == torch.float32 and vector.is_contiguous() and vector.device.type == "cpu"
+    return vector.data_ptr()
