@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=("time", "sweep", "unequal", "loss"), action="append")
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
+    parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.steps, args.seeds = 2, 60, 1
     if args.long:
-        print(json.dumps(long_run(args.long, args.seeds)))
+        print(json.dumps(long_run(args.long, args.seeds, tuple(args.variants))))
         return
     parts = args.only or ["time", "sweep", "unequal", "loss"]
     if reason := cannot_emulate() if set(parts) - {"loss"} else "":
@@ -148,11 +150,7 @@ def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
 
 
 def plot_sweep(found: dict[str, Any]) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
+    pyplot = plotting()
     figure, axes = pyplot.subplots(figsize=(6, 4))
     x = [row["communication_over_compute"] for row in found.values()]
     for form, ahead in ((DEFAULT, 0.0), ("exact", 1.0)):
@@ -165,6 +163,7 @@ def plot_sweep(found: dict[str, Any]) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(HERE.parent / "docs" / "acco_sweep.svg")
+    pyplot.close(figure)
 
 
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
@@ -182,22 +181,82 @@ def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, floa
 
 def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
     variants = ("zero1", *FORMS)
-    by_seed = [run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed)) for seed in range(args.seeds)]
+    by_seed = []
+    for seed in range(args.seeds):
+        by_seed.append(run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed)))
+        print(f"loss after {args.steps} steps, seed {seed}: {by_seed[-1]}", flush=True)
     result["zero1_loss"] = statistics.mean(seen["zero1"] for seen in by_seed)
     for form in FORMS:
         ratios = [seen[form] / seen["zero1"] for seen in by_seed]
         result["forms"][form].update(loss_vs_zero1=statistics.mean(ratios), loss_vs_zero1_by_seed=ratios)
 
 
-def long_run(tokens: int, seeds: int) -> dict[str, Any]:
-    """Curves of the default form and ZeRO-1, written to docs/acco_long.json."""
-    curves = {
-        str(seed): run(Job("curves", LONG, variants=("zero1", DEFAULT), tokens=tokens, seed=seed))
-        for seed in range(seeds)
-    }
-    (HERE.parent / "docs" / "acco_long.json").write_text(json.dumps(curves))
-    last = [{name: points[-1][1] for name, points in curve.items()} for curve in curves.values()]
-    return {"loss_vs_zero1": [end[DEFAULT] / end["zero1"] for end in last], "losses": last}
+def long_run(tokens: int, seeds: int, variants: tuple[str, ...]) -> dict[str, Any]:
+    """Curves of these variants, each written to docs/acco_long.json as soon as it is whole; whole ones are kept.
+
+    What is not yet whole can be watched in runs/acco_long/.
+    """
+    path, watched = HERE.parent / "docs" / "acco_long.json", HERE.parent / "runs" / "acco_long"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    watched.mkdir(parents=True, exist_ok=True)
+    for seed in range(seeds):
+        for variant in variants:
+            name = f"{variant}-{seed}"
+            if name in found and found[name]["tokens"] == tokens:
+                continue
+            points = watched / f"{name}.jsonl"
+            points.write_text("")
+            print(f"{name}: see {points}", flush=True)
+            job = Job(
+                "curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=multiplies_bf16(), points_file=str(points)
+            )
+            begin = time.monotonic()
+            curve = run(job)[variant]
+            found[name] = {
+                "tokens": tokens,
+                "curve": curve,
+                "bf16": job.bf16,
+                "hours": (time.monotonic() - begin) / 3600,
+            }
+            found[name] |= {"hardware": hardware(), "versions": versions("deepspeed", "megatron-core")}
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(found))
+            temporary.replace(path)
+    plot_long(found)
+    losses = {name: long["curve"][-1][1] for name, long in found.items()}
+    pairs = [(f"{DEFAULT}-{i}", f"zero1-{i}") for i in range(seeds)]
+    alike = [(a, b) for a, b in pairs if {a, b} <= set(found) and found[a]["bf16"] == found[b]["bf16"]]
+    return {"loss_vs_zero1": [losses[a] / losses[b] for a, b in alike], "losses": losses}
+
+
+def multiplies_bf16() -> bool:
+    """Where the processor only emulates bf16, fp32 takes a third of the time."""
+    import torch
+
+    known = torch.cpu.get_capabilities()
+    return torch.cuda.is_available() or bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+
+
+def plot_long(found: dict[str, Any]) -> None:
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for name, long in found.items():
+        tokens, loss = zip(*long["curve"], strict=True)
+        axes.plot([t / 1e6 for t in tokens], loss, linewidth=1, label=name)
+    axes.set(xlabel="million tokens", ylabel="held-out loss, nats a byte", yscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(HERE.parent / "docs" / "acco_long.svg")
+    pyplot.close(figure)
+
+
+def plotting() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 VOCABULARY = 256
-WARM = 2  # steps of a block before its clock starts
-BLOCK = 10  # steps of a block
+WARM = 1  # steps of a block before its clock starts
+HELD_OUT_TOKENS = 65_536
+BLOCK = 5  # steps of a block
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,15 @@ class Size:
 
 
 HEAVY = Size(192, 4, 512, 64, 1, 9)  # 2 M parameters: something to send
-SMALL = Size(64, 4, 128, 64, 2, 9)  # 0.16 M: many steps in little time
-LONG = Size(256, 6, 768, 128, 4, 9)  # 5 M
+SMALL = Size(64, 4, 128, 64, 4, 5)  # 0.16 M: many steps in little time
+LONG = Size(256, 6, 768, 128, 8, 2)  # 5 M
 
 
 @dataclass(frozen=True)
 class Job:
-    """hold_s: a micro-batch takes at least so long. slower: how many times as long on rank 1."""
+    """hold_s: a micro-batch takes at least so long. slower: how many times as long on rank 1. bf16: or else fp32.
+
+    points_file: rank 0 adds each point of a curve to it as soon as it is known, as a line of JSON."""
 
     what: Literal["compute", "time", "unequal", "loss", "curves"]
     size: Size
@@ -47,6 +50,8 @@ class Job:
     seed: int = 0
     hold_s: float = 0.0
     slower: int = 1
+    bf16: bool = True
+    points_file: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -134,7 +139,7 @@ class Rank:
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
         settings = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         with platform.quiet_construction():
-            model = build_model(a, ParallelConfig(), self.mesh, self.job.size.sequence, True, "none", 0)
+            model = build_model(a, ParallelConfig(), self.mesh, self.job.size.sequence, self.job.bf16, "none", 0)
             placed = placements(model, a, ParallelConfig(), self.mesh)
             if variant == "zero1-overlap":
                 for parameter, place in placed:
@@ -170,7 +175,7 @@ class Rank:
             "train_batch_size": 2 * size.samples * size.micro_batches,
             "train_micro_batch_size_per_gpu": size.samples,
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": self.job.bf16},
             "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "scheduler": {
                 "type": "WarmupCosineLR",
@@ -285,12 +290,16 @@ class Rank:
             if step == steps - 1 or (every and step % every == 0):
                 tokens = (step + 1) * engine.train_batch_size() * self.job.size.sequence
                 points.append((tokens, self.loss_of(engine)))
+                if self.job.points_file and self.rank == 0:
+                    with Path(self.job.points_file).open("a") as file:
+                        file.write(json.dumps(points[-1]) + "\n")
         engine.close()
         return points
 
     def loss_of(self, engine: Any) -> float:
-        """Over the same 256 held-out micro-batches for all."""
-        return engine.evaluate([self.batch(2 * i + self.rank, held_out=True) for i in range(128)])
+        """Over the same held-out micro-batches for all."""
+        count = HELD_OUT_TOKENS // (2 * self.job.size.samples * self.job.size.sequence)
+        return engine.evaluate([self.batch(2 * i + self.rank, held_out=True) for i in range(count)])
 
 
 class Overlapping:
