@@ -12,8 +12,8 @@ bytes_ratio_to_data_parallel   bytes that a bf16 ring all-reduce at every inner 
                                sockets, up and down, in the same time
 peak_mbit_s                    the most within one second over a region's link, one direction
 validation_loss                of the global weights at the end, by transformers; mean over the seeds
-loss_gap                       its relative difference to blocking_fp32, of the same seeds; the two steps in between, of
-                               which nothing is asked, are run with the first seed only
+loss_gap                       its relative difference to blocking_fp32, of the same seeds; the two steps in
+                               between, of which nothing is asked, are run with the first seed only
 waiting_share                  of the time: training at rest, waiting for an answer
 
     python benchmarks/streaming.py [--seeds 3] [--rounds 3] [--record]
