@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from geotrain.sharing.acco_forms import FORMS
 
 HERE = Path(__file__).parent
 DEFAULT = AccoConfig().prediction
+ZEROS = ("zero1", "zero1-reduce", "zero1-overlap")  # DeepSpeed's, with and without its own overlap
+PARTS = ("time", "memory", "sweep", "unequal", "loss")
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
 SLOWER = 4
 
@@ -43,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
     parser.add_argument("--steps", type=int, default=1200, help="of the runs that loss is taken from")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=("time", "sweep", "unequal", "loss"), action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
     parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
     args = parser.parse_args()
@@ -52,13 +54,16 @@ def main() -> None:
     if args.long:
         print(json.dumps(long_run(args.long, args.seeds, tuple(args.variants))))
         return
-    parts = args.only or ["time", "sweep", "unequal", "loss"]
-    if reason := cannot_emulate() if set(parts) - {"loss"} else "":
-        sys.exit(f"the link cannot be emulated here: {reason}; --only loss works without")
+    parts = args.only or PARTS
+    linked = set(parts) - {"loss", "memory"}
+    if reason := cannot_emulate() if linked else "":
+        sys.exit(f"the link cannot be emulated here: {reason}; --only loss and --only memory work without")
     result: dict[str, Any] = {"default": DEFAULT, "forms": {form: {} for form in FORMS}}
-    link = calibrated(args) if set(parts) - {"loss"} else None
+    link = calibrated(args) if linked else None
     if "time" in parts:
         times(args, link, result)
+    if "memory" in parts:
+        memory(result)
     if "sweep" in parts:
         result["sweep"] = sweep(args, link)
     if "unequal" in parts:
@@ -72,7 +77,7 @@ def main() -> None:
 
 
 def unit(metric: str) -> str:
-    endings = {"_per_s_over_zero1": "", "_s": "s", "_gbps": "Gbit/s", "_per_parameter": "bytes"}
+    endings = {"_per_s_over_zero1": "", "_s": "s", "_gbps": "Gbit/s", "_bytes": "bytes", "_per_parameter": "bytes"}
     return next((unit for ending, unit in endings.items() if metric.endswith(ending)), "")
 
 
@@ -103,30 +108,43 @@ def run(job: Job, link: LinkConfig | None = None) -> Any:
 
 
 def calibrated(args: argparse.Namespace) -> LinkConfig:
-    """A link over which ZeRO-1's reduce-scatter and all-gather take as long as a step's compute."""
+    """A link over which the communication of a ZeRO-1 step takes as long as its compute, found over a first guess."""
     seen = run(Job("compute", HEAVY, hold_s=args.hold))
     one_way_bytes = seen["parameters"] * 2  # of each rank: half the gradients and half the weights, bf16
-    gbps = 8 * one_way_bytes / seen["compute_s"] / 1e9
-    print(f"compute {seen['compute_s']:.3f} s a step; link {1000 * gbps:.1f} Mbit/s", flush=True)
-    return LinkConfig(regions=("here", "there"), gbps=gbps, rtt_ms=1.0)
+    guess = LinkConfig(regions=("here", "there"), gbps=8 * one_way_bytes / seen["compute_s"] / 1e9, rtt_ms=1.0)
+    seen = run(Job("time", HEAVY, ZEROS, rounds=2, hold_s=args.hold), guess)
+    step_s = min(statistics.median(seen[name]["step_s"]) for name in ZEROS)
+    link = guess.model_copy(update={"gbps": guess.gbps * (step_s / seen["compute_s"] - 1)})
+    print(f"compute {seen['compute_s']:.3f} s a step; link {1000 * link.gbps:.1f} Mbit/s", flush=True)
+    return link
 
 
 def times(args: argparse.Namespace, link: LinkConfig | None, result: dict[str, Any]) -> None:
-    """Speed, bytes and memory of every form; the fastest of ZeRO-1's settings is what they are compared with."""
-    zeros = ("zero1", "zero1-reduce", "zero1-overlap")
-    seen = run(Job("time", HEAVY, variants=(*zeros, *FORMS), rounds=args.rounds, hold_s=args.hold), link)
-    best = min(zeros, key=lambda name: statistics.median(seen[name]["step_s"]))
-    result["zero1"] = {name: statistics.median(seen[name]["step_s"]) for name in zeros} | {"fastest": best}
+    """Speed and bytes of every form; the fastest of ZeRO-1's settings is what they are compared with."""
+    seen = run(Job("time", HEAVY, (*ZEROS, *FORMS), rounds=args.rounds, hold_s=args.hold), link)
+    best = min(ZEROS, key=lambda name: statistics.median(seen[name]["step_s"]))
+    result["zero1"] = {name: statistics.median(seen[name]["step_s"]) for name in ZEROS} | {"fastest": best}
     result["compute_s"], result["link_gbps"] = seen["compute_s"], link.gbps if link else 0.0
+    result["communication_over_compute"] = result["zero1"][best] / seen["compute_s"] - 1
     for form in FORMS:
         result["forms"][form].update(
             step_s=statistics.median(seen[form]["step_s"]),
             speedup_over_zero1=speedup(seen[best], seen[form]),
             bytes_per_step_vs_zero1=seen[form]["sent_bytes"] / seen[best]["sent_bytes"],
             bytes_per_step_vs_bound=seen[form]["sent_bytes"] / (2 * seen["parameters"]),
-            memory_bytes_per_parameter=seen[form]["memory_bytes"] / seen["parameters"],
         )
-    result["zero1"]["memory_bytes_per_parameter"] = seen[best]["memory_bytes"] / seen["parameters"]
+
+
+def memory(result: dict[str, Any]) -> None:
+    """What a rank keeps for each parameter, next to the scratch area of the exchange over gloo."""
+    seen = run(Job("time", HEAVY, (ZEROS[0], *FORMS)))
+    for form in FORMS:
+        kept = seen[form]["memory_bytes"] - seen[form]["scratch_bytes"]
+        result["forms"][form].update(
+            memory_bytes_per_parameter=kept / seen["parameters"], scratch_bytes=seen[form]["scratch_bytes"]
+        )
+    zero = result.setdefault("zero1", {})
+    zero["memory_bytes_per_parameter"] = seen[ZEROS[0]]["memory_bytes"] / seen["parameters"]
 
 
 def speedup(zero: dict[str, Any], form: dict[str, Any]) -> float:
@@ -138,13 +156,14 @@ def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
     assert link is not None
     found: dict[str, Any] = {}
     for ratio in RATIOS:
-        job = Job("time", HEAVY, variants=("zero1-reduce", DEFAULT, "exact"), rounds=args.rounds, hold_s=args.hold)
+        job = Job("time", HEAVY, (*ZEROS[:2], DEFAULT, "exact"), rounds=args.rounds, hold_s=args.hold)
         seen = run(job, link.model_copy(update={"gbps": link.gbps / ratio}))
-        measured = statistics.median(seen["zero1-reduce"]["step_s"]) / seen["compute_s"] - 1
+        zero = min((seen[name] for name in ZEROS[:2]), key=lambda zero: statistics.median(zero["step_s"]))
         found[str(ratio)] = {
-            "communication_over_compute": measured,
-            **{form: speedup(seen["zero1-reduce"], seen[form]) for form in (DEFAULT, "exact")},
+            "communication_over_compute": statistics.median(zero["step_s"]) / seen["compute_s"] - 1,
+            **{form: speedup(zero, seen[form]) for form in (DEFAULT, "exact")},
         }
+        print(f"ratio {ratio}: {found[str(ratio)]}", flush=True)
     plot_sweep(found)
     return found
 
@@ -194,34 +213,26 @@ def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def long_run(tokens: int, seeds: int, variants: tuple[str, ...]) -> dict[str, Any]:
     """Curves of these variants, each written to docs/acco_long.json as soon as it is whole; whole ones are kept.
 
-    What is not yet whole can be watched in runs/acco_long/.
+    What is not yet whole has its checkpoint and the points so far in runs/acco_long/, and goes on from there.
     """
-    path, watched = HERE.parent / "docs" / "acco_long.json", HERE.parent / "runs" / "acco_long"
+    path, kept = HERE.parent / "docs" / "acco_long.json", HERE.parent / "runs" / "acco_long"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    watched.mkdir(parents=True, exist_ok=True)
     for seed in range(seeds):
         for variant in variants:
             name = f"{variant}-{seed}"
             if name in found and found[name]["tokens"] == tokens:
                 continue
-            points = watched / f"{name}.jsonl"
-            points.write_text("")
-            print(f"{name}: see {points}", flush=True)
-            job = Job(
-                "curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=multiplies_bf16(), points_file=str(points)
-            )
-            begin = time.monotonic()
-            curve = run(job)[variant]
-            found[name] = {
-                "tokens": tokens,
-                "curve": curve,
-                "bf16": job.bf16,
-                "hours": (time.monotonic() - begin) / 3600,
-            }
-            found[name] |= {"hardware": hardware(), "versions": versions("deepspeed", "megatron-core")}
+            folder = kept / f"{name}-{tokens}"
+            folder.mkdir(parents=True, exist_ok=True)
+            print(f"{name}: see {folder / 'points.json'}", flush=True)
+            bf16 = multiplies_bf16()
+            curve = run(Job("curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=bf16, folder=str(folder)))
+            found[name] = {"tokens": tokens, "curve": curve[variant], "bf16": bf16, "hardware": hardware()}
+            found[name]["versions"] = versions("deepspeed", "megatron-core")
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(found))
             temporary.replace(path)
+            shutil.rmtree(folder)
     plot_long(found)
     losses = {name: long["curve"][-1][1] for name, long in found.items()}
     pairs = [(f"{DEFAULT}-{i}", f"zero1-{i}") for i in range(seeds)]
