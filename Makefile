@@ -19,7 +19,7 @@ train: install
 	$(BIN)/geotrain quickstart
 
 test: install
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install
@@ -33,11 +33,11 @@ bench: install
 	for b in $(BENCHMARKS); do echo "== $$b" && $(BIN)/python $$b || exit 1; done
 
 # The API reference, in build/docs. pdoc warns of what it cannot read or resolve: warnings are errors. kernels lists what
-# it exports, so its modules are named one by one.
+# it exports, so its modules are named one by one. _lm is called through ctypes and cannot be imported.
 docs: install
 	rm -rf build/docs
 	DS_ACCELERATOR=cpu $(BIN)/python -W error::UserWarning -m pdoc --no-show-source -o build/docs \
-	  geotrain geotrain.launch geotrain.kernels $(addprefix geotrain.,$(subst /,.,$(KERNELS:.py=))) '!geotrain.__main__'
+	  geotrain geotrain.launch geotrain.kernels $(addprefix geotrain.,$(subst /,.,$(KERNELS:.py=))) '!geotrain.__main__' '!geotrain.simulate._lm'
 
 clean:
 	rm -rf $(VENV) build runs *.egg-info

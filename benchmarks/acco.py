@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from geotrain.sharing.acco_forms import FORMS
 
 HERE = Path(__file__).parent
 DEFAULT = AccoConfig().prediction
+ZEROS = ("zero1", "zero1-reduce", "zero1-overlap")  # DeepSpeed's, with and without its own overlap
+PARTS = ("time", "memory", "sweep", "unequal", "loss")
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
 SLOWER = 4
 
@@ -42,21 +45,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
     parser.add_argument("--steps", type=int, default=1200, help="of the runs that loss is taken from")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=("time", "sweep", "unequal", "loss"), action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
+    parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.steps, args.seeds = 2, 60, 1
     if args.long:
-        print(json.dumps(long_run(args.long, args.seeds)))
+        print(json.dumps(long_run(args.long, args.seeds, tuple(args.variants))))
         return
-    parts = args.only or ["time", "sweep", "unequal", "loss"]
-    if reason := cannot_emulate() if set(parts) - {"loss"} else "":
-        sys.exit(f"the link cannot be emulated here: {reason}; --only loss works without")
+    parts = args.only or PARTS
+    linked = set(parts) - {"loss", "memory"}
+    if reason := cannot_emulate() if linked else "":
+        sys.exit(f"the link cannot be emulated here: {reason}; --only loss and --only memory work without")
     result: dict[str, Any] = {"default": DEFAULT, "forms": {form: {} for form in FORMS}}
-    link = calibrated(args) if set(parts) - {"loss"} else None
+    link = calibrated(args) if linked else None
     if "time" in parts:
         times(args, link, result)
+    if "memory" in parts:
+        memory(result)
     if "sweep" in parts:
         result["sweep"] = sweep(args, link)
     if "unequal" in parts:
@@ -70,7 +77,7 @@ def main() -> None:
 
 
 def unit(metric: str) -> str:
-    endings = {"_per_s_over_zero1": "", "_s": "s", "_gbps": "Gbit/s", "_per_parameter": "bytes"}
+    endings = {"_per_s_over_zero1": "", "_s": "s", "_gbps": "Gbit/s", "_bytes": "bytes", "_per_parameter": "bytes"}
     return next((unit for ending, unit in endings.items() if metric.endswith(ending)), "")
 
 
@@ -101,30 +108,43 @@ def run(job: Job, link: LinkConfig | None = None) -> Any:
 
 
 def calibrated(args: argparse.Namespace) -> LinkConfig:
-    """A link over which ZeRO-1's reduce-scatter and all-gather take as long as a step's compute."""
+    """A link over which the communication of a ZeRO-1 step takes as long as its compute, found over a first guess."""
     seen = run(Job("compute", HEAVY, hold_s=args.hold))
     one_way_bytes = seen["parameters"] * 2  # of each rank: half the gradients and half the weights, bf16
-    gbps = 8 * one_way_bytes / seen["compute_s"] / 1e9
-    print(f"compute {seen['compute_s']:.3f} s a step; link {1000 * gbps:.1f} Mbit/s", flush=True)
-    return LinkConfig(regions=("here", "there"), gbps=gbps, rtt_ms=1.0)
+    guess = LinkConfig(regions=("here", "there"), gbps=8 * one_way_bytes / seen["compute_s"] / 1e9, rtt_ms=1.0)
+    seen = run(Job("time", HEAVY, ZEROS, rounds=2, hold_s=args.hold), guess)
+    step_s = min(statistics.median(seen[name]["step_s"]) for name in ZEROS)
+    link = guess.model_copy(update={"gbps": guess.gbps * (step_s / seen["compute_s"] - 1)})
+    print(f"compute {seen['compute_s']:.3f} s a step; link {1000 * link.gbps:.1f} Mbit/s", flush=True)
+    return link
 
 
 def times(args: argparse.Namespace, link: LinkConfig | None, result: dict[str, Any]) -> None:
-    """Speed, bytes and memory of every form; the fastest of ZeRO-1's settings is what they are compared with."""
-    zeros = ("zero1", "zero1-reduce", "zero1-overlap")
-    seen = run(Job("time", HEAVY, variants=(*zeros, *FORMS), rounds=args.rounds, hold_s=args.hold), link)
-    best = min(zeros, key=lambda name: statistics.median(seen[name]["step_s"]))
-    result["zero1"] = {name: statistics.median(seen[name]["step_s"]) for name in zeros} | {"fastest": best}
+    """Speed and bytes of every form; the fastest of ZeRO-1's settings is what they are compared with."""
+    seen = run(Job("time", HEAVY, (*ZEROS, *FORMS), rounds=args.rounds, hold_s=args.hold), link)
+    best = min(ZEROS, key=lambda name: statistics.median(seen[name]["step_s"]))
+    result["zero1"] = {name: statistics.median(seen[name]["step_s"]) for name in ZEROS} | {"fastest": best}
     result["compute_s"], result["link_gbps"] = seen["compute_s"], link.gbps if link else 0.0
+    result["communication_over_compute"] = result["zero1"][best] / seen["compute_s"] - 1
     for form in FORMS:
         result["forms"][form].update(
             step_s=statistics.median(seen[form]["step_s"]),
             speedup_over_zero1=speedup(seen[best], seen[form]),
             bytes_per_step_vs_zero1=seen[form]["sent_bytes"] / seen[best]["sent_bytes"],
             bytes_per_step_vs_bound=seen[form]["sent_bytes"] / (2 * seen["parameters"]),
-            memory_bytes_per_parameter=seen[form]["memory_bytes"] / seen["parameters"],
         )
-    result["zero1"]["memory_bytes_per_parameter"] = seen[best]["memory_bytes"] / seen["parameters"]
+
+
+def memory(result: dict[str, Any]) -> None:
+    """What a rank keeps for each parameter, next to the scratch area of the exchange over gloo."""
+    seen = run(Job("time", HEAVY, (ZEROS[0], *FORMS)))
+    for form in FORMS:
+        kept = seen[form]["memory_bytes"] - seen[form]["scratch_bytes"]
+        result["forms"][form].update(
+            memory_bytes_per_parameter=kept / seen["parameters"], scratch_bytes=seen[form]["scratch_bytes"]
+        )
+    zero = result.setdefault("zero1", {})
+    zero["memory_bytes_per_parameter"] = seen[ZEROS[0]]["memory_bytes"] / seen["parameters"]
 
 
 def speedup(zero: dict[str, Any], form: dict[str, Any]) -> float:
@@ -136,23 +156,20 @@ def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
     assert link is not None
     found: dict[str, Any] = {}
     for ratio in RATIOS:
-        job = Job("time", HEAVY, variants=("zero1-reduce", DEFAULT, "exact"), rounds=args.rounds, hold_s=args.hold)
+        job = Job("time", HEAVY, (*ZEROS[:2], DEFAULT, "exact"), rounds=args.rounds, hold_s=args.hold)
         seen = run(job, link.model_copy(update={"gbps": link.gbps / ratio}))
-        measured = statistics.median(seen["zero1-reduce"]["step_s"]) / seen["compute_s"] - 1
+        zero = min((seen[name] for name in ZEROS[:2]), key=lambda zero: statistics.median(zero["step_s"]))
         found[str(ratio)] = {
-            "communication_over_compute": measured,
-            **{form: speedup(seen["zero1-reduce"], seen[form]) for form in (DEFAULT, "exact")},
+            "communication_over_compute": statistics.median(zero["step_s"]) / seen["compute_s"] - 1,
+            **{form: speedup(zero, seen[form]) for form in (DEFAULT, "exact")},
         }
+        print(f"ratio {ratio}: {found[str(ratio)]}", flush=True)
     plot_sweep(found)
     return found
 
 
 def plot_sweep(found: dict[str, Any]) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
+    pyplot = plotting()
     figure, axes = pyplot.subplots(figsize=(6, 4))
     x = [row["communication_over_compute"] for row in found.values()]
     for form, ahead in ((DEFAULT, 0.0), ("exact", 1.0)):
@@ -165,6 +182,7 @@ def plot_sweep(found: dict[str, Any]) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(HERE.parent / "docs" / "acco_sweep.svg")
+    pyplot.close(figure)
 
 
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
@@ -182,22 +200,74 @@ def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, floa
 
 def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
     variants = ("zero1", *FORMS)
-    by_seed = [run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed)) for seed in range(args.seeds)]
+    by_seed = []
+    for seed in range(args.seeds):
+        by_seed.append(run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed)))
+        print(f"loss after {args.steps} steps, seed {seed}: {by_seed[-1]}", flush=True)
     result["zero1_loss"] = statistics.mean(seen["zero1"] for seen in by_seed)
     for form in FORMS:
         ratios = [seen[form] / seen["zero1"] for seen in by_seed]
         result["forms"][form].update(loss_vs_zero1=statistics.mean(ratios), loss_vs_zero1_by_seed=ratios)
 
 
-def long_run(tokens: int, seeds: int) -> dict[str, Any]:
-    """Curves of the default form and ZeRO-1, written to docs/acco_long.json."""
-    curves = {
-        str(seed): run(Job("curves", LONG, variants=("zero1", DEFAULT), tokens=tokens, seed=seed))
-        for seed in range(seeds)
-    }
-    (HERE.parent / "docs" / "acco_long.json").write_text(json.dumps(curves))
-    last = [{name: points[-1][1] for name, points in curve.items()} for curve in curves.values()]
-    return {"loss_vs_zero1": [end[DEFAULT] / end["zero1"] for end in last], "losses": last}
+def long_run(tokens: int, seeds: int, variants: tuple[str, ...]) -> dict[str, Any]:
+    """Curves of these variants, each written to docs/acco_long.json as soon as it is whole; whole ones are kept.
+
+    What is not yet whole has its checkpoint and the points so far in runs/acco_long/, and goes on from there.
+    """
+    path, kept = HERE.parent / "docs" / "acco_long.json", HERE.parent / "runs" / "acco_long"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for seed in range(seeds):
+        for variant in variants:
+            name = f"{variant}-{seed}"
+            if name in found and found[name]["tokens"] == tokens:
+                continue
+            folder = kept / f"{name}-{tokens}"
+            folder.mkdir(parents=True, exist_ok=True)
+            print(f"{name}: see {folder / 'points.json'}", flush=True)
+            bf16 = multiplies_bf16()
+            curve = run(Job("curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=bf16, folder=str(folder)))
+            found[name] = {"tokens": tokens, "curve": curve[variant], "bf16": bf16, "hardware": hardware()}
+            found[name]["versions"] = versions("deepspeed", "megatron-core")
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(found))
+            temporary.replace(path)
+            shutil.rmtree(folder)
+    plot_long(found)
+    losses = {name: long["curve"][-1][1] for name, long in found.items()}
+    pairs = [(f"{DEFAULT}-{i}", f"zero1-{i}") for i in range(seeds)]
+    alike = [(a, b) for a, b in pairs if {a, b} <= set(found) and found[a]["bf16"] == found[b]["bf16"]]
+    return {"loss_vs_zero1": [losses[a] / losses[b] for a, b in alike], "losses": losses}
+
+
+def multiplies_bf16() -> bool:
+    """Where the processor only emulates bf16, fp32 takes a third of the time."""
+    import torch
+
+    known = torch.cpu.get_capabilities()
+    return torch.cuda.is_available() or bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+
+
+def plot_long(found: dict[str, Any]) -> None:
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for name, long in found.items():
+        tokens, loss = zip(*long["curve"], strict=True)
+        axes.plot([t / 1e6 for t in tokens], loss, linewidth=1, label=name)
+    axes.set(xlabel="million tokens", ylabel="held-out loss, nats a byte", yscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(HERE.parent / "docs" / "acco_long.svg")
+    pyplot.close(figure)
+
+
+def plotting() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 if __name__ == "__main__":

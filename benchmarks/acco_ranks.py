@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 VOCABULARY = 256
-WARM = 2  # steps of a block before its clock starts
-BLOCK = 10  # steps of a block
+WARM = 1  # steps of a block before its clock starts
+HELD_OUT_TOKENS = 65_536
+BLOCK = 5  # steps of a block
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class Size:
 
 
 HEAVY = Size(192, 4, 512, 64, 1, 9)  # 2 M parameters: something to send
-SMALL = Size(64, 4, 128, 64, 2, 9)  # 0.16 M: many steps in little time
-LONG = Size(256, 6, 768, 128, 4, 9)  # 5 M
+SMALL = Size(64, 4, 128, 64, 4, 5)  # 0.16 M: many steps in little time
+LONG = Size(256, 6, 768, 128, 8, 2)  # 5 M
 
 
 @dataclass(frozen=True)
 class Job:
-    """hold_s: a micro-batch takes at least so long. slower: how many times as long on rank 1."""
+    """hold_s: a micro-batch takes at least so long. slower: how many times as long on rank 1. bf16: or else fp32.
+
+    folder: of a long run's checkpoints and of the points of its curve so far; one that was cut off goes on there."""
 
     what: Literal["compute", "time", "unequal", "loss", "curves"]
     size: Size
@@ -47,6 +51,8 @@ class Job:
     seed: int = 0
     hold_s: float = 0.0
     slower: int = 1
+    bf16: bool = True
+    folder: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -120,8 +126,10 @@ class Rank:
         self.extras += 1
         return self.batch(10**9 * (1 + self.rank) + self.extras)
 
-    def engine(self, variant: str, steps: int) -> Any:
-        """Of one variant; several may live side by side, as they share the process groups of the ranks."""
+    def engine(self, variant: str, steps: int, synchronous: int | None = None) -> Any:
+        """Of one variant; several may live side by side, as they share the process groups of the ranks.
+
+        synchronous: steps of ACCO's synchronous start; None: a sixth of the steps, 200 at most."""
         from geotrain.canonical import architecture_from_hf
         from geotrain.config import AccoConfig, ParallelConfig
         from geotrain.inner import engine as inner
@@ -134,7 +142,7 @@ class Rank:
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
         settings = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         with platform.quiet_construction():
-            model = build_model(a, ParallelConfig(), self.mesh, self.job.size.sequence, True, "none", 0)
+            model = build_model(a, ParallelConfig(), self.mesh, self.job.size.sequence, self.job.bf16, "none", 0)
             placed = placements(model, a, ParallelConfig(), self.mesh)
             if variant == "zero1-overlap":
                 for parameter, place in placed:
@@ -144,7 +152,8 @@ class Rank:
             config = inner._completed(block, a.parameter_count)
             parts = (model, optimizer, config, self.mesh, placed, a, self.job.size.sequence)
             if variant in FORMS:
-                acco = AccoConfig(prediction=variant, synchronous_steps=min(200, steps // 6))  # type: ignore[arg-type]
+                start = min(200, steps // 6) if synchronous is None else synchronous
+                acco = AccoConfig(prediction=variant, synchronous_steps=start)  # type: ignore[arg-type]
                 engine: Any = AccoEngine(*parts, acco=acco, timeout_s=120.0)
             else:
                 engine = inner.GeoEngine(*parts)
@@ -170,7 +179,7 @@ class Rank:
             "train_batch_size": 2 * size.samples * size.micro_batches,
             "train_micro_batch_size_per_gpu": size.samples,
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": self.job.bf16},
             "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "scheduler": {
                 "type": "WarmupCosineLR",
@@ -206,14 +215,19 @@ class Rank:
         return seconds
 
     def time(self) -> dict[str, Any]:
-        """Of each variant: seconds a step in every round, bytes this rank sent a step, bytes it keeps."""
+        """Of each variant: seconds a step in every round, bytes this rank sent a step, bytes that it keeps, how many
+        of those are a scratch area whose size is the same for every model."""
+        from geotrain.sharing.acco_forms import FORMS
+
         found: dict[str, Any] = {}
         engines = {}
         for variant in self.job.variants:
             before = live_bytes()
-            engines[variant] = self.engine(variant, 10_000)
+            engines[variant] = self.engine(variant, 10_000, synchronous=0)
             self.steps(engines[variant], 2)
             found[variant] = {"step_s": [], "sent_bytes": [], "memory_bytes": live_bytes() - before}
+            scratch = engines[variant].optimizer.lane._scratch if variant in FORMS else None
+            found[variant]["scratch_bytes"] = 0 if scratch is None else scratch.nbytes
         plain = engines[self.job.variants[0]]
         found["compute_s"], found["parameters"] = self.compute_s(plain), plain.parameter_count
         for _ in range(self.job.rounds):
@@ -221,7 +235,7 @@ class Rank:
                 seconds, sent = self.timed_block(engine)
                 found[variant]["step_s"].append(seconds)
                 found[variant]["sent_bytes"].append(sent)
-        for variant in self.job.variants:
+        for variant in self.job.variants if self.job.rounds else ():
             found[variant]["sent_bytes"] = statistics.median(found[variant]["sent_bytes"])
         return found
 
@@ -279,18 +293,43 @@ class Rank:
         return {variant: self.curve(variant, steps, max(1, steps // 40)) for variant in self.job.variants}
 
     def curve(self, variant: str, steps: int, every: int) -> list[tuple[int, float]]:
-        engine, points = self.engine(variant, steps), []
-        for step in range(steps):
+        engine = self.engine(variant, steps)
+        points = self.resumed(engine)
+        for step in range(len(points) and points[-1][0] // self.step_tokens(engine), steps):
             engine.train_step(self.batches(step), step)
             if step == steps - 1 or (every and step % every == 0):
-                tokens = (step + 1) * engine.train_batch_size() * self.job.size.sequence
-                points.append((tokens, self.loss_of(engine)))
+                points.append(((step + 1) * self.step_tokens(engine), self.loss_of(engine)))
+                self.save(engine, points)
         engine.close()
         return points
 
+    def step_tokens(self, engine: Any) -> int:
+        return engine.train_batch_size() * self.job.size.sequence
+
+    def save(self, engine: Any, points: list[tuple[int, float]]) -> None:
+        """A checkpoint with the curve so far; the one before it is dropped when this one is whole."""
+        if not self.job.folder:
+            return
+        engine.save_checkpoint(self.job.folder, tag=str(points[-1][0]), client_state={"points": points})
+        if self.rank == 0:
+            folder = Path(self.job.folder)
+            (folder / "points.json").write_text(json.dumps(points))
+            for old in points[:-1]:
+                shutil.rmtree(folder / str(old[0]), ignore_errors=True)
+
+    def resumed(self, engine: Any) -> list[tuple[int, float]]:
+        """The curve so far, of a run that was cut off; its engine goes on from there."""
+        if not (self.job.folder and (Path(self.job.folder) / "latest").exists()):
+            return []
+        path, state = engine.load_checkpoint(self.job.folder)
+        if path is None:
+            sys.exit(f"{self.job.folder}: its checkpoint cannot be read; remove the folder to begin again")
+        return [tuple(point) for point in state["points"]]
+
     def loss_of(self, engine: Any) -> float:
-        """Over the same 256 held-out micro-batches for all."""
-        return engine.evaluate([self.batch(2 * i + self.rank, held_out=True) for i in range(128)])
+        """Over the same held-out micro-batches for all."""
+        count = HELD_OUT_TOKENS // (2 * self.job.size.samples * self.job.size.sequence)
+        return engine.evaluate([self.batch(2 * i + self.rank, held_out=True) for i in range(count)])
 
 
 class Overlapping:

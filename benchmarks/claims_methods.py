@@ -49,7 +49,7 @@ class Method:
         return [self.draw(random) for _ in range(count)]
 
 
-LADDER = (4e-3, 8e-3, 1.6e-2, 2e-3, 3.2e-2)  # inner learning rates, tried in this order with the published settings
+LADDER = (8e-3, 1.6e-2, 4e-3, 3.2e-2)  # inner learning rates, tried in this order with the published settings
 
 
 def momentum_decay(share: float, local_steps: int, environment: Environment, steps: int) -> float:
@@ -106,7 +106,7 @@ def _halos(random: Random) -> Settings:
 def _momentum(random: Random) -> Settings:
     return {
         "merge_alpha": random.choice((0.25, 0.5, 0.75)),
-        "momentum_gain": random.choice((1.0, 2.0, 3.0, 4.0)),
+        "momentum_gain": random.choice((0.5, 1.0, 2.0, 3.0)),
         "momentum_share": random.choice((0.05, 0.1, 0.2)),
     }
 
