@@ -46,9 +46,13 @@ class Method:
         return {"momentum_share": 0.1} if self.name == "region-momentum" else {}
 
     def draws(self, count: int, seed: int) -> list[Settings]:
-        """Points of the search space, without learning rates."""
-        random = Random(f"{seed} {self.name}")
-        return [self.draw(random) for _ in range(count)]
+        """Points of the search space, no two alike, without learning rates."""
+        random, found = Random(f"{seed} {self.name}"), list[Settings]()
+        while len(found) < count:
+            point = self.draw(random)
+            if point not in found:
+                found.append(point)
+        return found
 
 
 LADDER = (8e-3, 1.6e-2, 4e-3, 3.2e-2)  # inner learning rates, tried in this order with the published settings

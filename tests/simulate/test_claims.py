@@ -61,6 +61,7 @@ def test_every_method_was_given_the_same_budget():
     assert set(found) == {m for m, method in METHODS.items() if method.settings_of is None}
     assert len({len(of["tried"]) for of in found.values()}) == 1
     for name, of in found.items():
+        assert len({json.dumps(t["settings"], sort_keys=True) for t in of["tried"]}) == len(of["tried"])
         assert of["settings"] == min(of["tried"], key=lambda t: t["selection"])["settings"]
         METHODS[name].outer(of["settings"], ENVIRONMENT, 6144)  # a run file would take them
 
