@@ -199,12 +199,12 @@ def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, floa
 
 
 def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    variants = ("zero1", *FORMS)
+    variants, bf16 = ("zero1", *FORMS), multiplies_bf16()
     by_seed = []
     for seed in range(args.seeds):
-        by_seed.append(run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed)))
+        by_seed.append(run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed, bf16=bf16)))
         print(f"loss after {args.steps} steps, seed {seed}: {by_seed[-1]}", flush=True)
-    result["zero1_loss"] = statistics.mean(seen["zero1"] for seen in by_seed)
+    result["loss_in_bf16"], result["zero1_loss"] = bf16, statistics.mean(seen["zero1"] for seen in by_seed)
     for form in FORMS:
         ratios = [seen[form] / seen["zero1"] for seen in by_seed]
         result["forms"][form].update(loss_vs_zero1=statistics.mean(ratios), loss_vs_zero1_by_seed=ratios)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, exp
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from geotrain.config import OuterConfig, load_run, parse
+from geotrain.outer.rules import momentum_decay
 from geotrain.simulate.spec import Environment
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +37,8 @@ class Method:
         merged = _merged(self.base.model_dump(by_alias=True, mode="json"), changes)
         outer = parse(OuterConfig, merged, f"settings of {self.name}")
         if "momentum_share" in settings:
-            decay = momentum_decay(settings["momentum_share"], outer.local_steps, environment, steps)
+            updates = updates_of_a_region(outer.local_steps, environment, steps)
+            decay = momentum_decay(updates, settings["momentum_share"])
             outer = outer.model_copy(update={"momentum_decay": decay})
         return outer
 
@@ -44,21 +46,24 @@ class Method:
         return {"momentum_share": 0.1} if self.name == "region-momentum" else {}
 
     def draws(self, count: int, seed: int) -> list[Settings]:
-        """Points of the search space, without learning rates."""
-        random = Random(f"{seed} {self.name}")
-        return [self.draw(random) for _ in range(count)]
+        """Points of the search space, no two alike, without learning rates."""
+        random, found = Random(f"{seed} {self.name}"), list[Settings]()
+        while len(found) < count:
+            point = self.draw(random)
+            if point not in found:
+                found.append(point)
+        return found
 
 
 LADDER = (8e-3, 1.6e-2, 4e-3, 3.2e-2)  # inner learning rates, tried in this order with the published settings
 
 
-def momentum_decay(share: float, local_steps: int, environment: Environment, steps: int) -> float:
-    """k for a time constant of that share of the run's tokens: k = exp(−1 / (share · updates of a region))."""
+def updates_of_a_region(local_steps: int, environment: Environment, steps: int) -> float:
+    """In a run of so many steps of all workers, whose jobs follow their speed."""
     workers = environment.world.workers
     fastest = min(w.step_s for w in workers)
     mean_steps = sum(max(1, ceil(local_steps * fastest / w.step_s)) for w in workers) / len(workers)
-    updates = steps / mean_steps / len(environment.world.regions)
-    return exp(-1 / (share * updates))
+    return steps / mean_steps / len(environment.world.regions)
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

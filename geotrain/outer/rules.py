@@ -9,6 +9,7 @@ see docs/algorithms.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import exp
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig
 from geotrain.outer import optimizer
+
+MOMENTUM_SPAN = 0.1  # of a run's updates; docs/evidence.md
 
 
 @dataclass
@@ -146,6 +149,12 @@ class HalosRegion(_AsyncRegion):
 
     def apply(self, state: FragmentState, delta: Tensor) -> None:
         _delayed_nesterov(state, delta, self.settings)
+
+
+def momentum_decay(updates: float, span: float = MOMENTUM_SPAN) -> float:
+    """k = exp(−1 / (span · updates)): a region's momentum then averages over that share of its updates in the run,
+    whatever H and the number of workers are. updates: those that a region will apply from begin to end."""
+    return exp(-1 / max(1.0, span * updates))
 
 
 class MomentumRegion(_AsyncRegion):

@@ -14,6 +14,7 @@ from geotrain.config import (
     WorkerConfig,
     parse,
 )
+from geotrain.outer.rules import momentum_decay
 from geotrain.plan.grouping import Worker, Workers
 from geotrain.plan.inventory import Task, hosts_of
 from geotrain.plan.layouts import home_of
@@ -50,6 +51,9 @@ def _run(task: Task, workers: Mapping[str, Worker], outer: OuterConfig, tokens: 
     wanted = tokens / task.run.data.sequence_length
     before, samples = raw["data"]["train_samples"], a_round * max(1, round(wanted / a_round))
     raw["data"]["train_samples"] = samples
+    if outer.rule == "region_momentum" and "momentum_decay" not in task.pins.outer:
+        regions = len({home_of(layout.spots) for layout in layouts})
+        raw["outer"]["momentum_decay"] = momentum_decay(samples / task.batch / outer.local_steps / regions)
     schedule = raw["deepspeed"].get("scheduler", {}).get("params", {})
     if schedule.get("total_num_steps") == before // task.batch:  # the schedule ends with the data
         schedule["total_num_steps"] = samples // task.batch

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from geotrain.config import CodecConfig, MomentumConfig, OuterConfig
+from geotrain.outer.rules import momentum_decay
 from tests.outer.world import FakeWorker, World, layout, whole
 
 FP32 = CodecConfig(name="fp32")
@@ -121,6 +122,13 @@ def test_momentum_rule_equals_its_transcription():
     for (want_region, want_top), (region, top) in zip(want, got, strict=True):
         np.testing.assert_allclose(region, want_region, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(top, want_top, rtol=2e-5, atol=2e-5)
+
+
+def test_momentum_spans_a_share_of_the_run_whatever_its_length():
+    """A delta's weight in m has fallen to 1/e when that share of the region's updates has followed it."""
+    for updates in (200.0, 5000.0):
+        assert momentum_decay(updates, 0.2) ** (0.2 * updates) == pytest.approx(np.exp(-1))
+    assert momentum_decay(1.0) == pytest.approx(np.exp(-1)), "a run of few updates keeps some momentum"
 
 
 def test_the_published_rule_loses_what_travelled_and_the_ledger_does_not():

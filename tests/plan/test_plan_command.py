@@ -14,6 +14,7 @@ import small_runs
 
 from geotrain import cli
 from geotrain.config import load_cluster, load_run
+from geotrain.outer.rules import momentum_decay
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 16
@@ -110,6 +111,8 @@ def test_a_planned_run_is_launched_unchanged(
     assert code == 0, said
     planned = load_run(out / "run.json")
     assert planned.outer.rule == "region_momentum"
+    updates = planned.data.train_samples / small_runs.BATCH / planned.outer.local_steps / 2  # of each region
+    assert planned.outer.momentum_decay == momentum_decay(updates)
     assert [(w.name, w.ranks, w.launcher) for r in load_cluster(out / "cluster.json").regions for w in r.workers] == [
         ("eu-0", 1, "local"),
         ("us-0", 1, "local"),

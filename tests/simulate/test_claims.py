@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import claims  # noqa: E402
-from claims_methods import METHODS, momentum_decay  # noqa: E402
+from claims_methods import METHODS, updates_of_a_region  # noqa: E402
 from claims_report import loss_at, replace_block, speedup, summary, time_to  # noqa: E402
 from claims_worlds import WORLDS  # noqa: E402
 
@@ -61,15 +61,18 @@ def test_every_method_was_given_the_same_budget():
     assert set(found) == {m for m, method in METHODS.items() if method.settings_of is None}
     assert len({len(of["tried"]) for of in found.values()}) == 1
     for name, of in found.items():
+        assert len({json.dumps(t["settings"], sort_keys=True) for t in of["tried"]}) == len(of["tried"])
         assert of["settings"] == min(of["tried"], key=lambda t: t["selection"])["settings"]
         METHODS[name].outer(of["settings"], ENVIRONMENT, 6144)  # a run file would take them
 
 
 def test_the_momentum_of_a_region_spans_a_share_of_the_runs_tokens():
-    k = momentum_decay(0.1, 4, ENVIRONMENT, 15360)
     per_job = sum(max(1, math.ceil(4 * 0.238391 * 0.907 / w.step_s)) for w in ENVIRONMENT.world.workers) / 16
-    updates = 15360 / per_job / 4
-    assert -1 / math.log(k) == pytest.approx(0.1 * updates, rel=0.05)
+    updates = updates_of_a_region(4, ENVIRONMENT, 15360)
+    assert updates == pytest.approx(15360 / per_job / 4, rel=0.05)
+    settings = {"lr": 0.01, "momentum_share": 0.2, "local_steps": 4}
+    outer = METHODS["region-momentum"].outer(settings, ENVIRONMENT, 15360)
+    assert outer.momentum_decay ** (0.2 * updates) == pytest.approx(1 / math.e)
 
 
 @pytest.mark.parametrize("world", [w for w in WORLDS if w != "published"])

@@ -28,7 +28,7 @@ def test_a_report_says_hours_bytes_and_who_waits(tmp_path):
 
 
 def test_what_if():
-    now = simulate(RUN, CLUSTER, step_s=0.5)
+    now = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(updates_per_send=32))
     finer = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(updates_per_send=2, codec="topk2"))
     sparser = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(local_steps=64))
     alone = simulate(RUN, CLUSTER, step_s=0.5, what_if=WhatIf(without="us"))
