@@ -21,7 +21,7 @@ from typing import Any
 from claims_goodput import goodput_table
 from claims_markdown import markdown
 from claims_methods import LADDER, METHODS, OURS, ROOT, Settings
-from claims_report import Row, loss_at, plain, plot_curves, replace_block, speedup, summary, time_to
+from claims_report import Row, loss_at, plain, plot_curves, replace_block, speedup, summary
 from claims_runs import DATA, Job, Results
 from claims_worlds import WORLDS
 
@@ -42,7 +42,7 @@ RIVALS = {
 class Plan:
     """steps, harsh_steps, search_steps: inner steps of all workers; of a run in the published environment, in a
     harsher world, of the search. trials: settings tried for each method (0: those of TUNED). extended_seeds: with
-    which a method that does not get to the target is given a schedule twice as long."""
+    which a rival that does not get to the target is given a schedule twice as long."""
 
     steps: int
     harsh_steps: int
@@ -54,7 +54,7 @@ class Plan:
     size: dict[str, int]
 
 
-REDUCED = Plan(15360, 6144, 0, 0, seeds=3, harsh_seeds=1, extended_seeds=1, size={"length": 32})
+REDUCED = Plan(15360, 6144, 0, 0, seeds=3, harsh_seeds=1, extended_seeds=3, size={"length": 32})
 FULL = Plan(61440, 15360, 15360, 12, seeds=3, harsh_seeds=2, extended_seeds=3, size={"length": 32})
 
 
@@ -115,7 +115,7 @@ class Study:
         self.settings = self._search() if plan.trials else settings_found(methods)
 
     def published(self) -> dict[str, Any]:
-        """The published environment: equal tokens, time to DiLoCo's final loss, loss at our time."""
+        """The published environment: equal tokens, time to DiLoCo's final loss of that seed, loss at our time."""
         jobs = [
             Job(m, self.settings[m], "published", seed, self.plan.steps, self.plan.size)
             for seed in range(self.plan.seeds)
@@ -123,10 +123,10 @@ class Study:
         ]
         self.rows = self.results.complete(jobs, self.processes)
         by_method = {m: [row for row in self.rows if row["method"] == m] for m in self.methods}
-        target = _target(by_method)
-        summaries = {m: summary(rows, target) for m, rows in by_method.items()}
-        late = [m for m in self.methods if summaries[m]["time_to_target_s"] is None]
-        extended = self._extended(late, target)
+        targets = _targets(by_method)
+        summaries = {m: summary(rows, targets) for m, rows in by_method.items()}
+        late = [m for m in RIVALS.values() if m in self.methods and summaries[m]["time_to_target_s"] is None]
+        extended = self._extended(late, targets)
         times = {m: _sooner(summaries[m]["times_s"], extended.get(m, {}).get("times_s", [])) for m in self.methods}
         end_s = summaries[OURS]["end_s"]
         sync = summaries.get("data-parallel")
@@ -139,7 +139,7 @@ class Study:
                 "text": self.rows[0]["text"],
             },
             "cpu_s": sum(row["cpu_s"] for row in self.results.rows.values()),
-            "target_loss": target,
+            "target_loss": sum(targets) / len(targets),
             "time_to_target_s": {m: _mean(times[m]) for m in self.methods},
             "loss_at_equal_tokens": {m: summaries[m]["loss"] for m in self.methods},
             "loss_at_our_time": {m: _mean([loss_at(r, end_s) for r in rows]) for m, rows in by_method.items()},
@@ -152,7 +152,7 @@ class Study:
         }
 
     def harsh(self) -> dict[str, Any]:
-        """Each harsher world: the same speed-ups, to DiLoCo's final loss in that world."""
+        """Each harsher world: the same speed-ups, to DiLoCo's final loss in that world and seed."""
         methods = [m for m in HARSH_METHODS if m in self.methods]
         jobs = [
             Job(m, self.settings[m], world, seed, self.plan.harsh_steps, self.plan.size)
@@ -165,10 +165,10 @@ class Study:
         found = {}
         for world in dict.fromkeys(job.world for job in jobs):
             by_method = {m: [r for r in rows if (r["method"], r["world"]) == (m, world)] for m in methods}
-            target = _target(by_method)
-            times = {m: [time_to(row, target) for row in mine] for m, mine in by_method.items()}
+            targets = _targets(by_method)
+            times = {m: summary(mine, targets)["times_s"] for m, mine in by_method.items()}
             found[world] = {
-                "target_loss": target,
+                "target_loss": sum(targets) / len(targets),
                 "speedup": {
                     name: speedup(times[rival], times[OURS])["mean"]
                     for name, rival in RIVALS.items()
@@ -222,17 +222,18 @@ class Study:
         self.results.complete([job for mine in jobs.values() for job in mine], self.processes)
         return {m: self.results.complete(mine, self.processes) for m, mine in jobs.items()}
 
-    def _extended(self, methods: list[str], target: float) -> dict[str, Any]:
+    def _extended(self, methods: list[str], targets: list[float]) -> dict[str, Any]:
         """Methods that did not get there, once more with twice the tokens and a schedule as long."""
         if not methods:
             return {}
+        seeds = min(self.plan.extended_seeds, self.plan.seeds)
         jobs = [
             Job(m, self.settings[m], "published", seed, 2 * self.plan.steps, self.plan.size)
-            for seed in range(min(self.plan.extended_seeds, self.plan.seeds))
+            for seed in range(seeds)
             for m in methods
         ]
         rows = self.results.complete(jobs, self.processes)
-        return {m: summary([row for row in rows if row["method"] == m], target) for m in methods}
+        return {m: summary([row for row in rows if row["method"] == m], targets[:seeds]) for m in methods}
 
 
 def settings_found(methods: tuple[str, ...]) -> dict[str, Settings]:
@@ -245,9 +246,9 @@ def _best(rows: list[Row]) -> Row:
     return min(rows, key=lambda row: row["selection"])
 
 
-def _target(by_method: dict[str, list[Row]]) -> float:
-    rows = by_method["diloco"]
-    return sum(row["test"] for row in rows) / len(rows)
+def _targets(by_method: dict[str, list[Row]]) -> list[float]:
+    """Seed by seed what DiLoCo ends at."""
+    return [row["test"] for row in by_method["diloco"]]
 
 
 def _sooner(times: list[float | None], extended: list[float | None]) -> list[float | None]:

@@ -30,7 +30,7 @@ def _setting(report: dict[str, Any]) -> str:
     return (
         f"Model of {s['parameters']:,} parameters, bytes of Python's standard library (digest {s['text']}); "
         f"{s['steps']} inner steps of all 16 workers together, {seeds}. "
-        f"Target: {report['target_loss']:.4f} nats a byte, the mean of DiLoCo's final test losses. "
+        f"Target: {report['target_loss']:.4f} nats a byte (mean), for each seed DiLoCo's final test loss. "
         "± and brackets: 95 % confidence (Student's t over seeds)."
     )
 
@@ -70,7 +70,8 @@ def _methods(report: dict[str, Any], titles: dict[str, str]) -> str:
     header = ("method", "s to target", "test loss, equal tokens", "at our time", "end, s", "utilization", "GB far")
     longer = report["with_a_schedule_twice_as_long"]
     more = [f"{titles[m]} {loss['mean']:.4f}" for m, loss in longer.items()]
-    note = f"\n\nWith a schedule twice as long, for times to the target: {'; '.join(more)}." if more else ""
+    told = "Rivals that did not reach the target were given a schedule twice as long, for times to it; they end at"
+    note = f"\n\n{told}: {'; '.join(more)}." if more else ""
     return table(rows, header) + note
 
 

@@ -65,9 +65,9 @@ def speedup(slow: Sequence[float | None], fast: Sequence[float | None]) -> dict[
     }
 
 
-def summary(rows: Sequence[Row], target: float) -> dict[str, Any]:
-    """Of one method's rows, one a seed."""
-    times = [time_to(row, target) for row in rows]
+def summary(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, Any]:
+    """Of one method's rows, one a seed; each seed has its own target."""
+    times = [time_to(row, target) for row, target in zip(rows, targets, strict=True)]
     reached = [t for t in times if t is not None]
     return {
         "loss": interval([row["test"] for row in rows]),

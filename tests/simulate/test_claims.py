@@ -43,7 +43,7 @@ def test_speedups_are_geometric_means_over_the_seeds_that_reached_it():
 
 def test_a_seed_that_was_late_takes_the_longer_runs_time():
     assert claims._sooner([5.0, None, None], [7.0, 8.0]) == [5.0, 8.0, None]
-    late = summary([row((10, 3.0)), row((10, 2.0))], target=2.5)
+    late = summary([row((10, 3.0)), row((10, 2.0))], targets=[2.5, 2.0])
     assert late["times_s"] == [None, 10.0] and late["time_to_target_s"] is None
 
 
