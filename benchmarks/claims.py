@@ -24,6 +24,7 @@ from claims_methods import LADDER, METHODS, OURS, ROOT, Settings
 from claims_report import Row, loss_at, plain, plot_curves, replace_block, speedup, summary
 from claims_runs import DATA, Job, Results
 from claims_worlds import WORLDS
+from common import record
 
 from geotrain.files import whole_file
 
@@ -86,6 +87,9 @@ def main() -> None:
         replace_block(ROOT / "docs/evidence.md", "claims", f"{text}\n{picture}")
         study.plot(report, ROOT / "docs")
         shutil.copy(folder / "claims.json", DATA.with_name("claims.json"))
+    figures = {name: found["mean"] for name, found in report["speedup"].items()}
+    figures |= {"loss_gap_to_synchronous": report["loss_gap_to_synchronous"], "goodput": report["goodput"]["ours"]}
+    record("claims", figures, lambda _: "", "full" if arguments.full else "reduced")
     print(json.dumps(plain(report)))
 
 

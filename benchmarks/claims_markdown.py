@@ -89,8 +89,8 @@ def _harsh(report: dict[str, Any]) -> str:
     header = ("world", *(f"`{n}`" for n in names), *(f"loss {m}" for m in first["loss_at_equal_tokens"]))
     s = report["setting"]
     return (
-        f"Harsher worlds, {s['harsh_steps']} inner steps, {s['harsh_seeds']} seed(s), to DiLoCo's final loss in that "
-        f"world:\n\n{table(rows, header)}"
+        f"Harsher worlds, {s['harsh_steps']} inner steps, seeds: {s['harsh_seeds']}; times to DiLoCo's final loss in "
+        f"that world (–: the rival ends above it):\n\n{table(rows, header)}"
     )
 
 

@@ -112,9 +112,10 @@ def plot_curves(rows: Sequence[Row], titles: dict[str, str], target: float, path
     for axes in (by_time, by_tokens):
         axes.axhline(target, color="grey", lw=0.8, ls="--")
         axes.grid(alpha=0.25)
-    by_tokens.legend(fontsize=7)
     figure.suptitle(title)
-    figure.tight_layout()
+    handles, labels = by_tokens.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
