@@ -25,6 +25,7 @@ from acco_ranks import HEAVY, LONG, SMALL, Job
 from common import hardware, record, versions
 
 from geotrain.config import AccoConfig, LinkConfig
+from geotrain.files import whole_file
 from geotrain.launch.check import free_ports
 from geotrain.launch.supervise import Process, Supervisor, guarded
 from geotrain.launch.wan import cannot_emulate, emulated
@@ -229,9 +230,8 @@ def long_run(tokens: int, seeds: int, variants: tuple[str, ...]) -> dict[str, An
             curve = run(Job("curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=bf16, folder=str(folder)))
             found[name] = {"tokens": tokens, "curve": curve[variant], "bf16": bf16, "hardware": hardware()}
             found[name]["versions"] = versions("deepspeed", "megatron-core")
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(found))
-            temporary.replace(path)
+            with whole_file(path) as file:
+                file.write(json.dumps(found))
             shutil.rmtree(folder)
     plot_long(found)
     losses = {name: long["curve"][-1][1] for name, long in found.items()}

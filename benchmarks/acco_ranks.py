@@ -312,8 +312,11 @@ class Rank:
             return
         engine.save_checkpoint(self.job.folder, tag=str(points[-1][0]), client_state={"points": points})
         if self.rank == 0:
+            from geotrain.files import whole_file
+
             folder = Path(self.job.folder)
-            (folder / "points.json").write_text(json.dumps(points))
+            with whole_file(folder / "points.json") as file:
+                file.write(json.dumps(points))
             for old in points[:-1]:
                 shutil.rmtree(folder / str(old[0]), ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """The claims, measured: every method through the production's state machines, in virtual time.
 
-    python benchmarks/claims.py             a reduced setting, within 30 minutes on 2 cores
-    python benchmarks/claims.py --full      search, seeds and harsher worlds as committed in docs/evidence.md
+    python benchmarks/claims.py             a reduced setting, about half an hour on 2 cores
+    python benchmarks/claims.py --full      longer runs, a larger search, more seeds: hours
     python benchmarks/claims.py --steps 512 --seeds 1 --no-harsh     a look
 
 Rows are kept in the results file (JSON lines) and never run twice: an interrupted study goes on where it was.
@@ -95,7 +95,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="search and seeds as committed (hours)")
+    parser.add_argument("--full", action="store_true", help="longer runs, a larger search, more seeds (hours)")
     parser.add_argument("--search-only", action="store_true", help="find the settings, and stop")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--steps", type=int, help="inner steps of all workers together")

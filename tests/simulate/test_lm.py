@@ -10,9 +10,10 @@ from geotrain.initial import initial_tensor
 from geotrain.simulate.compiled import library
 from geotrain.simulate.lm import FlatAdamW, InnerSettings, SmallLM, small_architecture
 
-compiled_here = pytest.mark.skipif(
-    library() is None, reason="the small model was not compiled: install gcc, reinstall"
-)
+
+@pytest.fixture(autouse=True)
+def compiled_here() -> None:
+    assert library() is not None, "the small model was not compiled: install gcc, reinstall"
 
 
 def both(hidden: int, layers: int, heads: int, ffn: int, length: int) -> tuple[SmallLM, SmallLM]:
@@ -22,7 +23,6 @@ def both(hidden: int, layers: int, heads: int, ffn: int, length: int) -> tuple[S
     return SmallLM(a, start), SmallLM(a, start, compiled=False)
 
 
-@compiled_here
 @pytest.mark.parametrize(
     ("shape", "batch"),
     [((64, 2, 4, 176, 32), 4), ((64, 1, 4, 176, 64), 5), ((48, 2, 3, 40, 20), 9), ((16, 1, 2, 32, 7), 2)],
@@ -44,7 +44,6 @@ def test_loss_and_gradient_are_torchs(shape, batch):
     assert compiled.evaluate(other, shorter) == pytest.approx(plain.evaluate(other, shorter), rel=1e-5)
 
 
-@compiled_here
 def test_adamw_is_torchs():
     """Steps with a gradient that is clipped, and with one that is not."""
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +62,6 @@ def test_adamw_is_torchs():
     assert float((weights[0] - start).abs().min()) > 0
 
 
-@compiled_here
 def test_what_is_not_finite_shows():
     compiled, _ = both(16, 1, 2, 32, 16)
     compiled.flat[100] = float("nan")
