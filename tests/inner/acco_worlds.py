@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ from torch import Tensor
 from geotrain.canonical import canonical_parameters
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.inner.acco_flat import flat_plan
+from geotrain.sharing.acco_forms import FORMS
 from geotrain.sharing.mapping import local_parameters
 
 MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": {**QWEN, "num_hidden_layers": 2}}
 SYNCHRONOUS = 2
 SLOW_S = 0.02
+OUTWAITED_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,13 @@ class Step:
     now: Tensor
 
 
-def run_cases(cases: list[Case]) -> list[list[Step]]:
-    return [_run(case) for case in cases]
+def run_cases(cases: list[Case], folder: Path) -> list[list[Step]]:
+    """folder: where the ranks tell each other how far they are."""
+    return [_run(case, folder / str(i)) for i, case in enumerate(cases)]
 
 
-def _run(case: Case) -> list[Step]:
+def _run(case: Case, folder: Path) -> list[Step]:
+    folder.mkdir(exist_ok=True)
     acco = AccoConfig(prediction=case.form, synchronous_steps=SYNCHRONOUS)  # type: ignore[arg-type]
     engine = start(MODELS[case.model], case.parallel, deepspeed_block(1, micro=1), acco=acco)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -85,16 +90,19 @@ def _run(case: Case) -> list[Step]:
     def watched(batches: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         parts[optimizer._predicting is not None].extend(batches)
         if case.unequal and engine.dp_rank:
+            if len(steps) % 4 == 1 and len(steps) > SYNCHRONOUS:
+                outwaited(folder, len(steps) + (not FORMS[case.form].predicts_apart))
             time.sleep(SLOW_S * len(batches))
         return schedule(batches, *args, **kwargs)
 
     engine._run_schedule = watched
-    steps = []
+    steps: list[Any] = []
     for step in range(case.steps):
         extras = itertools.count()
 
         def more(step: int = step, extras: Iterator[int] = extras) -> Tensor | None:
             index = next(extras)
+            (folder / str(step)).touch()
             if index >= 3:
                 return None
             seed = torch.Generator().manual_seed(1000 * step + 10 * index + engine.dp_rank)
@@ -111,6 +119,14 @@ def _run(case: Case) -> list[Step]:
     engine.settle()
     stop(engine)
     return [Step(r.loss, r.grad_norm, r.lr, r.tokens, *rest) for r, *rest in steps]
+
+
+def outwaited(folder: Path, step: int) -> None:
+    """Wait, on a slow rank, until a fast one had to wait in its `step` and asked for more."""
+    until_s = time.monotonic() + OUTWAITED_S
+    while not (folder / str(step)).exists():
+        assert time.monotonic() < until_s, f"the fast replica asked for no more micro-batches in step {step}"
+        time.sleep(0.005)
 
 
 def oracle(model: dict[str, Any]) -> Gradient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,15 +86,15 @@ def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights) 
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_the_reference(gradients: dict[str, Any]) -> None:
+def test_two_ranks_train_as_the_reference(gradients: dict[str, Any], tmp_path: Path) -> None:
     cases = LOSSLESS + LOSSY
-    ranks = run_world(2, run_cases, cases)
+    ranks = run_world(2, run_cases, cases, tmp_path)
     for i, case in enumerate(cases):
         compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if case in LOSSY else close)
 
 
 @pytest.mark.slow
-def test_four_ranks_train_as_the_reference(gradients: dict[str, Any]) -> None:
-    ranks = run_world(4, run_cases, FOUR)
+def test_four_ranks_train_as_the_reference(gradients: dict[str, Any], tmp_path: Path) -> None:
+    ranks = run_world(4, run_cases, FOUR, tmp_path)
     for i, case in enumerate(FOUR):
         compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if case.form == "int4" else close)
