@@ -28,6 +28,7 @@ from geotrain.sharing.mapping import LocalParameter
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 (else DeepSpeed imports it at its first engine)
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

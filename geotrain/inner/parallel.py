@@ -104,7 +104,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
     neighbours. Call it again after `shut_down()` for another layout. No collective waits longer than timeout_s,
     rounded up to minutes.
     """
-    from megatron.core import parallel_state
+    with platform.quiet_imports():
+        from megatron.core import parallel_state
 
     with platform.megatron_runtime():
         parallel_state.initialize_model_parallel(
@@ -135,7 +136,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
 def shut_down(leave_world: bool = True) -> None:
     """Destroy the process groups that `initialize` made and, if leave_world, the world as well. Their threads end
     when no mesh holds them any more."""
-    from megatron.core import parallel_state
+    with platform.quiet_imports():
+        from megatron.core import parallel_state
 
     made = {*(parallel_state._global_process_group_list or ()), *_control_groups} - {None, dist.group.WORLD}
     parallel_state.destroy_model_parallel()

@@ -39,11 +39,20 @@ def backend() -> str:
     return "nccl" if HAS_CUDA else "gloo"
 
 
+def _as_it_is(function: Any = None, **_: Any) -> Any:
+    """In place of torch.compile."""
+    return (lambda decorated: decorated) if function is None else function
+
+
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import Megatron-core and DeepSpeed without their advice on optional packages."""
-    with warnings.catch_warnings():
+    """Import Megatron-core and DeepSpeed without their advice on optional packages; on a CPU also without torch's
+    compiler: Megatron-core's fusions, for which it is loaded, are for GPUs, and it takes a third of the import."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
+        if not HAS_CUDA:
+            stack.enter_context(mock.patch.object(torch, "compile", _as_it_is))
         yield
 
 

@@ -28,7 +28,7 @@ from geotrain.net.certs import Credentials, Trust
 from geotrain.net.service import ListenError
 
 SERVICE = "geotrain.Probe"
-ECHOES = 12
+ECHOES, ECHO_S = 12, 0.5  # at least so many, for at least so long: a busy moment must not pass for a long way
 ECHO_BYTES = 64
 FIRST_FRAME_BYTES, MAX_FRAME_BYTES = 16 << 10, wire.CHUNK_BYTES
 FRAME_S = (0.005, 0.05)  # a frame that takes less is followed by a larger one, that takes more by a smaller
@@ -159,8 +159,9 @@ def measure(address: str, limits: Limits, trust: Trust | None = None, within_s: 
 
 def _measured(channel: grpc.Channel, limits: Limits) -> Way:
     echo = channel.unary_unary(f"/{SERVICE}/echo")
-    trips = []
-    for _ in range(ECHOES):
+    trips: list[float] = []
+    until_s = time.perf_counter() + ECHO_S
+    while len(trips) < ECHOES or time.perf_counter() < until_s:
         begin = time.perf_counter()
         echo(b"?" * ECHO_BYTES, timeout=DRAIN_S)
         trips.append(time.perf_counter() - begin)

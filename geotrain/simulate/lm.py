@@ -15,6 +15,7 @@ from geotrain.canonical import Architecture, Parameter, canonical_parameters
 from geotrain.simulate.compiled import CompiledLM, adamw, library
 
 EVALUATED = 256  # samples at once: their logits must fit
+COMPILED = 128  # hidden size from which torch's matrices are faster than the compiled ones (a core of an Intel Xeon)
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # neighbours in the vector: one matrix each
 
 
@@ -50,7 +51,8 @@ class SmallLM:
     """Weights and gradient are two flat fp32 vectors; `masters` names the weights' parts (views)."""
 
     def __init__(self, architecture: Architecture, start: Tensor, compiled: bool = True, device: str = "cpu") -> None:
-        """compiled: where it can be, on a CPU. Elsewhere torch computes in bf16, from fp32 weights."""
+        """compiled: where it can be and is faster, on a CPU; device: on others torch computes in bf16, from fp32
+        weights."""
         self.a, self.device = architecture, device
         self.parameters = canonical_parameters(architecture)
         self.flat = start.to(device, copy=True)
@@ -60,7 +62,7 @@ class SmallLM:
         self._place()
         cosine, sine = _rotary_angles(architecture)
         self._angles = cosine.to(device), sine.to(device)
-        loaded = library() if compiled and device == "cpu" else None
+        loaded = library() if compiled and device == "cpu" and architecture.hidden_size < COMPILED else None
         self._compiled = CompiledLM(loaded, architecture, self._angles) if loaded else None
 
     def decays(self) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import Lease, LeaseRequest
-from tests.net.net_worlds import Cluster, clusters, outer, whole
+from tests.net.net_worlds import Cluster, clusters, outer, wait_for, whole
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
     """A group of messages is written before the first of them is applied: a snapshot taken in between would cut off
     journal records that it does not hold."""
     top = make(outer(), {"eu": {"a": whole}}).top
+    wait_for(lambda: top.machine.status["members"]["eu"]["joined"])  # a join takes a member's leases back
 
     async def together() -> tuple[Any, Lease]:
         gate = threading.Event()
