@@ -309,6 +309,8 @@ class _Host:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.uplink is not None:
+                await self.uplink.close()
 
     async def _last_upload(self) -> None:
         """What is not copied is on this machine's disk: no reason to fail."""

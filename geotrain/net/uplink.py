@@ -82,7 +82,8 @@ class Uplink:
         self._work.set()
 
     async def run(self) -> None:
-        """Until the global server took our Leave. Raises Refused (for good), Unreachable at the first connection."""
+        """Until the global server took our Leave. Raises Refused (for good), Unreachable at the first connection.
+        Leaves the link open: its bytes can be counted until `close`."""
         try:
             within_s = self.connect_s
             while not self.server.done:
@@ -90,8 +91,9 @@ class Uplink:
                 self.connected, within_s = False, FOREVER_S
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        finally:
-            await self.link.close()
+
+    async def close(self) -> None:
+        await self.link.close()
 
     async def _session(self, within_s: float) -> None:
         join = await self.machine.read(self.server.join_message)

@@ -133,10 +133,11 @@ def test_the_quickstart_over_emulated_links(tmp_path: Path) -> None:
     assert summary["lost_updates"] == 0
     assert summary["workers"] == 2
     assert len(set(summary["layouts"].values())) == 2
-    exchanges = sum(-(-v // raw["outer"]["updates_per_send"]) for v in summary["region_versions"].values())
-    payload = 2 * parameters * exchanges  # bf16; the flush at the end may add one a region
-    assert payload * 0.9 < summary["wan_bytes_up"] < 1.3 * payload + 4 * parameters
-    assert summary["global_versions"] >= exchanges
+    every = raw["outer"]["updates_per_send"]  # at least: what comes while an answer is awaited leaves together
+    most = sum(-(-v // every) for v in summary["region_versions"].values())
+    assert most / 2 <= summary["global_versions"] <= most + 2  # the flush at the end may add one a region
+    payload = 2 * parameters * summary["global_versions"]  # bf16
+    assert 0.9 * payload < summary["wan_bytes_up"] < 1.3 * payload
     assert {p.name for p in (folder / "logs").iterdir()} == {
         f"{name}.log" for name in ("global", "eu", "us", "eu-0", "us-0", "wan")
     }

@@ -169,9 +169,10 @@ class Running:
         self.loop.do(self._kill())
 
     async def _kill(self) -> None:
-        if self.uplink_task is not None:
+        if self.uplink is not None and self.uplink_task is not None:
             self.uplink_task.cancel()
             await asyncio.gather(self.uplink_task, return_exceptions=True)
+            await self.uplink.close()
         await self.service.stop(None)
         await asyncio.to_thread(self.machine.close)
         self.recovered.journal.close()
