@@ -75,7 +75,7 @@ class DataConfig(Block):
 class AccoConfig(Block):
     """Overlapped, delayed-gradient accumulation inside a worker (arXiv 2406.02613)."""
 
-    prediction: Literal["exact", "int4", "local", "stale", "none"] = "stale"
+    prediction: Literal["exact", "int4", "local", "stale", "none"] = "int4"
     synchronous_steps: Annotated[int, Field(ge=0)] = 200
     predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
 

@@ -21,7 +21,7 @@ from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.plan.network import Line, Network, Seat
 from geotrain.plan.pipeline import Stages, bubble_free_seconds, pipeline_seconds
 from geotrain.plan.work import stage_flops
-from geotrain.sharing.acco_forms import CODE_BITS, FORMS, first_part
+from geotrain.sharing.acco_forms import FORMS, first_part
 from geotrain.sharing.checks import accumulation_steps, trains_in_bf16, zero_stage
 from geotrain.sharing.mapping import stage_parameters
 
@@ -101,9 +101,7 @@ def step_time(work: Work, seats: Sequence[Seat], network: Network) -> StepTime:
     words = SMALL_COLLECTIVES * _words(seats, network)
     if work.acco is not None:
         form, first = FORMS[work.acco.prediction], first_part(work.acco, micro_batches) / micro_batches
-        full = {"nothing": 0.0, "codes": CODE_BITS / 16, "full": 1.0}
-        extra = (full[form.reduces] + full[form.gathers]) / 2
-        hidden = max(first * whole, reduction) + max((1 - first) * whole, extra * reduction)
+        hidden = max(first * whole, reduction) + max((1 - first) * whole, form.ahead_traffic * reduction)
         reduction = hidden - whole
     return StepTime(bare, tensor, whole - bare - tensor, reduction + tied, words, dict(sent))
 

@@ -36,6 +36,12 @@ class Form:
     def predicts_apart(self) -> bool:
         return self.gathers != "nothing"
 
+    @property
+    def ahead_traffic(self) -> float:
+        """The prediction's traffic over the commit's."""
+        full = {"nothing": 0.0, "codes": CODE_BITS / 16, "full": 1.0}
+        return (full[self.reduces] + full[self.gathers]) / 2
+
 
 # A step takes max(a·C, M) + max((1 − a)·C, s·M), with s the prediction's traffic over the commit's (which reduces
 # and gathers 16 bits each): the best share a is 1 / (1 + s).
