@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 DEFAULT = AccoConfig().prediction
 ZEROS = ("zero1", "zero1-reduce", "zero1-overlap")  # DeepSpeed's, with and without its own overlap
 PARTS = ("time", "memory", "sweep", "unequal", "loss")
-SWEPT = (DEFAULT, "stale", "exact")  # forms: the default, the fastest that follows a gradient, the published one
+SWEPT = (DEFAULT, "stale", "exact")  # the default, the fastest that predicts, the published one
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
 SLOWER = 4
 

@@ -7,6 +7,9 @@ import gc
 import io
 import logging
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +188,12 @@ def test_imports_leave_torch_as_it_was() -> None:
     assert (torch.cuda.current_device, torch.zeros, torch.Tensor.cuda) == original
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")
+
+
+def test_a_rank_on_a_cpu_starts_without_torchs_compiler() -> None:
+    """It takes a third of the time; and torch.compile is torch's own again afterwards."""
+    code = (
+        "import sys, torch; real = torch.compile; import geotrain.inner.engine; "
+        "assert torch.compile is real; assert 'torch._inductor.compile_fx' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True, timeout=200)

@@ -24,7 +24,6 @@ from tests.launch.trees import MARK, marked, new_mark, until
 BUSY_S = 120.0
 FAST = RestartConfig(limit=3, first_s=0.05)
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-needs_sshd = pytest.mark.skipif(SSHD is None or shutil.which("ssh") is None, reason="openssh is not installed")
 
 # Says so when anything is there of another life: all that it starts, also in other sessions, inherits the lock.
 # It takes a second to end.
@@ -40,6 +39,7 @@ setsid sleep 300 & sleep 300
 def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
     """A server on the loopback interface that lets in a key of its own; in folder/bin an `ssh` that speaks to it, and
     gives a silent connection up after 2 s."""
+    assert SSHD and shutil.which("ssh"), "install openssh's client and server"
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     shutil.copy(folder / "user.pub", folder / "authorized")
@@ -57,7 +57,6 @@ def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
     patience = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"  # the first word for an option counts
     (folder / "bin/ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config {patience} "$@"\n')
     (folder / "bin/ssh").chmod(0o755)
-    assert SSHD
     with subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.PIPE) as server:
         try:
             assert server.stderr and b"listening" in server.stderr.readline()
@@ -74,7 +73,6 @@ def fall_silent(server: psutil.Process) -> None:
         session.suspend()
 
 
-@needs_sshd
 @pytest.mark.root
 @pytest.mark.parametrize("how", ["silence", "killed"])
 def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself(
@@ -112,7 +110,6 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
     assert "beside another" not in log.read_text()
 
 
-@needs_sshd
 @pytest.mark.root
 @pytest.mark.timeout(600)
 def test_a_far_region_whose_connection_is_lost_is_started_again_and_never_beside_itself(
