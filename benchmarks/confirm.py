@@ -1,4 +1,4 @@
-"""The claims once more with a larger model: 5.7 M parameters, 20 M tokens, four methods, in HALoS's environment.
+"""The claims once more with a larger model: 5.1 M parameters, 20 M tokens, four methods, in HALoS's environment.
 
     python benchmarks/confirm.py                                  20 M tokens a method: hours on a CPU, one core each
     python benchmarks/confirm.py --methods halos --device cuda    one of them, on a GPU, in bf16
@@ -26,8 +26,8 @@ from geotrain.files import whole_file
 from geotrain.simulate.learner import Point
 
 COMPARED = ("data-parallel", "diloco-fair", "halos", "region-momentum")
-SIZE = {"hidden": 256, "layers": 7, "heads": 8, "ffn": 704, "batch": 8, "length": 128}
-RATE = 0.5  # of the small model's learning rate: 1 / √(width / 64)
+SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128}
+RATE = 0.41  # of the small model's learning rate: 1 / √(width / 64)
 
 
 def main() -> None:
