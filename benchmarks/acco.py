@@ -177,7 +177,7 @@ def plot_sweep(found: dict[str, Any]) -> None:
     grid = [0.02 * i for i in range(5, 121)]
     for name in SWEPT:
         form = FORMS[name]
-        bound = [(1 + m) / (max(form.share, m) + max(1 - form.share, form.ahead_traffic * m)) for m in grid]
+        bound = [(1 + m) / (max(form.share, m) + max(1 - form.share, form.ahead_traffic() * m)) for m in grid]
         [line] = axes.plot(x, [row[name] for row in found.values()], "o-", label=f"{name}, measured")
         axes.plot(grid, bound, "--", linewidth=0.8, color=line.get_color(), label=f"{name}, bound")
     axes.set(xlabel="communication / compute", ylabel="speed-up over ZeRO-1")

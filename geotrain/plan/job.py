@@ -12,7 +12,7 @@ from geotrain.config import ClusterConfig, ConfigError, ParallelConfig, RunConfi
 from geotrain.outer.layout import layout_of
 from geotrain.plan.memory import rank_memory
 from geotrain.plan.network import GLOBAL, Line, Network, Seat
-from geotrain.plan.rounds import Pace, Pacer, RegionPace, pace, payloads
+from geotrain.plan.rounds import Pace, RegionPace, pace, pacer, payloads
 from geotrain.plan.step import StepTime, Work, step_time
 from geotrain.plan.work import useful_flops
 
@@ -21,7 +21,8 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class WorkerPrediction:
-    """One worker. step: the parts of an inner step. job_s: H steps and the wait for answers, `wait_s` of it.
+    """One worker. step: the parts of an inner step. job_s: H steps, and what exchanges add to them, `wait_s` of it.
+    sent_bytes: of a job, between its own ranks, over each pair of regions, (from, to).
 
     utilization: useful arithmetic over what its ranks could do at their efficiency, all waiting counted.
     memory: of the fullest rank, bytes by part. memory_limit_bytes: of the smallest accelerator.
@@ -39,6 +40,7 @@ class WorkerPrediction:
     local_steps: int
     job_s: float
     wait_s: float
+    sent_bytes: dict[tuple[str, str], float]
     tokens_per_s: float
     utilization: float
     memory: dict[str, int]
@@ -128,9 +130,7 @@ def predict(run: RunConfig, cluster: ClusterConfig) -> Prediction:
     inside = (
         {} if run.outer.levels == 1 else {region: _to_server(region, placed, seats, network) for region in regions}
     )
-    found = pace(
-        run.outer, sizes, [Pacer(w.name, region, steps[w.name].step_s) for region, w in placed], wide, inside
-    )
+    found = pace(run.outer, sizes, [pacer(w.name, region, steps[w.name]) for region, w in placed], wide, inside)
     workers = {
         worker.name: _worker(run, architecture, region, worker, seats[worker.name], steps[worker.name], found)
         for region, worker in placed
@@ -213,7 +213,12 @@ def _worker(
         "the pipeline's bubble and transfers": steps_s * step.pipeline_s,
         "gradients between replicas": steps_s * step.reduction_s,
         "words between all ranks": steps_s * step.words_s,
-        "waiting for the outer loop": mine.wait_s,
+        "weights between replicas at exchanges": mine.stop_s,
+        "waiting for the outer loop": mine.wait_s - mine.stop_s,
+    }
+    sent = {
+        pair: steps_s * count + mine.refreshes * step.refresh_bytes.get(pair, 0.0)
+        for pair, count in step.sent_bytes.items()
     }
     worst = max(losses, key=lambda name: losses[name])
     limit = "arithmetic" if losses[worst] < 0.02 * mine.job_s else f"{worst} ({losses[worst] / mine.job_s:.0%})"
@@ -229,6 +234,7 @@ def _worker(
         mine.local_steps,
         mine.job_s,
         mine.wait_s,
+        sent,
         tokens_per_s,
         tokens_per_s * useful / _speed(seats),
         memory,
@@ -247,8 +253,8 @@ def _links(
         links.append(_link(region, GLOBAL, "outer loop", found.up_bytes / found.round_s, line))
         links.append(_link(GLOBAL, region, "outer loop", found.down_bytes / found.round_s, line))
     for worker in workers.values():
-        for (sender, receiver), count in worker.step.sent_bytes.items():
-            rate = count * worker.local_steps / worker.job_s
+        for (sender, receiver), count in worker.sent_bytes.items():
+            rate = count / worker.job_s
             line = network.between_regions(sender, receiver)
             links.append(_link(sender, receiver, f"worker {worker.name}", rate, line))
     return tuple(links)

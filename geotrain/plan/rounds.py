@@ -3,7 +3,8 @@
 A steady state in closed form; `geotrain.simulate` plays the same loop event by event, and a test compares the two.
 What servers compute is left out, and so are the queues of workers that happen to send at the same time.
 
-Asynchronous rules. A worker's job takes H steps and what its exchanges with the server above leave exposed. Each
+Asynchronous rules. A worker's job takes H steps, what makes its weights whole in between (`stops`; while it waits for
+an answer a commit travels on, which is left out) and what its exchanges with the server above leave exposed. Each
 fragment's exchange takes E = (up + down) · 8 / rate + round trip; τ steps of it are hidden. A region applies
 λ = Σ 1/job updates a second and sends each fragment up every K of them, one at a time, so its round takes
 max(K/λ, trip, bytes/rate): links that are too slow make rounds longer, and updates older, but no worker waits.
@@ -13,12 +14,15 @@ Synchronous rules wait for everyone: a round is the slowest worker's job and wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 from geotrain.config import CodecConfig, OuterConfig
 from geotrain.outer.codec import make_codec
+from geotrain.outer.layout import fragments_due
 from geotrain.plan.network import Line
+from geotrain.plan.step import StepTime
 
 
 @dataclass(frozen=True)
@@ -32,20 +36,29 @@ class Payloads:
 
 @dataclass(frozen=True)
 class Pacer:
-    """A worker, as the outer loop sees it."""
+    """A worker, as the outer loop sees it. settle_s, refresh_s: as in `geotrain.plan.step.StepTime`."""
 
     name: str
     region: str
     step_s: float
+    settle_s: float = 0.0
+    refresh_s: float = 0.0
+
+
+def pacer(name: str, region: str, step: StepTime) -> Pacer:
+    return Pacer(name, region, step.step_s, step.settle_s, step.refresh_s)
 
 
 @dataclass(frozen=True)
 class WorkerPace:
-    """local_steps: H of this worker. job_s: from one job's begin to the next one's. wait_s: of it, at rest."""
+    """local_steps: H of this worker. job_s: from one job's begin to the next one's. wait_s: of it, what is no step.
+    stop_s: of that, what makes the weights whole, `refreshes` times on all replicas."""
 
     local_steps: int
     job_s: float
     wait_s: float
+    stop_s: float
+    refreshes: int
 
 
 @dataclass(frozen=True)
@@ -94,16 +107,40 @@ def pace(
         w.name: max(1, ceil(outer.local_steps * fastest / w.step_s)) if outer.scale_local_steps else outer.local_steps
         for w in workers
     }
+    plain = {}  # of each worker, a job that waits for no answer
+    for w in workers:
+        settles, refreshes = stops(outer, len(sizes.local), steps[w.name])
+        stop_s = settles * w.settle_s + refreshes * w.refresh_s
+        plain[w.name] = WorkerPace(steps[w.name], steps[w.name] * w.step_s + stop_s, stop_s, stop_s, refreshes)
     if outer.rule == "sync":
-        return _synchronous(outer, sizes, workers, steps, wide, inside)
-    return _asynchronous(outer, sizes, workers, steps, wide, inside)
+        return _synchronous(outer, sizes, workers, plain, wide, inside)
+    return _asynchronous(outer, sizes, workers, plain, wide, inside)
+
+
+def stops(outer: OuterConfig, fragments: int, steps: int) -> tuple[int, int]:
+    """How often a job settles and refreshes, as `geotrain.outer.exchange` does.
+
+    Every delta that leaves settles, and so does every answer that is adopted, which then refreshes. What happens
+    after the same inner step is settled once: the second finds nothing under way. No answer is taken to be late.
+    """
+    return _stops(fragments, steps, min(steps, outer.overlap.steps))  # adopted before the next delta, at the latest
+
+
+@lru_cache(maxsize=4096)
+def _stops(fragments: int, steps: int, tau: int) -> tuple[int, int]:
+    sent = [step for step in range(1, steps + 1) if fragments_due(fragments, steps, step)]
+    return len({(step + after) % steps for step in sent for after in (0, tau)}), len(sent)
+
+
+def _longer(plain: WorkerPace, job_s: float) -> WorkerPace:
+    return replace(plain, job_s=job_s, wait_s=plain.wait_s + job_s - plain.job_s)
 
 
 def _asynchronous(
     outer: OuterConfig,
     sizes: Payloads,
     workers: Sequence[Pacer],
-    steps: Mapping[str, int],
+    plain: Mapping[str, WorkerPace],
     wide: Mapping[str, Line],
     inside: Mapping[str, Line],
 ) -> Pace:
@@ -114,13 +151,12 @@ def _asynchronous(
     for region in regions:
         members = [w for w in workers if w.region == region]
         line = wide[region] if flat else inside[region]
-        alone = {w.name: steps[w.name] * w.step_s + _exposed(outer, up, down, line, w.step_s) for w in members}
+        alone = {w.name: plain[w.name].job_s + _exposed(outer, up, down, line, w.step_s) for w in members}
         # The line carries every member's payload: if that takes longer than their jobs, it sets the pace.
         carried = max(sum(up), sum(down)) * 8e-9 / line.gbps
         slower = max(1.0, carried * sum(1 / job for job in alone.values()))
         for w in members:
-            job = alone[w.name] * slower
-            paces[w.name] = WorkerPace(steps[w.name], job, job - steps[w.name] * w.step_s)
+            paces[w.name] = _longer(plain[w.name], alone[w.name] * slower)
     rates = {r: sum(1 / paces[w.name].job_s for w in workers if w.region == r) for r in regions}
     counts = {r: sum(w.region == r for w in workers) for r in regions}
     rounds, trips = {}, {}
@@ -154,15 +190,14 @@ def _synchronous(
     outer: OuterConfig,
     sizes: Payloads,
     workers: Sequence[Pacer],
-    steps: Mapping[str, int],
+    plain: Mapping[str, WorkerPace],
     wide: Mapping[str, Line],
     inside: Mapping[str, Line],
 ) -> Pace:
     regions = list(dict.fromkeys(w.region for w in workers))
     counts = {r: sum(w.region == r for w in workers) for r in regions}
     flat = outer.levels == 1
-    slowest = max(workers, key=lambda w: steps[w.name] * w.step_s)
-    compute = steps[slowest.name] * slowest.step_s
+    slowest = max(workers, key=lambda w: plain[w.name].job_s)
     hidden = outer.overlap.steps * slowest.step_s
     exposed = 0.0
     for wide_up, wide_down, local in zip(sizes.wide_up, sizes.wide_down, sizes.local, strict=True):
@@ -178,8 +213,8 @@ def _synchronous(
         (counts[r] if flat else 1) * max(sum(sizes.wide_up), sum(sizes.wide_down)) * 8e-9 / wide[r].gbps
         for r in regions
     )
-    round_s = max(compute + exposed, carried)
-    paces = {w.name: WorkerPace(steps[w.name], round_s, round_s - steps[w.name] * w.step_s) for w in workers}
+    round_s = max(plain[slowest.name].job_s + exposed, carried)
+    paces = {w.name: _longer(plain[w.name], round_s) for w in workers}
     found = {}
     for r in regions:
         times = counts[r] if flat else 1

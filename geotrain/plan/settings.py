@@ -24,7 +24,7 @@ from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, Task
 from geotrain.plan.layouts import home_of
 from geotrain.plan.network import GLOBAL, Line
-from geotrain.plan.rounds import Pace, Pacer, pace, payloads
+from geotrain.plan.rounds import Pace, Pacer, pace, pacer, payloads
 
 BUSY = 0.8  # of a link's rate that payload may take
 TRAFFIC = 0.1  # of the accelerators' price that traffic may cost
@@ -105,7 +105,7 @@ def line_to(task: Task, home: str, place: str) -> Line:
 
 def settings(task: Task, workers: Workers, place: str, target: float, usd_per_hour: float | None) -> list[Setting]:
     """Every setting, the best first. target: utilization. usd_per_hour: of the accelerators, if they have prices."""
-    pacers = [Pacer(str(i), home_of(w.layout.spots), w.layout.step.step_s) for i, w in enumerate(workers)]
+    pacers = [pacer(str(i), home_of(w.layout.spots), w.layout.step) for i, w in enumerate(workers)]
     homes = list(dict.fromkeys(p.region for p in pacers))
     wide = {home: line_to(task, home, place) for home in homes}
     near = {home: task.network.inside(home) for home in homes}

@@ -2,8 +2,9 @@
 
 A step is the pipeline's timetable with tensor-parallel communication inside its stages, then the gradients' reduction
 over the data-parallel replicas, then a few words between all ranks. Nothing of it overlaps, as `geotrain.inner` sets
-DeepSpeed and Megatron-core; ACCO overlaps the reduction with the computation. Left out: the optimizer's arithmetic
-(it moves some 30 bytes a parameter of the shard through memory), kernels' launches, input.
+DeepSpeed and Megatron-core; ACCO overlaps the reduction with the computation, but not at an exchange of the outer
+loop (`StepTime.settle_s`, `refresh_s`). Left out: the optimizer's arithmetic (it moves some 30 bytes a parameter of
+the shard through memory), kernels' launches, input.
 
 Ranks are ordered tensor first, then data, then pipeline. Where several flows use one line, each gets its share.
 """
@@ -11,8 +12,8 @@ Ranks are ordered tensor first, then data, then pipeline. Where several flows us
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil, log2
 from typing import Any
 
@@ -57,6 +58,10 @@ class StepTime:
     and the transfers between stages. reduction_s: gradients and weights between replicas, as far as nothing hides it.
     words_s: the small collectives.
     sent_bytes: of one step, over each pair of regions, (from, to).
+
+    No part of the step, but of each time that the outer loop stops it:
+    settle_s: ACCO's commit is waited for in the open, and the next window's first part has none to hide.
+    refresh_s: the owners' new weights reach all replicas; refresh_bytes: what that sends.
     """
 
     compute_s: float
@@ -65,6 +70,9 @@ class StepTime:
     reduction_s: float
     words_s: float
     sent_bytes: dict[tuple[str, str], float]
+    settle_s: float
+    refresh_s: float
+    refresh_bytes: dict[tuple[str, str], float]
 
     @property
     def step_s(self) -> float:
@@ -96,14 +104,28 @@ def step_time(work: Work, seats: Sequence[Seat], network: Network) -> StepTime:
     micro_batches = accumulation_steps(work.deepspeed, mesh.dp)
     sent: Sent = defaultdict(float)
     whole, bare, tensor = _pipelines(work, mesh, network, micro_batches, sent)
-    reduction = _reduction(work, mesh, network, sent)
+    replicas = _between_replicas(work, mesh, network)
+    reduction, settle, ahead = replicas.reduction_s, 0.0, 0.0
     tied = _tied_ends(work, mesh, network, sent)
     words = SMALL_COLLECTIVES * _words(seats, network)
     if work.acco is not None:
-        form, first = FORMS[work.acco.prediction], first_part(work.acco, micro_batches) / micro_batches
-        hidden = max(first * whole, reduction) + max((1 - first) * whole, form.ahead_traffic * reduction)
-        reduction = hidden - whole
-    return StepTime(bare, tensor, whole - bare - tensor, reduction + tied, words, dict(sent))
+        first = first_part(work.acco, micro_batches) / micro_batches * whole
+        ahead = FORMS[work.acco.prediction].ahead_traffic(work.bytes_per_weight)
+        settle = min(first, reduction)  # what the first part would have hidden
+        reduction = max(first, reduction) + max(whole - first, ahead * reduction) - whole
+    for pair, count in replicas.reduction_bytes.items():
+        sent[pair] += (1 + ahead) * count
+    return StepTime(
+        bare,
+        tensor,
+        whole - bare - tensor,
+        reduction + tied,
+        words,
+        dict(sent),
+        settle,
+        replicas.refresh_s,
+        replicas.refresh_bytes,
+    )
 
 
 def _pipelines(
@@ -168,7 +190,17 @@ def _tensor_seconds(
     return once * (2 * layers + (stage == 0)), once * (2 * layers + again + (stage == mesh.pp - 1))
 
 
-def _reduction(work: Work, mesh: Mesh, network: Network, sent: Sent) -> float:
+@dataclass(frozen=True)
+class _Replicas:
+    """Seconds, and bytes between regions. reduction: gradients and new weights of a step. refresh: weights alone."""
+
+    reduction_s: float = 0.0
+    reduction_bytes: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    refresh_s: float = 0.0
+    refresh_bytes: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
+def _between_replicas(work: Work, mesh: Mesh, network: Network) -> _Replicas:
     """Gradients and weights between the replicas of each stage, all stages at once.
 
     DeepSpeed all-reduces the gradients' buckets whatever the ZeRO stage (`use_multi_rank_bucket_allreduce`; without
@@ -177,7 +209,7 @@ def _reduction(work: Work, mesh: Mesh, network: Network, sent: Sent) -> float:
     D − 1 times for either, so the slowest hop decides; with equal links that is DT-FM's data-parallel cost.
     """
     if mesh.dp == 1:
-        return 0.0
+        return _Replicas()
     zero = work.deepspeed.get("zero_optimization", {})
     stage = zero_stage(work.deepspeed)
     wide = str(work.deepspeed.get("data_types", {}).get("grad_accum_dtype")) in ("fp32", "float32")
@@ -185,24 +217,30 @@ def _reduction(work: Work, mesh: Mesh, network: Network, sent: Sent) -> float:
     rounds = 2.0 if work.acco is None and zero.get("use_multi_rank_bucket_allreduce", True) else 1.0
     if stage == 2:
         rounds *= accumulation_steps(work.deepspeed, mesh.dp)
-    per_parameter = rounds * gradient_bytes + (work.bytes_per_weight if stage else 0)
-    latencies = rounds + (1 if stage else 0)
+    gathered, gathers = (work.bytes_per_weight, 1) if stage else (0, 0)
+    per_parameter, latencies = rounds * gradient_bytes + gathered, rounds + gathers
     rings = {
         (s, t): _ring([mesh.at(s, d, t) for d in range(mesh.dp)], network)
         for s in range(mesh.pp)
         for t in range(mesh.tp)
     }
     flows = Counter(line.key for ring in rings.values() for line in ring)
-    worst = 0.0
+    worst = refresh = 0.0
+    sent: Sent = defaultdict(float)
     for s in range(mesh.pp):
-        piece = stage_parameters(work.architecture, work.parallel, s) * per_parameter / mesh.dp
+        parameters = stage_parameters(work.architecture, work.parallel, s) / mesh.dp
         for t in range(mesh.tp):
             hops = rings[s, t]
-            carry = max(8e-9 * piece * _share(flows, line) / line.gbps for line in hops)
-            worst = max(worst, (mesh.dp - 1) * (carry + latencies * max(line.latency_s for line in hops)))
+            byte_s = max(8e-9 * _share(flows, line) / line.gbps for line in hops)
+            latency_s = max(line.latency_s for line in hops)
+            hop_s = per_parameter * parameters * byte_s + latencies * latency_s
+            gather_s = gathered * parameters * byte_s + gathers * latency_s
+            worst, refresh = max(worst, (mesh.dp - 1) * hop_s), max(refresh, (mesh.dp - 1) * gather_s)
             for d in range(mesh.dp):
-                _count(sent, mesh.at(s, d, t), mesh.at(s, (d + 1) % mesh.dp, t), mesh.dp - 1, piece)
-    return worst
+                ends = mesh.at(s, d, t), mesh.at(s, (d + 1) % mesh.dp, t)
+                _count(sent, *ends, mesh.dp - 1, parameters * per_parameter)
+    weights = {pair: count * gathered / per_parameter for pair, count in sent.items() if gathered}
+    return _Replicas(worst, sent, refresh, weights)
 
 
 def _tied_ends(work: Work, mesh: Mesh, network: Network, sent: Sent) -> float:

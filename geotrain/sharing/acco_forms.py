@@ -36,10 +36,9 @@ class Form:
     def predicts_apart(self) -> bool:
         return self.gathers != "nothing"
 
-    @property
-    def ahead_traffic(self) -> float:
-        """The prediction's traffic over the commit's."""
-        full = {"nothing": 0.0, "codes": CODE_BITS / 16, "full": 1.0}
+    def ahead_traffic(self, weight_bytes: int = 2) -> float:
+        """The prediction's traffic over the commit's, which reduces and gathers so many bytes a parameter each."""
+        full = {"nothing": 0.0, "codes": CODE_BITS / (8 * weight_bytes), "full": 1.0}
         return (full[self.reduces] + full[self.gathers]) / 2
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from geotrain.config import OuterConfig, OverlapConfig
 from geotrain.outer.exchange import Exchange, Waiting
+from geotrain.outer.layout import fragments_due
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
 from geotrain.outer.staging import Ready
+from geotrain.plan.rounds import stops
 
 
 class Everything:
@@ -25,15 +27,17 @@ class Everything:
         self.answers: dict[int, Future[Answer]] = {}
         self.adopted: list[int] = []
         self.seeds: list[int] = []
+        self.settled = self.refreshed = 0
+        self.instant = False  # answers are there when they are asked for
 
     def agree(self, flag: bool) -> bool:
         return flag
 
     def settle(self) -> None:
-        pass
+        self.settled += 1
 
     def refresh(self) -> None:
-        pass
+        self.refreshed += 1
 
     def make_delta(self, fragment: int, seed: int) -> Any:
         self.seeds.append(seed)
@@ -55,8 +59,8 @@ class Everything:
 
     def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
         self.answers[sequence] = Future()
-        if sequence == 0:
-            self.answer(0, *fragments)
+        if sequence == 0 or self.instant:
+            self.answer(sequence, *fragments)
         return self.answers[sequence]
 
     def answer(self, sequence: int, *fragments: int) -> None:
@@ -141,3 +145,28 @@ def test_every_delta_rounds_with_random_bits_of_its_own_and_the_same_in_every_li
         assert not waits(exchange.after_step((0, 1), {}))
         seeds += world.seeds
     assert len(set(seeds[:4])) == 4 and seeds[2:4] == seeds[4:]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "tau", "settles", "refreshes"),
+    [(1, 0, 1, 1), (1, 2, 2, 1), (4, 0, 4, 4), (4, 1, 8, 4), (4, 2, 4, 4), (3, 2, 5, 3), (12, 1, 8, 8)],
+)
+def test_weights_are_made_whole_as_often_as_the_planner_counts(
+    fragments: int, tau: int, settles: int, refreshes: int
+) -> None:
+    steps = 8
+    overlap = OverlapConfig(steps=tau, adopt="rebase" if tau else "replace")
+    outer, world = OuterConfig(local_steps=steps, overlap=overlap), Everything()
+    world.instant = True
+    exchange = Exchange("w", outer, world, world, world, fragments, clock=lambda: 0.0)
+    assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
+    for job in range(3):
+        exchange.begin(Lease("w", 1, 7, 0, steps, steps))
+        at_rest, world.refreshed = 0, 0
+        for step in range(1, steps + 1):
+            world.settled = 0
+            assert not waits(exchange.after_step(fragments_due(fragments, steps, step), {}))
+            at_rest += world.settled > 0  # a second one finds nothing under way
+        if job:  # in the first, nothing of an earlier one is adopted
+            assert (at_rest, world.refreshed) == (settles, refreshes)
+    assert stops(outer, fragments, steps) == (settles, refreshes)

@@ -107,6 +107,40 @@ def test_acco_hides_the_reduction() -> None:
     assert hidden.compute_s == plain.compute_s
 
 
+def spread(gbps: float, **acco: Any) -> Prediction:
+    """A worker of two replicas, one in another region. Four steps hide an exchange, and no answer is waited for."""
+    overlap = {"steps": 4, "adopt": "rebase", "late": "continue"}
+    run = small_run(outer={"local_steps": 8, "overlap": overlap}, **acco)
+    where = cluster([[host("a"), host("b")]], {}).model_dump(by_alias=True, mode="json")
+    where["regions"][0]["workers"][0]["hosts"][1]["region"] = "us"
+    where["regions"].append({"name": "us", "hosts": [host("b")]})
+    where["links"].append({"regions": ["eu", "us"], "gbps": gbps, "rtt_ms": 1000 * RTT_S})
+    return predict(run, parse(ClusterConfig, where, "c"))
+
+
+@pytest.mark.parametrize("gbps", [10.0, 1.0])  # a commit travels faster than it is computed, and slower
+@pytest.mark.parametrize(("form", "share", "ahead"), [("int4", 26 / 32, (4 + 1 / 8) / 16), ("stale", 1.0, 0.0)])
+def test_acco_hides_nothing_where_the_outer_loop_needs_whole_weights(
+    form: str, share: float, ahead: float, gbps: float
+) -> None:
+    """By hand: of a job's two exchanges' ends (a delta leaves, an answer is adopted) each awaits a commit, which the
+    next first part would have hidden; the second gathers the weights, half of a commit's traffic."""
+    found = spread(gbps, acco={"prediction": form})
+    zero_1 = spread(gbps).workers["eu-0"]
+    worker = found.workers["eu-0"]
+    parameters = model_of(small_run()).parameter_count
+    commit = 2 * (RTT_S / 2 + 8e-9 * parameters / gbps)  # half of the weights, 2 bytes each, twice
+    first, second = share * worker.compute_s, (1 - share) * worker.compute_s
+    words = zero_1.step.words_s
+    assert (commit < first) == (gbps == 10.0)
+    assert worker.step_s == pytest.approx(max(first, commit) + max(second, ahead * commit) + words)
+    assert worker.job_s - 8 * worker.step_s == pytest.approx(2 * min(first, commit) + commit / 2)
+    assert worker.wait_s == pytest.approx(worker.job_s - 8 * worker.step_s)
+    assert zero_1.job_s - 8 * zero_1.step_s == pytest.approx(commit / 2), "ZeRO-1 gathers adopted weights as well"
+    there = next(link for link in found.links if (link.sender, link.receiver) == ("eu", "us"))
+    assert there.bytes_per_s == pytest.approx(parameters * (8 * 2 * (1 + ahead) + 1) / worker.job_s)
+
+
 def test_memory_is_what_the_dry_run_says() -> None:
     run, where = small_run(), cluster([[host("a", 4)], [host("b", 2)]], {"pipeline": 2})
     found = predict(run, where)
