@@ -188,7 +188,7 @@ def plot_sweep(found: dict[str, Any]) -> None:
 
 
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
-    """One rank several times slower, the other adds micro-batches: tokens a second, and loss at equal tokens."""
+    """One rank several times slower, the other takes more of each batch: tokens a second, loss at equal tokens."""
     variants = ("zero1-reduce", DEFAULT)
     job = Job("unequal", SMALL, variants, steps=args.steps // 4, hold_s=args.hold, slower=SLOWER)
     seen = run(job, link)

@@ -96,7 +96,6 @@ class Rank:
         text = "\n".join(documents(12_000_000)).encode()
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.pause_s = 0.0  # after each micro-batch
-        self.extras = 0
 
     def measure(self) -> Any:
         import torch.distributed as dist
@@ -121,12 +120,7 @@ class Rank:
         first = (2 * step + self.rank) * self.job.size.micro_batches
         return [self.batch(first + i) for i in range(self.job.size.micro_batches)]
 
-    def extra(self) -> Any:
-        """Another micro-batch, unlike all others."""
-        self.extras += 1
-        return self.batch(10**9 * (1 + self.rank) + self.extras)
-
-    def engine(self, variant: str, steps: int, synchronous: int | None = None) -> Any:
+    def engine(self, variant: str, steps: int, synchronous: int | None = None, balance: bool = False) -> Any:
         """Of one variant; several may live side by side, as they share the process groups of the ranks.
 
         synchronous: steps of ACCO's synchronous start; None: a sixth of the steps, 200 at most."""
@@ -153,7 +147,7 @@ class Rank:
             parts = (model, optimizer, config, self.mesh, placed, a, self.job.size.sequence)
             if variant in FORMS:
                 start = min(200, steps // 6) if synchronous is None else synchronous
-                acco = AccoConfig(prediction=variant, synchronous_steps=start)  # type: ignore[arg-type]
+                acco = AccoConfig(prediction=variant, synchronous_steps=start, balance=balance)  # type: ignore[arg-type]
                 engine: Any = AccoEngine(*parts, acco=acco, timeout_s=120.0)
             else:
                 engine = inner.GeoEngine(*parts)
@@ -260,25 +254,26 @@ class Rank:
         return int(psutil.net_io_counters(pernic=True)[self.interface].bytes_sent)
 
     def unequal(self) -> dict[str, Any]:
-        """Tokens a second, and the loss after equally many tokens, with rank 1 `slower`."""
+        """Tokens a second and the loss after equally many steps, with rank 1 `slower`: with ZeRO-1 each rank has half
+        of a batch, with ACCO they take its micro-batches as they get to them."""
+        from geotrain.inner.acco_engine import AccoEngine
+
         found = {}
         plain = self.engine("zero1", self.job.steps)
         usual = self.compute_s(plain) / self.job.size.micro_batches - self.pause_s
         held = usual + self.pause_s
         self.pause_s = (self.job.slower if self.rank else 1) * held - usual
         for variant in self.job.variants:
-            engine = self.engine(variant, self.job.steps)
-            budget, used, steps, begin = self.job.steps * engine.train_batch_size(), 0, 0, time.perf_counter()
-            results: list[Any] = []
-            while used < budget:
-                # The rate follows trained tokens; of the last step they are not known yet.
-                schedule_step = used // engine.train_batch_size()
-                results.append(engine.train_step(self.batches(steps), schedule_step, self.extra))
-                steps += 1
-                used = sum(r.tokens for r in results[:-1]) // self.job.size.sequence if len(results) > 1 else 0
+            engine, begin = self.engine(variant, self.job.steps, balance=True), time.perf_counter()
+            for step in range(self.job.steps):
+                if isinstance(engine, AccoEngine):
+                    first = 2 * step * self.job.size.micro_batches
+                    result = engine.train_step_shared(lambda i, first=first: self.batch(first + i), step)
+                else:
+                    result = engine.train_step(self.batches(step), step)
             engine.settle()
-            seconds, tokens = time.perf_counter() - begin, sum(r.tokens for r in results)
-            found[variant] = {"tokens_per_s": tokens / seconds, "loss": self.loss_of(engine), "steps": steps}
+            tokens = self.job.steps * result.tokens
+            found[variant] = {"tokens_per_s": tokens / (time.perf_counter() - begin), "loss": self.loss_of(engine)}
             engine.close()
         return found
 

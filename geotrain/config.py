@@ -78,6 +78,11 @@ class AccoConfig(Block):
     prediction: Literal["exact", "int4", "local", "stale", "none"] = "int4"
     synchronous_steps: Annotated[int, Field(ge=0)] = 200
     predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
+    balance: bool = Field(
+        False,
+        description="Replicas take the micro-batches of a batch as they get to them, a slow one fewer; the last bits "
+        "of a sum then depend on who was when done.",
+    )
 
 
 class MomentumConfig(Block):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner import checkpoint
+from geotrain.inner.acco_engine import AccoEngine
 from geotrain.inner.engine import GeoEngine, StepResult
 from geotrain.monitor.laps import Laps
 from geotrain.outer import exchange
@@ -87,12 +89,12 @@ class Trainer:
         begin = time.perf_counter()
         results: list[StepResult] = []
         self.exchange.begin(lease)
-        for step, micro_batches in enumerate(self.loader.steps(lease.start, lease.samples), 1):
+        for step, train in enumerate(self._steps(lease), 1):
             # The rate follows the run's dispatched samples: one schedule step is one batch, whoever trains it.
             schedule_step = lease.start // self.run.samples_per_step + step - 1
             ends_s = time.perf_counter() + self.min_step_s
             self.laps.lap("waiting")
-            results.append(self.engine.train_step(micro_batches, schedule_step))
+            results.append(train(schedule_step))
             time.sleep(max(0.0, ends_s - time.perf_counter()))
             self.laps.lap("compute")
             due = fragments_due(len(self.layout.fragments), lease.steps, step)
@@ -103,6 +105,15 @@ class Trainer:
             self.engine.write_scalars(metrics)
             self.report({"job": lease.job, "start": lease.start, **metrics})
         self.laps.restart()
+
+    def _steps(self, lease: Lease) -> Iterator[Callable[[int], StepResult]]:
+        """The inner steps, each to be called with its schedule step."""
+        if isinstance(self.engine, AccoEngine) and self.engine.balances:
+            for read in self.loader.shared_steps(lease.start, lease.samples):
+                yield partial(self.engine.train_step_shared, read)
+        else:
+            for micro_batches in self.loader.steps(lease.start, lease.samples):
+                yield partial(self.engine.train_step, micro_batches)
 
     def validate(self, number: int) -> None:
         """Evaluate the global weights between two jobs; left out when they are not the same for all ranks (a server

@@ -11,6 +11,7 @@ import torch
 from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world, write
 
 from geotrain.config import (
+    AccoConfig,
     CodecConfig,
     FragmentConfig,
     MomentumConfig,
@@ -22,6 +23,7 @@ from geotrain.config import (
 from tests.local_servers import LocalClient, LocalServers
 
 VALIDATED = "halos, validated"
+BALANCED = "identity, balanced"
 STEPS = 12  # inner steps of a whole run
 FP32 = CodecConfig(name="fp32")
 PLAIN = dict(up=FP32, down=FP32, local=FP32)
@@ -45,6 +47,7 @@ OUTER = {
     ),
 }
 OUTER[VALIDATED] = OUTER["halos"]
+OUTER[BALANCED] = TAKES_THE_WORKERS_WEIGHTS
 OUTER["streaming, late"] = OUTER["streaming, overlapped"].model_copy(
     update={"overlap": OverlapConfig(steps=2, late="continue", adopt="rebase")}
 )
@@ -65,16 +68,20 @@ def try_outer_loops() -> dict[str, Any]:
         run = run.model_copy(update={"data": run.data.model_copy(update={"train_samples": STEPS * BATCH})})
         if name == VALIDATED:
             run = run.model_copy(update={"monitor": MonitorConfig(validate_every_samples=4 * BATCH)})
-        engine = build_engine(run, ParallelConfig(), block, timeout_s=60)
+        if name == BALANCED:  # in steps that wait for their own commit: they are ZeRO-1's
+            acco = AccoConfig(prediction="stale", synchronous_steps=STEPS, balance=True)
+            run = run.model_copy(update={"acco": acco})
+        engine: Any = build_engine(run, ParallelConfig(), block, timeout_s=60)
         losses: list[float] = []
-        inner_step = engine.train_step
+        step_method = "train_step_shared" if name == BALANCED else "train_step"
+        inner_step = getattr(engine, step_method)
 
         def watched(batches: Any, step: int, inner_step: Any = inner_step, losses: Any = losses) -> Any:
             result = inner_step(batches, step)
             losses.append(result.loss)
             return result
 
-        engine.train_step = watched
+        setattr(engine, step_method, watched)
         loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
         servers = LocalServers(run)
         if outer is None:  # the same batches with no outer loop at all
@@ -132,7 +139,7 @@ def results() -> dict[str, Any]:
     return run_world(1, try_outer_loops)[0]
 
 
-@pytest.mark.parametrize("name", ["identity", "identity in fragments"])
+@pytest.mark.parametrize("name", ["identity", "identity in fragments", BALANCED])
 def test_an_outer_loop_that_adopts_the_workers_own_weights_changes_nothing(results, name):
     """One worker, outer learning rate 1, no momentum: x − 1·(x − θ) = θ, as with no outer loop."""
     assert results[name]["losses"] == pytest.approx(results["alone"]["losses"], rel=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,26 @@ class LeasedLoader:
 
         The next step's are read while the caller trains. Raises DataError: the lease is no whole number of steps.
         """
+        return self._read_ahead(self._starts(lease_start, lease_samples))
+
+    def shared_steps(self, lease_start: int, lease_samples: int) -> Iterator[Callable[[int], torch.Tensor]]:
+        """For each inner step, what reads micro-batch i of the worker's whole batch: int64 [micro_batch,
+        sequence_length + 1]. Raises DataError as `steps`."""
+
+        def reader(start: int) -> Callable[[int], torch.Tensor]:
+            size = self._micro_batch
+            return lambda i: self._source.batch(np.arange(start + i * size, start + (i + 1) * size))
+
+        return map(reader, self._starts(lease_start, lease_samples))
+
+    def _starts(self, lease_start: int, lease_samples: int) -> list[int]:
         count, rest = divmod(lease_samples, self._samples_per_step)
         if rest or lease_start < 0:
             raise DataError(
                 f"a lease of {lease_samples} samples from {lease_start} is no whole number of steps of "
                 f"{self._samples_per_step} samples"
             )
-        return self._read_ahead([lease_start + step * self._samples_per_step for step in range(count)])
+        return [lease_start + step * self._samples_per_step for step in range(count)]
 
     def _read_ahead(self, starts: list[int]) -> Iterator[list[torch.Tensor]]:
         reader = ThreadPoolExecutor(1, thread_name_prefix="loader")

@@ -142,14 +142,6 @@ class AccoOptimizer(ZeROOptimizer):
         """`count` micro-batches were accumulated. loss: sum of their means; 0 on ranks that do not know it."""
         self._loss, self._count = self._loss + loss, self._count + count
 
-    def would_wait(self) -> bool:
-        """Whether this replica would now wait for what travels, so that it may add micro-batches. All its ranks
-        must ask, and get the same answer."""
-        if platform.HAS_CUDA:
-            torch.cuda.current_stream().synchronize()  # else the host would run far ahead of what is computed
-        journeys = [journey for journey in (self._commit, self._predicting) if journey is not None]
-        return not self.lane.all_of_replica(all(journey.arrived() for journey in journeys))
-
     def adopt(self) -> None:
         """Wait for what travels, and compute at the weights that it brought; if nothing travels, change nothing."""
         self._land()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geotrain.inner import platform
-from geotrain.inner.parallel import Mesh
+from geotrain.inner.parallel import Mesh, group_like
 
 with platform.quiet_imports():
     import deepspeed.comm as ds_comm  # torch's collectives, counted by DeepSpeed's comms_logger
@@ -44,13 +44,6 @@ class Journey(Generic[Result]):
     def __init__(self, future: Future[tuple[Result, torch.cuda.Event | None]]) -> None:
         self._future = future
 
-    def arrived(self) -> bool:
-        """Whether `wait` would return at once. True, too, if it failed."""
-        if not self._future.done() or self._future.exception():
-            return self._future.done()
-        event = self._future.result()[1]
-        return event is None or event.query()
-
     def wait(self, timeout_s: float) -> Result:
         """Its result; what the current stream does next, it does after the job. Raises what the job raised."""
         result, event = self._future.result(timeout_s)
@@ -70,9 +63,8 @@ class Lane:
         self.rank, self.ranks = mesh.dp_rank, mesh.dp_size
         self._speaks = mesh.is_last_stage and mesh.tp_rank == 0
         timeout = timedelta(seconds=timeout_s)
-        self._group = _group_like(mesh.dp_group, platform.backend(), timeout)
-        self._replica = _group_like(mesh.model_group, "gloo", timeout)  # these two for a few numbers, on the host
-        self._world = dist.new_group(timeout=timeout, backend="gloo")
+        self._group = group_like(mesh.dp_group, platform.backend(), timeout)
+        self._world = dist.new_group(timeout=timeout, backend="gloo")  # for a few numbers, on the host
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="acco")
         self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
         self._scratch: Tensor | None = None
@@ -110,14 +102,8 @@ class Lane:
     def close(self) -> None:
         """Wait for the last job, which has its own deadlines, and drop the groups."""
         self._thread.shutdown()
-        for group in (self._group, self._replica, self._world):
+        for group in (self._group, self._world):
             dist.destroy_process_group(group)
-
-    def all_of_replica(self, flag: bool) -> bool:
-        """Whether it is so on all ranks of this replica. Not for jobs: for the thread that computes."""
-        tensor = torch.tensor(int(flag))
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._replica)
-        return bool(tensor)
 
     # ---------------------------------------------------------------------------------- collectives, in jobs
 
@@ -160,12 +146,3 @@ class Lane:
         tensor = torch.tensor([*of_ranks, *(x if self._speaks else 0 for x in of_replicas)], dtype=torch.float64)
         dist.all_reduce(tensor, group=self._world)
         return tensor.tolist()
-
-
-def _group_like(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of the same ranks. Every rank of the worker must call it, each with its own group."""
-    mine = tuple(dist.get_process_group_ranks(group))
-    of_all: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
-    groups = {ranks: dist.new_group(list(ranks), timeout, backend) for ranks in sorted(set(of_all))}
-    return groups[mine]

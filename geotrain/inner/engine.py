@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,29 +88,26 @@ class GeoEngine(DeepSpeedEngine):
 
     # ------------------------------------------------------------------------------------ train, evaluate
 
-    def train_step(
-        self, micro_batches: Sequence[Tensor], schedule_step: int, more: Callable[[], Tensor | None] | None = None
-    ) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Tensor], schedule_step: int) -> StepResult:
         """One optimizer step on this data-parallel replica's micro-batches.
 
         micro_batches: gradient_accumulation_steps tensors, int64 [micro_batch, sequence_length + 1]; the same on
             all tensor and pipeline ranks of a replica.
         schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
-        more: with ACCO, gives a replica that would wait for slower ones another micro-batch for this step, or None if
-            there is none; it must give the same on all tensor and pipeline ranks of the replica.
         Raises ValueError if number or shape of the micro-batches is wrong; AccoError if ACCO lost another rank.
         """
         self._check_batches(micro_batches, self.gradient_accumulation_steps())
+        return self._step(micro_batches, self._begin_step(schedule_step))
+
+    def _begin_step(self, schedule_step: int) -> float:
+        """The step's learning rate."""
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(schedule_step)
-        lr = float(self.get_lr()[0])
         if not self.module.training:
             self.module.train()
-        return self._step(micro_batches, more, lr)
+        return float(self.get_lr()[0])
 
-    def _step(
-        self, micro_batches: Sequence[Tensor], more: Callable[[], Tensor | None] | None, lr: float
-    ) -> StepResult:
+    def _step(self, micro_batches: Sequence[Tensor], lr: float) -> StepResult:
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
         else:

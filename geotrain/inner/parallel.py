@@ -133,6 +133,15 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
     )
 
 
+def group_like(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A new group of the same ranks. Every rank of the worker must call it, each with its own group."""
+    mine = tuple(dist.get_process_group_ranks(group))
+    of_all: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(of_all, mine)
+    groups = {ranks: dist.new_group(list(ranks), timeout, backend) for ranks in sorted(set(of_all))}
+    return groups[mine]
+
+
 def shut_down(leave_world: bool = True) -> None:
     """Destroy the process groups that `initialize` made and, if leave_world, the world as well. Their threads end
     when no mesh holds them any more."""

@@ -45,6 +45,16 @@ def test_every_sample_is_trained_once_by_any_number_of_workers_and_ranks() -> No
     assert sorted(seen) == sorted([*range(SAMPLES), *range(SAMPLES)])
 
 
+@pytest.mark.parametrize("micro", [1, 3])
+def test_shared_steps_read_the_batches_of_all_ranks(micro: int) -> None:
+    """Micro-batches that any rank may take: together they are what the ranks otherwise have one after the other."""
+    loader = LeasedLoader(source(), 6, micro, 1, 2)
+    for read, whole in zip(loader.shared_steps(6, 12), LeasedLoader(source(), 6, 6, 0, 1).steps(6, 12), strict=True):
+        assert torch.equal(torch.cat([read(i) for i in range(6 // micro)]), whole[0])
+    with pytest.raises(DataError, match="no whole number of steps"):
+        loader.shared_steps(0, 7)
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 12), (2, 3), (4, 1), (12, 1)])
 def test_what_a_step_trains_does_not_depend_on_the_layout(ranks: int, micro: int) -> None:
     def steps(ranks: int, micro: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from acco_reference import Flat, Gradient, Reference, Settings
 from inner_worlds import (
+    BATCH,
     LLAMA,
     QWEN,
-    SEQUENCE,
-    VOCABULARY,
     architecture,
     assemble,
+    batch,
     canonical_weights,
     deepspeed_block,
     micro_batches,
@@ -32,12 +32,11 @@ from torch import Tensor
 from geotrain.canonical import canonical_parameters
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.inner.acco_flat import flat_plan
-from geotrain.sharing.acco_forms import FORMS
+from geotrain.sharing.acco_forms import first_part
 from geotrain.sharing.mapping import local_parameters
 
 MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": {**QWEN, "num_hidden_layers": 2}}
 SYNCHRONOUS = 2
-SLOW_S = 0.02
 OUTWAITED_S = 60.0
 
 
@@ -57,8 +56,22 @@ class Case:
         return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline, sequence=self.sequence)
 
     @property
+    def acco(self) -> AccoConfig:
+        return AccoConfig(prediction=self.form, synchronous_steps=SYNCHRONOUS, balance=self.unequal)  # type: ignore[arg-type]
+
+    @property
     def dp(self) -> int:
         return self.ranks // (self.tensor * self.pipeline)
+
+    def part_sizes(self, step: int) -> tuple[int, int]:
+        """The worker's micro-batches before and after the last commit arrives."""
+        first = BATCH if step < SYNCHRONOUS else self.dp * first_part(self.acco, BATCH // self.dp)
+        return first, BATCH - first
+
+    def held_back(self, step: int, part: int) -> bool:
+        """Whether the slow replica begins only when all that was free is taken."""
+        own = self.dp * self.pipeline
+        return self.unequal and step % 4 == 1 and self.part_sizes(step)[part] > own
 
 
 @dataclass(frozen=True)
@@ -82,33 +95,24 @@ def run_cases(cases: list[Case], folder: Path) -> list[list[Step]]:
 
 def _run(case: Case, folder: Path) -> list[Step]:
     folder.mkdir(exist_ok=True)
-    acco = AccoConfig(prediction=case.form, synchronous_steps=SYNCHRONOUS)  # type: ignore[arg-type]
-    engine = start(MODELS[case.model], case.parallel, deepspeed_block(1, micro=1), acco=acco)
+    engine = start(MODELS[case.model], case.parallel, deepspeed_block(1, micro=1), acco=case.acco)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     schedule, optimizer = engine._run_schedule, engine.optimizer
 
     def watched(batches: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        parts[optimizer._predicting is not None].extend(batches)
-        if case.unequal and engine.dp_rank:
-            if len(steps) % 4 == 1 and len(steps) > SYNCHRONOUS:
-                outwaited(folder, len(steps) + (not FORMS[case.form].predicts_apart))
-            time.sleep(SLOW_S * len(batches))
+        part = int(optimizer._predicting is not None)
+        if engine.dp_rank and not parts[part] and case.held_back(len(steps), part):
+            outwaited(folder / f"{len(steps)}-{part}")
+        parts[part].extend(batches)
         return schedule(batches, *args, **kwargs)
 
     engine._run_schedule = watched
     steps: list[Any] = []
     for step in range(case.steps):
-        extras = itertools.count()
-
-        def more(step: int = step, extras: Iterator[int] = extras) -> Tensor | None:
-            index = next(extras)
-            (folder / str(step)).touch()
-            if index >= 3:
-                return None
-            seed = torch.Generator().manual_seed(1000 * step + 10 * index + engine.dp_rank)
-            return torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=seed)
-
-        result = engine.train_step(micro_batches(engine, step), step, more if case.unequal else None)
+        if case.unequal:
+            result = engine.train_step_shared(reader(case, folder, step), step)
+        else:
+            result = engine.train_step(micro_batches(engine, step), step)
         now, held_up = optimizer._buffers.weights.clone(), step % 4 == 3 or not case.unequal
         if held_up:
             engine.settle()
@@ -121,11 +125,23 @@ def _run(case: Case, folder: Path) -> list[Step]:
     return [Step(r.loss, r.grad_norm, r.lr, r.tokens, *rest) for r, *rest in steps]
 
 
-def outwaited(folder: Path, step: int) -> None:
-    """Wait, on a slow rank, until a fast one had to wait in its `step` and asked for more."""
+def reader(case: Case, folder: Path, step: int) -> Callable[[int], Tensor]:
+    """Tells the slow replica when the fast one has come to the last micro-batch of a part."""
+    first = case.part_sizes(step)[0]
+
+    def read(i: int) -> Tensor:
+        if i in (first - 1, BATCH - 1):
+            (folder / f"{step}-{int(i >= first)}").touch()
+        return batch(step)[i : i + 1]
+
+    return read
+
+
+def outwaited(marker: Path) -> None:
+    """Wait, in a slow replica, until the fast one has taken all that was free."""
     until_s = time.monotonic() + OUTWAITED_S
-    while not (folder / str(step)).exists():
-        assert time.monotonic() < until_s, f"the fast replica asked for no more micro-batches in step {step}"
+    while not marker.exists():
+        assert time.monotonic() < until_s, f"{marker}: the fast replica did not take what was free"
         time.sleep(0.005)
 
 
