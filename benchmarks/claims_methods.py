@@ -116,10 +116,6 @@ def _diloco(random: Random) -> Settings:
     return {"sync_lr": random.choice((0.5, 0.7, 0.9, 1.0)), "sync_momentum": random.choice((0.5, 0.7, 0.8, 0.9))}
 
 
-def _fair(random: Random) -> Settings:
-    return {**_diloco(random), "local_steps": random.choice((16, 32, 64))}
-
-
 def _streaming(random: Random) -> Settings:
     return {"sync_lr": random.choice((0.3, 0.4, 0.55, 0.7)), "sync_momentum": random.choice((0.5, 0.7, 0.8, 0.9))}
 
@@ -176,7 +172,7 @@ METHODS = {
         Method("data-parallel", "data parallel, fp32 flat ring", _data_parallel),
         Method("diloco", "DiLoCo H 32, fp32 flat ring", _diloco),
         Method("diloco-dylu", "DiLoCo + DyLU, fp32 flat ring", _diloco),
-        Method("diloco-fair", "DiLoCo + DyLU, hierarchical, 4 bit (fair), H searched", _fair),
+        Method("diloco-fair", "DiLoCo + DyLU, hierarchical, 4 bit (fair)", _diloco),
         Method("streaming-diloco", "Streaming DiLoCo H 100", _streaming),
         Method("async-local-sgd", "Async Local-SGD H 32", _async),
         Method("async-local-sgd-h128", "Async Local-SGD H 128", _async),
