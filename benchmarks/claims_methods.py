@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from random import Random
@@ -14,56 +14,90 @@ from geotrain.outer.rules import momentum_decay
 from geotrain.simulate.spec import Environment
 
 ROOT = Path(__file__).parents[1]
+DATA = ROOT / "benchmarks/data/halos_environment.json"
 Settings = dict[str, Any]  # lr, and changes of the run file's outer block; "momentum_share" stands for momentum_decay
 
 
 @dataclass(frozen=True)
 class Method:
-    """draw: one point of its search space: rates and momenta. When messages leave (H, K) and their codec are the
-    method, and stay as its run file has them. settings_of: another method whose search is taken."""
+    """draw: one point of its search space. Rates and momenta are searched; when messages leave (H, K) and their codec
+    are the method, and stay as its run file has them, but where the space names them. of: the run file that it shares
+    with the method of that name. start: what stands in the run file in other words, for runs of any length."""
 
     name: str
     title: str
     draw: Callable[[Random], Settings]
-    settings_of: str | None = None
+    of: str | None = None
+    start: Settings = field(default_factory=dict)
+
+    @property
+    def run_file(self) -> str:
+        return self.of or self.name
 
     @property
     def base(self) -> OuterConfig:
-        return load_run(ROOT / f"configs/runs/baselines/{self.name}.json").outer
+        return load_run(ROOT / f"configs/runs/baselines/{self.run_file}.json").outer
 
     def outer(self, settings: Settings, environment: Environment, steps: int) -> OuterConfig:
         """The outer loop with these settings, for a run of so many steps of all workers."""
-        changes = {key: value for key, value in settings.items() if key not in ("lr", "momentum_share")}
-        merged = _merged(self.base.model_dump(by_alias=True, mode="json"), changes)
-        outer = parse(OuterConfig, merged, f"settings of {self.name}")
+        outer = parse(OuterConfig, self._block(settings), f"settings of {self.name}")
         if "momentum_share" in settings:
-            updates = updates_of_a_region(outer.local_steps, environment, steps)
+            updates = updates_of_a_region(outer, environment, steps)
             decay = momentum_decay(updates, settings["momentum_share"])
             outer = outer.model_copy(update={"momentum_decay": decay})
         return outer
 
     def published(self) -> Settings:
-        return {"momentum_share": 0.1} if self.name == "region-momentum" else {}
+        """The run file as it stands."""
+        return dict(self.start)
 
     def draws(self, count: int, seed: int) -> list[Settings]:
-        """Points of the search space, no two alike, without learning rates."""
+        """Points of the search space, without learning rates; no two alike, none of them what `published` is.
+
+        Raises ValueError when the space has not so many."""
         random, found = Random(f"{seed} {self.name}"), list[Settings]()
-        while len(found) < count:
-            point = self.draw(random)
-            if point not in found:
-                found.append(point)
+        known = [self._point(self.published())]
+        for _ in range(100 * count):
+            if len(found) == count:
+                break
+            settings = self.draw(random)
+            if (point := self._point(settings)) not in known:
+                known.append(point)
+                found.append(settings)
+        if len(found) < count:
+            raise ValueError(f"{self.name}: its search space has no {count} points besides the published one")
         return found
 
+    def _block(self, settings: Settings) -> dict[str, Any]:
+        changes = {key: value for key, value in settings.items() if key not in OTHER}
+        return _merged(self.base.model_dump(by_alias=True, mode="json"), changes)
 
-LADDER = (8e-3, 1.6e-2, 4e-3, 3.2e-2)  # inner learning rates, tried in this order with the published settings
+    def _point(self, settings: Settings) -> dict[str, Any]:
+        return self._block(settings) | {key: settings[key] for key in OTHER if key in settings}
 
 
-def updates_of_a_region(local_steps: int, environment: Environment, steps: int) -> float:
-    """In a run of so many steps of all workers, whose jobs follow their speed."""
+OTHER = ("lr", "lr_scale", "momentum_share")  # settings that are no fields of the outer block
+
+
+def job_steps(outer: OuterConfig, environment: Environment) -> list[int]:
+    """Inner steps of a job of each worker."""
     workers = environment.world.workers
+    if not outer.scale_local_steps:
+        return [outer.local_steps] * len(workers)
     fastest = min(w.step_s for w in workers)
-    mean_steps = sum(max(1, ceil(local_steps * fastest / w.step_s)) for w in workers) / len(workers)
-    return steps / mean_steps / len(environment.world.regions)
+    return [max(1, ceil(outer.local_steps * fastest / w.step_s)) for w in workers]
+
+
+def whole_steps(outer: OuterConfig, environment: Environment, steps: int) -> int:
+    """Of so many steps of all workers those that are trained: a synchronous round, a job of every worker, is whole or
+    not at all."""
+    return steps - steps % sum(job_steps(outer, environment)) if outer.rule == "sync" else steps
+
+
+def updates_of_a_region(outer: OuterConfig, environment: Environment, steps: int) -> float:
+    """In a run of so many steps of all workers, whose jobs follow their speed."""
+    jobs = job_steps(outer, environment)
+    return steps / (sum(jobs) / len(jobs)) / len(environment.world.regions)
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -74,12 +108,16 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_parallel(random: Random) -> Settings:
-    """Nothing but the learning rate: further rungs of the ladder."""
-    return {"lr": round(random.uniform(2.5e-3, 2.4e-2), 4)}
+    """Nothing but the learning rate: further ones around the ladder's best."""
+    return {"lr_scale": round(2 ** random.uniform(-0.9, 0.9), 3)}
 
 
 def _diloco(random: Random) -> Settings:
     return {"sync_lr": random.choice((0.5, 0.7, 0.9, 1.0)), "sync_momentum": random.choice((0.5, 0.7, 0.8, 0.9))}
+
+
+def _streaming(random: Random) -> Settings:
+    return {"sync_lr": random.choice((0.3, 0.4, 0.55, 0.7)), "sync_momentum": random.choice((0.5, 0.7, 0.8, 0.9))}
 
 
 def _async(random: Random) -> Settings:
@@ -108,25 +146,39 @@ def _halos(random: Random) -> Settings:
     }
 
 
-def _momentum(random: Random) -> Settings:
+def _halos_tuned(random: Random) -> Settings:
     return {
+        **_halos(random),
+        "local_steps": random.choice((2, 4, 8, 16)),
+        "updates_per_send": random.choice((4, 8, 16, 32)),
+    }
+
+
+def _momentum(random: Random) -> Settings:
+    """H from 2: a server's own time for an update is not simulated, and H 1 would ask most of it."""
+    return {
+        "local_steps": random.choice((2, 4, 8)),
+        "updates_per_send": random.choice((2, 4, 8)),
         "merge_alpha": random.choice((0.25, 0.5, 0.75)),
         "momentum_gain": random.choice((0.5, 1.0, 2.0, 3.0)),
         "momentum_share": random.choice((0.05, 0.1, 0.2)),
     }
 
 
+OURS = "region-momentum"
 METHODS = {
     m.name: m
     for m in (
         Method("data-parallel", "data parallel, fp32 flat ring", _data_parallel),
         Method("diloco", "DiLoCo H 32, fp32 flat ring", _diloco),
-        Method("diloco-dylu", "DiLoCo + DyLU, fp32 flat ring", _diloco, "diloco-fair"),
+        Method("diloco-dylu", "DiLoCo + DyLU, fp32 flat ring", _diloco),
         Method("diloco-fair", "DiLoCo + DyLU, hierarchical, 4 bit (fair)", _diloco),
+        Method("streaming-diloco", "Streaming DiLoCo H 100", _streaming),
         Method("async-local-sgd", "Async Local-SGD H 32", _async),
         Method("async-local-sgd-h128", "Async Local-SGD H 128", _async),
         Method("halos", "HALoS as published", _halos),
-        Method("region-momentum", "ours: region momentum, ledger, 4 bit", _momentum),
+        Method("halos-tuned", "HALoS, H and K searched", _halos_tuned, of="halos"),
+        # The run file's momentum_decay spans about a tenth of the run that it is written for.
+        Method(OURS, "ours: region momentum, ledger, 4 bit", _momentum, start={"momentum_share": 0.1}),
     )
 }
-OURS = "region-momentum"

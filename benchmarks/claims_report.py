@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ Row = dict[str, Any]
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
-def time_to(row: Row, target: float) -> float | None:
+def time_to(row: Row, target: float | None) -> float | None:
     """Virtual seconds until the test loss reaches the target, between two points linearly; None: never."""
     before: Sequence[float] | None = None
     for point in row["curve"]:
-        if point[2] <= target:
+        if target is not None and point[2] <= target:
             if before is None:
                 return float(point[0])
             share = (before[2] - target) / (before[2] - point[2])
@@ -27,55 +28,87 @@ def time_to(row: Row, target: float) -> float | None:
     return None
 
 
-def loss_at(row: Row, seconds: float) -> float | None:
-    """The test loss at that virtual time; None before the first point."""
-    before: Sequence[float] | None = None
-    for point in row["curve"]:
-        if point[0] >= seconds:
-            if before is None:
-                return None
-            share = (seconds - before[0]) / (point[0] - before[0]) if point[0] > before[0] else 1.0
-            return float(before[2] + share * (point[2] - before[2]))
-        before = point
-    return float(row["curve"][-1][2])
+def mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are known; None when there is none."""
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
 
 
-def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and 95 % confidence half-width (Student's t)."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return {"mean": mean, "half_width": math.nan, "n": n}
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    return {"mean": mean, "half_width": STUDENT.get(n - 1, 1.96) * deviation / math.sqrt(n), "n": n}
+def interval(values: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and 95 % confidence half-width (Student's t) of the n that are known; None: too few for it."""
+    known = [v for v in values if v is not None]
+    n, middle = len(known), mean(known)
+    if middle is None or n < 2:
+        return {"mean": middle, "half_width": None, "n": n}
+    deviation = math.sqrt(sum((v - middle) ** 2 for v in known) / (n - 1))
+    return {"mean": middle, "half_width": STUDENT.get(n - 1, 1.96) * deviation / math.sqrt(n), "n": n}
 
 
 def speedup(slow: Sequence[float | None], fast: Sequence[float | None]) -> dict[str, Any]:
     """Ratio of times, seed by seed, as a geometric mean with its interval. `reached`: seeds in which both did."""
-    logs = [math.log(s / f) for s, f in zip(slow, fast, strict=True) if s and f]
-    if not logs:
-        return {"mean": None, "low": None, "high": None, "reached": 0}
-    spread = interval(logs)
-    half = 0.0 if math.isnan(spread["half_width"]) else spread["half_width"]
+    spread = interval([math.log(s / f) for s, f in zip(slow, fast, strict=True) if s and f])
+    middle, half = spread["mean"], spread["half_width"]
     return {
-        "mean": math.exp(spread["mean"]),
-        "low": math.exp(spread["mean"] - half),
-        "high": math.exp(spread["mean"] + half),
-        "reached": len(logs),
+        "mean": None if middle is None else math.exp(middle),
+        "low": None if half is None else math.exp(middle - half),
+        "high": None if half is None else math.exp(middle + half),
+        "reached": spread["n"],
     }
 
 
-def summary(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, Any]:
-    """Of one method's rows, one a seed; each seed has its own target."""
-    times = [time_to(row, target) for row, target in zip(rows, targets, strict=True)]
-    reached = [t for t in times if t is not None]
+@dataclass
+class Compared:
+    """The runs of one world, of each method one a seed. longer: by method and seed, the run with a schedule twice as
+    long of a rival that missed the target."""
+
+    rows: dict[str, list[Row]]
+    longer: dict[tuple[str, int], Row] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> list[float | None]:
+        """Seed by seed what DiLoCo ends at."""
+        return [row["test"] for row in self.rows["diloco"]]
+
+    def missed(self, method: str) -> list[int]:
+        """The seeds in which it ends above the target."""
+        found = enumerate(zip(self.rows[method], self.targets, strict=True))
+        return [seed for seed, (row, target) in found if target is not None and time_to(row, target) is None]
+
+    def times_s(self, method: str) -> list[float | None]:
+        """To the target, seed by seed: of the run itself, or else of the longer one."""
+        times = []
+        for seed, (row, target) in enumerate(zip(self.rows[method], self.targets, strict=True)):
+            longer = self.longer.get((method, seed))
+            own = time_to(row, target)
+            times.append(time_to(longer, target) if own is None and longer else own)
+        return times
+
+    def speedups(self, rivals: dict[str, str], ours: str) -> dict[str, dict[str, Any]]:
+        """rivals: by the name of the figure."""
+        mine = self.times_s(ours)
+        return {name: speedup(self.times_s(m), mine) for name, m in rivals.items() if m in self.rows}
+
+    def longer_losses(self) -> dict[str, dict[str, Any]]:
+        methods = dict.fromkeys(m for m, _ in self.longer)
+        return {m: interval([row["test"] for (of, _), row in self.longer.items() if of == m]) for m in methods}
+
+    def gap(self, method: str, reference: str) -> dict[str, Any] | None:
+        """By how much more it loses than the reference, as a share, seed by seed."""
+        if reference not in self.rows:
+            return None
+        losses = [(a["test"], b["test"]) for a, b in zip(self.rows[method], self.rows[reference], strict=True)]
+        return interval([a / b - 1 for a, b in losses if a is not None and b is not None])
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of one method's rows; of those that came to nothing, why."""
     return {
         "loss": interval([row["test"] for row in rows]),
-        "time_to_target_s": interval(reached) if len(reached) == len(rows) else None,
-        "times_s": times,
-        "end_s": interval([row["seconds"] for row in rows])["mean"],
-        "utilization": interval([row["utilization"] for row in rows])["mean"],
-        "wide_gigabytes": interval([row["wide_bytes"] / 1e9 for row in rows])["mean"],
+        "end_s": mean([None if "failed" in row else row["seconds"] for row in rows]),
+        "steps": mean([row["committed_steps"] for row in rows]),
+        "utilization": mean([row["utilization"] for row in rows]),
+        "wide_gigabytes": mean([None if row["wide_bytes"] is None else row["wide_bytes"] / 1e9 for row in rows]),
+        "failed": [row["failed"] for row in rows if "failed" in row],
     }
 
 
@@ -90,27 +123,29 @@ def plain(value: Any) -> Any:
     return value
 
 
-def plot_curves(rows: Sequence[Row], titles: dict[str, str], target: float, path: Path, title: str) -> None:
-    """Test loss over virtual time and over tokens, a line a method: the mean of its seeds, and each seed thinly."""
+def plot_curves(rows: Sequence[Row], titles: dict[str, str], target: float | None, path: Path, title: str) -> None:
+    """Test loss over virtual time and over tokens, a line a run: of a method's first seed thick, of the others thin.
+    Runs without a result are left out."""
     from matplotlib import pyplot
 
     figure, (by_time, by_tokens) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
     colours = pyplot.colormaps["tab10"]
     for i, method in enumerate(titles):
-        mine = [row for row in rows if row["method"] == method]
+        mine = [row for row in rows if row["method"] == method and row["curve"]]
         for n, row in enumerate(mine):
             label = titles[method] if n == 0 else None
             kwargs: dict[str, Any] = {"color": colours(i), "lw": 1.4, "alpha": 0.9 if n == 0 else 0.35}
             by_time.plot([p[0] for p in row["curve"]], [p[2] for p in row["curve"]], label=label, **kwargs)
             by_tokens.plot([p[1] for p in row["curve"]], [p[2] for p in row["curve"]], label=label, **kwargs)
     by_time.set_xscale("log")
-    low = min(row["test"] for row in rows)
+    low = min((row["test"] for row in rows if row["test"] is not None), default=0.0)
     by_time.set_ylim(low - 0.05, low + 1.2)
     by_time.set_xlabel("virtual seconds")
     by_time.set_ylabel("test loss, nats a byte")
     by_tokens.set_xlabel("share of the run's tokens")
     for axes in (by_time, by_tokens):
-        axes.axhline(target, color="grey", lw=0.8, ls="--")
+        if target is not None:
+            axes.axhline(target, color="grey", lw=0.8, ls="--")
         axes.grid(alpha=0.25)
     figure.suptitle(title)
     handles, labels = by_tokens.get_legend_handles_labels()

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from claims_methods import METHODS, ROOT, Settings
+from claims_measures import compute_bound_s, wide_bytes
+from claims_methods import DATA, METHODS, Settings, whole_steps
 from claims_worlds import WORLDS
 
-if TYPE_CHECKING:
-    from geotrain.simulate.learner import Point
+from geotrain.simulate.text import standard_library
 
-DATA = ROOT / "benchmarks/data/halos_environment.json"
+if TYPE_CHECKING:
+    from geotrain.config import OuterConfig
+    from geotrain.simulate.learner import Curve, Point, Study
+    from geotrain.simulate.published import Exchange
+    from geotrain.simulate.spec import Environment, WorldSpec
+    from geotrain.simulate.world import World
+
+VERSION = 2  # of what the simulator computes; raised by hand when its results change, so that no older row is used
+NO_ROUND, DIVERGED = "no round fits", "diverged"
 
 
 @dataclass(frozen=True)
@@ -33,61 +43,111 @@ class Job:
     size: dict[str, Any] = field(default_factory=dict)
     points: int = 24
 
-    @property
+    @cached_property
+    def resolved(self) -> Resolved:
+        return Resolved.of(self)
+
+    @cached_property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Of all that the result follows from: change any of it, and the job is another one."""
+        r = self.resolved
+        outer = r.outer.model_dump(by_alias=True, mode="json")
+        parts = (VERSION, asdict(self), outer, repr(r.world), repr(r.study), standard_library().digest)
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A job with everything looked up. devices: that one worker of the world stands for."""
+
+    environment: Environment
+    exchange: Exchange
+    world: WorldSpec
+    outer: OuterConfig
+    study: Study
+    devices: int
+
+    @staticmethod
+    def of(job: Job) -> Resolved:
+        from geotrain.simulate.learner import Study
+        from geotrain.simulate.lm import InnerSettings
+        from geotrain.simulate.published import EXCHANGE, world_for
+        from geotrain.simulate.spec import load_environment
+
+        published = load_environment(DATA)
+        setting = WORLDS[job.world](published, compute_bound_s(published, job.steps))
+        method = METHODS[job.method]
+        outer = method.outer(job.settings, published, job.steps)
+        if setting.changes and outer.levels == 2 and outer.rule != "sync":
+            outer = outer.model_copy(update=setting.changes)
+        exchange = EXCHANGE.get(method.run_file, "servers")
+        study = Study(
+            steps=whole_steps(outer, published, job.steps),
+            seed=job.seed,
+            inner=InnerSettings(lr=job.settings["lr"]),
+            quarter_of=setting.quarter_of,
+            **job.size,
+        )
+        world = world_for(method.run_file, outer, setting.environment)
+        devices = len(published.world.workers) if exchange == "one-worker" else 1
+        return Resolved(setting.environment, exchange, world, outer, study, devices)
 
 
 def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]:
-    """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points; tell: of each."""
+    """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points; tell: of each.
+
+    A run without a result says why in `failed`, and its losses and measures are None.
+    """
     import torch
 
     torch.set_num_threads(1)
-    from geotrain.outer.codec import NonFiniteError
-    from geotrain.outer.messages import Refused
-    from geotrain.simulate.learner import Curve, Study, training_task
-    from geotrain.simulate.lm import InnerSettings
-    from geotrain.simulate.published import world_for
-    from geotrain.simulate.spec import load_environment
-    from geotrain.simulate.text import standard_library
+    from geotrain.simulate.learner import Curve, training_task
     from geotrain.simulate.world import World
 
     begin, begin_wall = time.process_time(), time.perf_counter()
-    environment = load_environment(DATA)
-    bound_s = job.steps / sum(1 / w.step_s for w in environment.world.workers)
-    setting = WORLDS[job.world](environment, bound_s)
-    method = METHODS[job.method]
-    outer = method.outer(job.settings, environment, job.steps)
-    if setting.changes and outer.levels == 2 and outer.rule != "sync":
-        outer = outer.model_copy(update=setting.changes)
-    devices = len(environment.world.workers) if job.method == "data-parallel" else 1
-    inner = InnerSettings(lr=job.settings["lr"])
-    study = Study(steps=job.steps, seed=job.seed, inner=inner, quarter_of=setting.quarter_of, **job.size)
-    curve = Curve(study, job.points, tell=tell)
-    task = training_task(study, outer, environment.numel, devices)
-    world = World(world_for(job.method, outer, setting.environment), task, curve.watch)
-    try:
-        report = world.run()
-    except (NonFiniteError, Refused) as error:  # the delta of a diverged worker is not encoded, or not taken
-        return {"key": job.key, **asdict(job), "diverged": str(error), "selection": 1e9, "test": 1e9, "curve": [],
-                "seconds": world.clock.now, "cpu_s": time.process_time() - begin}  # fmt: skip
-    selection = curve.last(world, report["committed_steps"] * devices / job.steps)
+    r = job.resolved
+    task = training_task(r.study, r.outer, r.environment.numel, r.devices)
+    curve = Curve(r.study, job.points, tell=tell)
+    world = World(r.world, task, curve.watch)
+    measured = _measured(job, world, curve) if r.study.steps else {"failed": NO_ROUND}
     return {
         "key": job.key,
         **asdict(job),
-        "curve": [[p.time_s, p.committed_share, p.test] for p in curve.points],
-        "selection": selection,
-        "test": curve.points[-1].test,
-        "seconds": report["seconds"],
-        "bound_s": bound_s,
-        "utilization": report["utilization"],
-        "lost_updates": report["lost_updates"],
-        "global_version": report["global_versions"][0],
-        "wide_bytes": sum(u["sent_bytes"] for name, u in report["links"].items() if "local" not in name),
+        **dict.fromkeys(("test", "selection", "utilization", "wide_bytes", "committed_steps")),
+        "curve": [],
+        "seconds": world.clock.now,
+        **measured,
         "numel": task.layout.numel,
         "cpu_s": time.process_time() - begin,
         "wall_s": time.perf_counter() - begin_wall,
         "text": standard_library().digest,
+    }
+
+
+def _measured(job: Job, world: World, curve: Curve) -> dict[str, Any]:
+    from geotrain.outer.codec import NonFiniteError
+    from geotrain.outer.messages import Refused
+
+    r = job.resolved
+    try:
+        report = world.run()
+    except (NonFiniteError, Refused) as error:  # the delta of a diverged worker is not encoded, or not taken
+        return {"failed": DIVERGED, "error": str(error), "seconds": world.clock.now}
+    committed_steps = report["committed_steps"] * r.devices
+    selection = curve.last(world, committed_steps / r.study.steps)
+    test = curve.points[-1].test
+    if not (math.isfinite(test) and math.isfinite(selection)):
+        return {"failed": DIVERGED, "seconds": report["seconds"]}
+    return {
+        "curve": [[p.time_s, p.committed_share, p.test] for p in curve.points],
+        "selection": selection,
+        "test": test,
+        "seconds": report["seconds"],
+        "committed_steps": committed_steps,
+        "utilization": compute_bound_s(r.environment, committed_steps) / report["seconds"],
+        "lost_updates": report["lost_updates"],
+        "global_version": report["global_versions"][0],
+        "wide_bytes": wide_bytes(r.exchange, report, r.outer, r.environment),
     }
 
 
@@ -119,7 +179,8 @@ class Results:
                     self.rows[row["key"]] = row
                     file.write(json.dumps(row) + "\n")
                     file.flush()
-                    told = f"{row['method']:22s} {row['world']:15s} seed {row['seed']} test {row['test']:.4f}"
+                    result = row.get("failed") or f"test {row['test']:.4f}"
+                    told = f"{row['method']:22s} {row['world']:15s} seed {row['seed']} {result}"
                     print(
                         f"[{done}/{len(missing)}] {told} at {row['seconds']:.0f} virtual s "
                         f"({row['cpu_s']:.0f} s CPU; {time.monotonic() - begin:.0f} s so far)",

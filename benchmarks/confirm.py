@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from claims import settings_found
 from claims_methods import METHODS, ROOT
-from claims_report import loss_at, plain, plot_curves, table, time_to
+from claims_report import plain, plot_curves, table, time_to
 from claims_runs import Job, Results, run
+from claims_search import settings_found
 
 from geotrain.files import whole_file
 from geotrain.simulate.learner import Point
@@ -77,20 +77,21 @@ def run_told(folder: Path, job: Job) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """target_loss: fair DiLoCo's last, if it is among the methods; else the worst last loss."""
+    """target_loss: fair DiLoCo's last, if it is among the methods; else the worst last loss. A method that came to
+    nothing has no losses, and says why in `failed`."""
     by_method = {row["method"]: row for row in rows}
-    target = by_method.get("diloco-fair", max(rows, key=lambda row: row["test"]))["test"]
-    ours = by_method.get("region-momentum")
+    losses = [row["test"] for row in rows if row["test"] is not None]
+    target = by_method.get("diloco-fair", {"test": max(losses, default=None)})["test"]
     return {
         "parameters": rows[0]["numel"],
         "tokens": rows[0]["steps"] * SIZE["batch"] * SIZE["length"],
         "target_loss": target,
         "methods": {
             m: {
+                "failed": row.get("failed"),
                 "test": row["test"],
                 "end_s": row["seconds"],
                 "time_to_target_s": time_to(row, target),
-                "loss_at_our_time": loss_at(row, ours["seconds"]) if ours else None,
                 **speed(row),
             }
             for m, row in by_method.items()
@@ -100,7 +101,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def speed(row: dict[str, Any]) -> dict[str, float]:
     """What the machine did: trained tokens a second, and GFLOP/s at 6 a parameter and token."""
-    tokens = row["steps"] * SIZE["batch"] * SIZE["length"]
+    tokens = (row["committed_steps"] or 0) * SIZE["batch"] * SIZE["length"]
     return {
         "wall_s": row["wall_s"],
         "cpu_s": row["cpu_s"],
@@ -113,16 +114,20 @@ def markdown(report: dict[str, Any]) -> str:
     rows = [
         (
             METHODS[m].title,
-            "–" if r["time_to_target_s"] is None else f"{r['time_to_target_s']:.0f}",
-            f"{r['test']:.4f}",
-            f"{r['end_s']:.0f}",
-            f"{r['tokens_per_s']:.0f}",
-            f"{r['gflops_per_cpu_s']:.0f}",
+            _number(r["time_to_target_s"], 0),
+            r["failed"] or _number(r["test"], 4),
+            _number(r["end_s"], 0),
+            _number(r["tokens_per_s"], 0),
+            _number(r["gflops_per_cpu_s"], 0),
         )
         for m, r in report["methods"].items()
     ]
     header = ("method", "s to target", "test loss", "end, s", "tokens/s here", "GFLOP/s a core")
-    return f"Target: {report['target_loss']:.4f} nats a byte.\n\n{table(rows, header)}\n"
+    return f"Target: {_number(report['target_loss'], 4)} nats a byte.\n\n{table(rows, header)}\n"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

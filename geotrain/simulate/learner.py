@@ -140,12 +140,14 @@ class Point:
 class Curve:
     """Evaluates the global server's weights whenever another 1/points of the run's samples is committed.
 
-    Give `watch` to the World; `last` adds the end of the run.
+    Give `watch` to the World; `last` adds the end of the run. windows: of the selection slice, and of the test slice;
+    fewer where a slice has no so many without overlap.
     """
 
-    def __init__(self, study: Study, points: int, windows: int = 160, tell: Callable[[Point], None] | None = None):
+    def __init__(self, study: Study, points: int, windows: int = 640, tell: Callable[[Point], None] | None = None):
         text = standard_library()
         self.model = study.model()
+        windows = min(windows, *(len(part) // (study.length + 1) for part in (text.selection, text.test)))
         self.selection = torch.from_numpy(text.windows(text.selection, windows, study.length))
         self.test = torch.from_numpy(text.windows(text.test, windows, study.length))
         self.every, self.next_share = 1 / points, 1 / points

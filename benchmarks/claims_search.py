@@ -1,0 +1,111 @@
+"""The search: for every method the same number of trials, chosen by the loss on the selection slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from claims_methods import METHODS, ROOT, Settings
+from claims_report import Row, plain
+from claims_runs import Job
+
+from geotrain.files import whole_file
+
+TUNED = ROOT / "benchmarks/data/claims_tuned.json"
+TUNED_FULL = TUNED.with_name("claims_tuned_full.json")
+SEED = 1000  # of the runs that settings are chosen by; never one of the seeds that are compared
+TRIALS = 12  # of each method
+START_LR, RUNGS = 1.6e-2, 5
+
+Complete = Callable[[list[Job]], list[Row]]
+
+
+def search(
+    methods: Sequence[str], steps: int, trials: int, size: dict[str, Any], complete: Complete
+) -> dict[str, Any]:
+    """What is kept of each method in the file of settings. complete: runs jobs and gives their rows.
+
+    First the published outer settings on a ladder of inner learning rates, until the best lies between two others or
+    RUNGS are tried; then draws of the outer settings at the best rate, up to `trials` in all. The methods walk
+    together, so that every pass of the pool has work for all processes.
+    """
+    rows: dict[str, list[Row]] = {m: [] for m in methods}
+
+    def run(candidates: dict[str, list[Settings]]) -> None:
+        jobs = [Job(m, s, "published", SEED, steps, size, points=4) for m, mine in candidates.items() for s in mine]
+        for row in complete(jobs):
+            rows[row["method"]].append(row)
+
+    while rungs := {m: lr for m in methods if (lr := next_rung(_ladder(rows[m]), min(RUNGS, trials))) is not None}:
+        run({m: [{**METHODS[m].published(), "lr": lr}] for m, lr in rungs.items()})
+    bracketed = {m: is_bracketed(_ladder(rows[m])) for m in methods}
+    run({m: _drawn(m, _best(rows[m])["settings"]["lr"], trials - len(rows[m])) for m in methods})
+    return {
+        m: {
+            "steps": steps,
+            "bracketed": bracketed[m],
+            "settings": _best(mine)["settings"],
+            "tried": [{"settings": r["settings"], "selection": r["selection"]} for r in mine],
+        }
+        for m, mine in rows.items()
+    }
+
+
+def next_rung(tried: dict[float, float], rungs: int = RUNGS) -> float | None:
+    """The inner learning rate to try next: a factor of 2 beside the best of those tried (rate → loss). None: the best
+    has a worse one on either side, or there are so many rungs."""
+    if not tried:
+        return START_LR
+    if len(tried) >= rungs:
+        return None
+    if min(tried.values()) == inf:
+        return min(tried) / 2
+    best = min(tried, key=lambda lr: tried[lr])
+    return next((lr for lr in (best / 2, best * 2) if lr not in tried), None)
+
+
+def is_bracketed(tried: dict[float, float]) -> bool:
+    best = min(tried, key=lambda lr: tried[lr])
+    return best / 2 in tried and best * 2 in tried
+
+
+def merge(path: Path, found: dict[str, Any]) -> None:
+    """Keeps what the file says of other methods."""
+    kept = json.loads(path.read_text())["methods"] if path.exists() else {}
+    merged = {m: of for m, of in ({**kept, **found}).items() if m in METHODS}
+    with whole_file(path) as file:
+        file.write(json.dumps(plain({"methods": merged}), indent=1) + "\n")
+
+
+def settings_found(methods: Sequence[str], path: Path = TUNED) -> dict[str, Settings]:
+    """What the search found. Raises SystemExit when it has not been run for all of them, with the same budget."""
+    found = json.loads(path.read_text())["methods"] if path.exists() else {}
+    missing = [m for m in methods if m not in found]
+    budgets = {(len(found[m]["tried"]), found[m]["steps"]) for m in methods if m in found}
+    if missing or len(budgets) > 1:
+        why = f"has no settings of {', '.join(missing)}" if missing else "has searches of unequal budgets"
+        raise SystemExit(f"{path} {why}: run `python benchmarks/claims.py --search-only` first")
+    return {m: found[m]["settings"] for m in methods}
+
+
+def _ladder(rows: list[Row]) -> dict[float, float]:
+    return {row["settings"]["lr"]: _loss(row) for row in rows}
+
+
+def _drawn(method: str, lr: float, count: int) -> list[Settings]:
+    found = []
+    for draw in METHODS[method].draws(count, SEED):
+        scale = draw.pop("lr_scale", 1.0)
+        found.append({"lr": float(f"{scale * lr:.4g}"), **draw})
+    return found
+
+
+def _loss(row: Row) -> float:
+    return inf if row["selection"] is None else row["selection"]
+
+
+def _best(rows: list[Row]) -> Row:
+    return min(rows, key=_loss)
