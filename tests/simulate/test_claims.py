@@ -128,7 +128,7 @@ def test_every_method_is_searched_with_the_same_number_of_trials():
         return {key for t in found[method]["tried"] for key in t["settings"]} & {"local_steps", "updates_per_send"}
 
     assert searched(OURS) == searched("halos-tuned") == {"local_steps", "updates_per_send"}
-    assert searched("diloco-fair") == {"local_steps"}
+    assert not searched("diloco-fair")
     assert not any(searched(m) for m in METHODS if m not in (OURS, "halos-tuned", "diloco-fair"))
     diverged = search(
         ("halos",), 7680, 3, {}, lambda jobs: [failed(method="halos", settings=j.settings) for j in jobs]
