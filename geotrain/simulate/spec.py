@@ -48,7 +48,8 @@ class WorldSpec:
     """trunk: a link that all regions share on their way to the global server.
 
     ring: what a flat synchronous run exchanges over, in place of links to the global server.
-    speeds_known: a worker's first lease request already states its speed (measured before the run).
+    speeds_known: measured before the run: the first leases are cut by all workers' speeds already. Otherwise, as in
+    production, a speed is known once its worker has trained a job.
     """
 
     regions: tuple[RegionSpec, ...]

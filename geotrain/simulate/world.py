@@ -94,6 +94,9 @@ class World:
             self._applied,
         )
         self.top.server.set_weights([v.clone() for v in task.start])
+        if spec.speeds_known:
+            for worker in spec.workers:
+                self.top.server.book.note_speed(worker.name, worker.step_s)
         self.links = self._links()
         self.local_links: dict[str, Star] = {}
         self.regions: dict[str, RegionNode] = {}
@@ -175,7 +178,6 @@ class World:
             task.outer,
             task.learner(spec),
             len(task.layout.fragments),
-            self.spec.speeds_known,
         )
         late = bool(spec.away) and spec.away[0][0] <= 0
         if not late:
