@@ -92,6 +92,7 @@ class World:
             ),
             task.sizes.wide,
             self._applied,
+            self.clock.end,  # deaths and returns that were still to come are nobody's any more
         )
         self.top.server.set_weights([v.clone() for v in task.start])
         if spec.speeds_known:

@@ -59,6 +59,17 @@ def test_every_sample_is_trained_although_workers_die(method):
     assert undisturbed["lost_s"] == 0 and undisturbed["trained_steps"] == undisturbed["committed_steps"]
 
 
+@pytest.mark.parametrize("method", ["region-momentum", "diloco-fair", "async-local-sgd"])
+def test_a_run_ends_when_everyone_has_left(method):
+    """A death that would have come later changes nothing; who is away at the end is waited for."""
+    undisturbed = timed(BASELINES[method], two_regions(), 1200)
+    spans = dict.fromkeys(("eu-0", "us-1"), ((10_000.0, 10_100.0),))
+    assert timed(BASELINES[method], with_away(two_regions(), spans), 1200) == undisturbed
+    last_s = undisturbed["seconds"] - 30.0
+    spans = {"eu-0": ((last_s, 1000.0), (5000.0, 6000.0))}
+    assert 1000 < timed(BASELINES[method], with_away(two_regions(), spans), 1200)["seconds"] < 1200
+
+
 def test_a_death_delays_a_synchronous_round_but_nobody_in_an_asynchronous_run():
     away = with_away(two_regions(), {"us-1": ((10.0, 500.0),)})
     for method, waits in (("diloco-fair", True), ("region-momentum", False)):
