@@ -152,7 +152,7 @@ class World:
             return Ring(spec.ring.link, spec.ring.factor, spec.ring.hops, spec.ring.shape)
         links = {r.name: r.link for r in spec.regions}
         link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
-        return Star(links, link_of, spec.seed, spec.trunk)
+        return Star(links, link_of, spec.seed, spec.trunk, spec.home)
 
     def _build_region(self, name: str) -> None:
         region = next(r for r in self.spec.regions if r.name == name)

@@ -15,7 +15,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 import claims  # noqa: E402
 from claims_methods import METHODS, updates_of_a_region  # noqa: E402
 from claims_report import loss_at, replace_block, speedup, summary, time_to  # noqa: E402
-from claims_worlds import WORLDS  # noqa: E402
 
 from geotrain.simulate.spec import load_environment  # noqa: E402
 
@@ -73,9 +72,3 @@ def test_the_momentum_of_a_region_spans_a_share_of_the_runs_tokens():
     settings = {"lr": 0.01, "momentum_share": 0.2, "local_steps": 4}
     outer = METHODS["region-momentum"].outer(settings, ENVIRONMENT, 15360)
     assert outer.momentum_decay ** (0.2 * updates) == pytest.approx(1 / math.e)
-
-
-@pytest.mark.parametrize("world", [w for w in WORLDS if w != "published"])
-def test_a_harsher_world_differs_from_the_published_one(world):
-    changed = WORLDS[world](ENVIRONMENT, 100.0)
-    assert changed.environment != ENVIRONMENT or len(set(changed.quarter_of.values())) == 4
