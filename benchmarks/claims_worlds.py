@@ -33,7 +33,8 @@ def contention(environment: Environment, bound_s: float) -> Setting:
     """All regions but the global server's share an uplink of 0.3 Gbit/s, and messages queue in it."""
     world = environment.world.with_links(shared=True)
     trunk = LinkSpec(0.3)
-    ring_gbps = min(environment.ring_gbps, trunk.gbps / len(world.regions))
+    away = len(world.regions) - 1  # of a ring, so many hops lead through it each way
+    ring_gbps = min(environment.ring_gbps, trunk.gbps / away)
     return Setting(replace(_world(environment, replace(world, trunk=trunk)), ring_gbps=ring_gbps))
 
 

@@ -73,7 +73,7 @@ class LeaseBook:
         if request.job == self.dismissed.get(request.worker):  # the same to all its ranks
             return Finished(request.worker, request.job)
         if 0 < request.step_s < inf:
-            self._note_speed(request.worker, request.step_s)
+            self.note_speed(request.worker, request.step_s)
         if self.rounds is not None:
             return self._grant_round(request, new, validate)
         if not self._left():
@@ -143,7 +143,8 @@ class LeaseBook:
             return self.local_steps
         return max(1, ceil(self.local_steps * self._fastest_s / self.step_s[worker]))
 
-    def _note_speed(self, worker: str, step_s: float) -> None:
+    def note_speed(self, worker: str, step_s: float) -> None:
+        """Lease requests tell it; before the first one where speeds were measured before the run."""
         was_fastest = self.step_s.get(worker) == self._fastest_s
         self.step_s[worker] = step_s
         if was_fastest and step_s > self._fastest_s:

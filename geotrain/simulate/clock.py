@@ -30,6 +30,10 @@ class Clock:
     def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), call, args))
 
+    def end(self) -> None:
+        """Nothing that was still to come happens."""
+        self._queue.clear()
+
     def run(self, until_s: float = float("inf")) -> None:
         """Until nothing is left to happen, or until that time."""
         queue, pop = self._queue, heapq.heappop

@@ -120,13 +120,29 @@ class Network(Protocol):
 
 
 class Star:
-    """Each member reaches the server over a link; members named alike in `link_of` use the same one."""
+    """Each member reaches the server over a link; members named alike in `link_of` use the same one.
 
-    def __init__(self, links: dict[str, LinkSpec], link_of: dict[str, str], seed: int, trunk: LinkSpec | None = None):
+    trunk: what all links but the one called `home` lead through.
+    """
+
+    def __init__(
+        self,
+        links: dict[str, LinkSpec],
+        link_of: dict[str, str],
+        seed: int,
+        trunk: LinkSpec | None = None,
+        home: str | None = None,
+    ) -> None:
         self.link_of = link_of
-        trunks = [Pipe(trunk, f"{seed}-trunk-{way}") if trunk else None for way in ("up", "down")]
-        self.ups = {name: Pipe(spec, f"{seed}-{name}-up", trunks[0]) for name, spec in links.items()}
-        self.downs = {name: Pipe(spec, f"{seed}-{name}-down", trunks[1]) for name, spec in links.items()}
+
+        def pipes(way: str) -> dict[str, Pipe]:
+            common = Pipe(trunk, f"{seed}-trunk-{way}") if trunk else None
+            return {
+                name: Pipe(spec, f"{seed}-{name}-{way}", None if name == home else common)
+                for name, spec in links.items()
+            }
+
+        self.ups, self.downs = pipes("up"), pipes("down")
 
     def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
         return self.ups[self.link_of[member]].arrival(now, size_bytes, member)
@@ -167,7 +183,8 @@ class Ring:
     """A ring all-reduce as a collective of all members, who hand in together: a model of what synchronous baselines
     use in place of a server. Takes factor · bytes at the slowest hop's speed, and `hops` latencies.
 
-    factor, hops: 2(n−1)/n and 2(n−1) for n members. shape: None starts with the last byte and ends with the last.
+    factor, hops: 2(n−1)/n and 2(n−1) for n members. shape: None starts with the last byte and ends with the last;
+    otherwise without outages.
     """
 
     spec: LinkSpec
@@ -177,6 +194,8 @@ class Ring:
     _free: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.shape is not None and self.spec.outages:
+            raise ValueError("a ring that sends layer by layer knows no outages")
         self.pipe = Pipe(replace(self.spec, shared=False, latency_s=self.hops * self.spec.latency_s), "ring")
 
     def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:

@@ -156,12 +156,14 @@ class Node(ABC):
 
 
 class GlobalNode(Node):
-    """applied: called after every update."""
+    """applied: called after every update. ended: when everyone has left."""
 
-    def __init__(self, server: GlobalServer, sizes: LinkSizes, applied: Callable[[], None]) -> None:
+    def __init__(
+        self, server: GlobalServer, sizes: LinkSizes, applied: Callable[[], None], ended: Callable[[], None]
+    ) -> None:
         super().__init__(sizes)
         self.server: GlobalServer = server
-        self.applied = applied
+        self.applied, self.ended = applied, ended
         self.member_of: dict[str, str] = {w: m for m, names in server.workers_of.items() for w in names}
 
     def on_update(self, uplink: Uplink, part: UpdatePart) -> None:
@@ -172,6 +174,8 @@ class GlobalNode(Node):
         if isinstance(message, Release):
             self.server.on_release(message)
         super().on_control(uplink, message)
+        if isinstance(message, Leave) and self.server.finished:
+            self.ended()
 
     def on_lease_request(self, request: LeaseRequest) -> None:
         lease = self.server.on_lease_request(request)

@@ -30,8 +30,11 @@ def world_for(method: str, outer: OuterConfig, environment: Environment) -> Worl
 
 def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSpec:
     """Synchronous data parallelism over all devices: one worker, whose step is the slowest device's and a flat ring
-    all-reduce of its gradient, coded as `outer.up` says."""
+    all-reduce of its gradient, coded as `outer.up` says. Raises ValueError for a world with outages or deaths,
+    which one worker cannot show."""
     workers = environment.world.workers
+    if _outages(environment.world) or any(w.away for w in workers):
+        raise ValueError("data parallelism as one worker knows no outages and no deaths")
     size_bytes = make_codec(outer.up).encoded_bytes(environment.numel)
     ring = _ring(environment)
     reduce_s = ring.factor * size_bytes / ring.link.bytes_per_s + ring.hops * ring.link.latency_s
@@ -43,4 +46,16 @@ def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSp
 def _ring(environment: Environment) -> RingSpec:
     members = len(environment.world.workers)
     latency_s = max(r.link.latency_s for r in environment.world.regions)
-    return RingSpec(LinkSpec(environment.ring_gbps, latency_s), ring_factor(members), 2 * (members - 1))
+    link = LinkSpec(environment.ring_gbps, latency_s, outages=_outages(environment.world))
+    return RingSpec(link, ring_factor(members), 2 * (members - 1))
+
+
+def _outages(world: WorldSpec) -> tuple[tuple[float, float], ...]:
+    """When some region is cut off, and with it a ring through all of them."""
+    merged: list[tuple[float, float]] = []
+    for begin, back in sorted(span for region in world.regions for span in region.link.outages):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(back, merged[-1][1]))
+        else:
+            merged.append((begin, back))
+    return tuple(merged)

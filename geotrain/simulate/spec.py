@@ -45,14 +45,16 @@ class RingSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """trunk: a link that all regions share on their way to the global server.
-
+    """home: the region that the global server stands in, if in any. trunk: a link that all other regions share on
+    their way to it.
     ring: what a flat synchronous run exchanges over, in place of links to the global server.
-    speeds_known: a worker's first lease request already states its speed (measured before the run).
+    speeds_known: measured before the run: the first leases are cut by all workers' speeds already. Otherwise, as in
+    production, a speed is known once its worker has trained a job.
     """
 
     regions: tuple[RegionSpec, ...]
     seed: int = 0
+    home: str | None = None
     trunk: LinkSpec | None = None
     ring: RingSpec | None = None
     speeds_known: bool = True
@@ -118,7 +120,7 @@ def load_environment(path: str | Path) -> Environment:
     around = [gbps[r][(r + 1) % count] for r in range(count)]
     workers = sum(len(r.workers) for r in regions)
     return Environment(
-        WorldSpec(regions),
+        WorldSpec(regions, home=f"region-{home}"),
         data["model_parameters"],
         data["local_batch"],
         data["iterations"] * workers,

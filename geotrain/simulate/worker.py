@@ -89,11 +89,9 @@ class SimWorker:
         outer: OuterConfig,
         learner: Learner,
         fragments: int,
-        speeds_known: bool,
     ) -> None:
         self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
         self.learner, self.fragments = learner, fragments
-        self.probed_s = spec.step_s if speeds_known else 0.0
         self.lives = 0
         self.trained_steps = 0
         self.lost_s = 0.0
@@ -124,9 +122,9 @@ class SimWorker:
     def _life(self, exchange: Exchange, uplink: Uplink) -> Script:
         name = self.spec.name
         job = yield from exchange.start(self.identity, f"{name}-{self.lives}")
-        lease = yield uplink.lease(LeaseRequest(name, job, self.probed_s))
+        lease = yield uplink.lease(LeaseRequest(name, job))
         while isinstance(lease, Lease):
-            following = uplink.lease(LeaseRequest(name, lease.job + 1, exchange.step_s or self.probed_s))
+            following = uplink.lease(LeaseRequest(name, lease.job + 1, exchange.step_s))
             yield from self._train_job(exchange, lease)
             lease = yield following
         self._job_s = self.trained_s

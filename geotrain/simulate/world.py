@@ -92,8 +92,12 @@ class World:
             ),
             task.sizes.wide,
             self._applied,
+            self.clock.end,  # deaths and returns that were still to come are nobody's any more
         )
         self.top.server.set_weights([v.clone() for v in task.start])
+        if spec.speeds_known:
+            for worker in spec.workers:
+                self.top.server.book.note_speed(worker.name, worker.step_s)
         self.links = self._links()
         self.local_links: dict[str, Star] = {}
         self.regions: dict[str, RegionNode] = {}
@@ -148,7 +152,7 @@ class World:
             return Ring(spec.ring.link, spec.ring.factor, spec.ring.hops, spec.ring.shape)
         links = {r.name: r.link for r in spec.regions}
         link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
-        return Star(links, link_of, spec.seed, spec.trunk)
+        return Star(links, link_of, spec.seed, spec.trunk, spec.home)
 
     def _build_region(self, name: str) -> None:
         region = next(r for r in self.spec.regions if r.name == name)
@@ -175,7 +179,6 @@ class World:
             task.outer,
             task.learner(spec),
             len(task.layout.fragments),
-            self.spec.speeds_known,
         )
         late = bool(spec.away) and spec.away[0][0] <= 0
         if not late:

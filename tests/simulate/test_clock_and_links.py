@@ -82,6 +82,8 @@ def test_regions_that_share_a_trunk_slow_each_other_down():
     star = Star(links, {"eu": "eu", "us": "us"}, 0, trunk=LinkSpec(1.0))
     assert [star.up(0.0, m, GB, (0,)) for m in ("eu", "us")] == [1.0, 2.0]
     assert star.down(0.0, "us", GB, (0,)) == 1.0  # the other way is free
+    star = Star(links, {"eu": "eu", "us": "us"}, 0, trunk=LinkSpec(0.5), home="eu")
+    assert [star.up(0.0, m, GB, (0,)) for m in ("us", "eu")] == [2.0, 1.0]
 
 
 def test_a_ring_hides_layers_behind_the_step():

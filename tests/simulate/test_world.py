@@ -11,6 +11,7 @@ from geotrain.config import CodecConfig, OuterConfig, load_run
 from geotrain.outer.codec import make_codec
 from geotrain.simulate.learner import Curve, Study, training_task
 from geotrain.simulate.links import LinkSpec
+from geotrain.simulate.published import world_for
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec, load_environment, synthetic_world
 from geotrain.simulate.world import World, one_block, timing_task
 
@@ -58,6 +59,17 @@ def test_every_sample_is_trained_although_workers_die(method):
     assert undisturbed["lost_s"] == 0 and undisturbed["trained_steps"] == undisturbed["committed_steps"]
 
 
+@pytest.mark.parametrize("method", ["region-momentum", "diloco-fair", "async-local-sgd"])
+def test_a_run_ends_when_everyone_has_left(method):
+    """A death that would have come later changes nothing; who is away at the end is waited for."""
+    undisturbed = timed(BASELINES[method], two_regions(), 1200)
+    spans = dict.fromkeys(("eu-0", "us-1"), ((10_000.0, 10_100.0),))
+    assert timed(BASELINES[method], with_away(two_regions(), spans), 1200) == undisturbed
+    last_s = undisturbed["seconds"] - 30.0
+    spans = {"eu-0": ((last_s, 1000.0), (5000.0, 6000.0))}
+    assert 1000 < timed(BASELINES[method], with_away(two_regions(), spans), 1200)["seconds"] < 1200
+
+
 def test_a_death_delays_a_synchronous_round_but_nobody_in_an_asynchronous_run():
     away = with_away(two_regions(), {"us-1": ((10.0, 500.0),)})
     for method, waits in (("diloco-fair", True), ("region-momentum", False)):
@@ -85,6 +97,24 @@ def test_a_region_may_join_late():
     late = {w.name: ((0.0, 100.0),) for w in two_regions().regions[1].workers}
     report = timed(OURS, with_away(two_regions(), late), 1200)
     assert report["finished"] and report["committed_steps"] == 1200
+
+
+@pytest.mark.parametrize("method", ["diloco-fair", "diloco-dylu", "async-local-sgd", "region-momentum"])
+def test_known_speeds_cut_the_first_jobs_as_all_others(method):
+    """DyLU: nobody is given the fastest worker's H before all have told their speed."""
+
+    def periods(known: bool) -> tuple[float, float]:
+        outer = BASELINES[method]
+        world = replace(world_for(method, outer, ENVIRONMENT), speeds_known=known)
+        simulated = World(world, timing_task(outer, one_block(ENVIRONMENT.numel), 4000, 1))
+        simulated.run()
+        starts = simulated.workers["worker-0-0"].job_starts_s
+        return starts[2] - starts[1], starts[6] - starts[5]
+
+    second, sixth = periods(known=True)
+    assert second == pytest.approx(sixth)
+    second, sixth = periods(known=False)
+    assert second > 1.5 * sixth
 
 
 def test_seeds_decide_alone():
