@@ -1,8 +1,14 @@
-"""The order of the suite."""
+"""The order of the suite, and where its ranks compute."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Small worlds have more ranks than a machine has GPUs, and expect the bits of a CPU; processes that tests start
+# inherit it. Tests marked `gpu` ask torch itself for the device. It is set before anything imports DeepSpeed.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

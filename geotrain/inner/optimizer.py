@@ -62,16 +62,16 @@ def moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tenso
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> int:
-    """How many steps the optimizer took."""
+    """How many steps the optimizer took. torch's counts at each tensor, DeepSpeed's at one tensor of a group, apex's
+    at the group: a count that does not go on is the smaller."""
+    counts = [group.get("step", 0) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            step = optimizer.state.get(tensor, {}).get("step", group.get("step", 0))
-            return int(step)
-    return 0
+        counts += [optimizer.state.get(tensor, {}).get("step", 0) for tensor in group["params"]]
+    return max(map(int, counts), default=0)
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the count that bias correction uses; fused Adams keep it per group, torch per tensor."""
+    """Set the count that bias correction uses; apex keeps it per group, torch and DeepSpeed per tensor."""
     for group in optimizer.param_groups:
         fused = not isinstance(optimizer, torch.optim.AdamW)
         if fused:

@@ -64,8 +64,10 @@ def wait_for(waiting: Waiting[T]) -> T:
 
 @dataclass
 class _Travelling:
-    """Deltas under way. due_step: inner step at which their answer is to be adopted."""
+    """Deltas under way. push: fails also where a delta could not be made; then no answer comes. due_step: inner step
+    at which the answer is to be adopted."""
 
+    push: Pending[None]
     answer: Pending[Answer]
     fragments: tuple[int, ...]
     due_step: int
@@ -99,7 +101,6 @@ class Exchange:
         self.step_s = 0.0  # seconds of one inner step, exchanges not counted
         self.waited_s = 0.0  # in this job, with training at rest
         self.travelling: list[_Travelling] = []
-        self.pushes: list[Pending[None]] = []
         self.unsent: dict[int, set[int]] = {}  # lease → fragments whose delta does not hold all of it yet
         self.lease: Lease | None = None
 
@@ -147,6 +148,9 @@ class Exchange:
         steps: inner steps since the last call; none but the last may have had fragments due.
         """
         assert self.lease is not None
+        for travelling in self.travelling:
+            if travelling.push.done():
+                travelling.push.result()  # raises what it failed with, though nobody waits for the answer yet
         self.step += steps
         yield from self._adopt_due()
         if self.step - self._job_step == self.lease.steps:
@@ -164,7 +168,6 @@ class Exchange:
         if left:
             yield from self._push(left, {})
             yield from self._adopt_all()
-        yield from self.pushes
 
     def _push(self, due: tuple[int, ...], metrics: dict[str, float]) -> Waiting[None]:
         busy = {f for t in self.travelling for f in t.fragments} & set(due)
@@ -185,10 +188,9 @@ class Exchange:
             return self.client.push(UpdatePart(*header, made, job=job, leases=leases, metrics=metrics))
 
         job = self.job
-        self.pushes = [push for push in self.pushes if not _succeeded(push)]
-        self.pushes.append(self.weights.when_made(push))
+        pushed = self.weights.when_made(push)
         answer = self.client.pull(self.sequence, due)
-        self.travelling.append(_Travelling(answer, due, self.step + self.overlap.steps))
+        self.travelling.append(_Travelling(pushed, answer, due, self.step + self.overlap.steps))
         self.sequence += 1
 
     def _leases_complete_with(self, due: tuple[int, ...]) -> tuple[int, ...]:
@@ -213,6 +215,7 @@ class Exchange:
     def _adopt_first(self) -> Waiting[None]:
         begin = self.clock()
         first = self.travelling.pop(0)
+        yield first.push  # before the answer, which never comes to what was not sent
         answer = yield from self._of_one_life((yield first.answer), first.fragments)
         self._adopt(answer)
         self.waited_s += self.clock() - begin
@@ -233,8 +236,3 @@ class Exchange:
         for weights in answer.weights:
             self.weights.on_weights(weights, start)
         self.rank.refresh()
-
-
-def _succeeded(push: Pending[None]) -> bool:
-    """Whether it is acknowledged; raises what it failed with."""
-    return push.done() and push.result() is None

@@ -143,7 +143,8 @@ class Staging:
         if slot is not None:
             if slot.reader is not None:
                 slot.reader.exception()
-            slot.used.synchronize()
+            if slot.used is not None:  # None: what it was made for was refused
+                slot.used.synchronize()
         if slot is None or slot.buffer.numel() < size:
             pinned = self.device.type == "cuda"
             slot = self._slots[way, key] = _Slot(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))

@@ -36,7 +36,7 @@ class Piece:
 class _FragmentShard:
     """This rank's part of one fragment: pushing pieces first, so that a delta is a prefix."""
 
-    def __init__(self, layout: Layout, fragment: int, pieces: Sequence[Piece]) -> None:
+    def __init__(self, layout: Layout, fragment: int, pieces: Sequence[Piece], device: torch.device) -> None:
         ordered = sorted(pieces, key=lambda p: not p.pushes)
         self.masters = [p.master for p in ordered]
         self.names = [p.runs[0].parameter for p in ordered]
@@ -44,8 +44,8 @@ class _FragmentShard:
         self.holds = self.pushes + self._slices(layout, fragment, [p for p in pieces if not p.pushes])
         self.pushed = sum(p.master.numel() for p in pieces if p.pushes)
         size = sum(m.numel() for m in self.masters)
-        like = self.masters[0] if self.masters else torch.empty(0)
-        self.anchor = torch.zeros(size, dtype=torch.float32, device=like.device)
+        # also where nothing is held: an answer comes to the device, and torch mixes no devices, not even empty ones
+        self.anchor = torch.zeros(size, dtype=torch.float32, device=device)
         self.staging = torch.empty_like(self.anchor)
         self.residual: Tensor | None = None
         self.version = 0
@@ -92,7 +92,8 @@ class WorkerRank:
         for piece in pieces:
             by_fragment[layout.fragment_of(piece.runs[0].parameter)].append(piece)
         self.staging = Staging(pieces[0].master.device if pieces else torch.device("cpu"))
-        self.shards = [_FragmentShard(layout, i, members) for i, members in enumerate(by_fragment)]
+        device = self.staging.device
+        self.shards = [_FragmentShard(layout, i, members, device) for i, members in enumerate(by_fragment)]
 
     @property
     def pushes(self) -> tuple[tuple[Slice, ...], ...]:
@@ -141,6 +142,8 @@ class WorkerRank:
 
         Memory: 4 bytes more for each parameter that the rank owns."""
         plain = make_codec(VALIDATION_CODEC)
+        for shard in self.shards:
+            self.staging.wait(shard.done)  # a delta under way may still be coded from the buffer that `read` fills
         kept = [shard.read().clone() for shard in self.shards]
         try:
             for told in weights:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from geotrain.config import OuterConfig, OverlapConfig
-from geotrain.outer.exchange import Exchange, Waiting
+from geotrain.outer.codec import NonFiniteError
+from geotrain.outer.exchange import Exchange, Waiting, wait_for
 from geotrain.outer.layout import fragments_due
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
@@ -68,9 +69,10 @@ class Everything:
         self.answers[sequence].set_result(Answer(sequence, weights, "life"))
 
 
-def begun(late: str, name: str = "w", rule: str = "halos") -> tuple[Exchange, Everything]:
+def begun(late: str, name: str = "w", rule: str = "halos", overlap_steps: int = 2) -> tuple[Exchange, Everything]:
     world = Everything()
-    overlap = OverlapConfig(steps=2, late=late, adopt="rebase")  # type: ignore[arg-type]
+    adopt = "rebase" if overlap_steps else "replace"
+    overlap = OverlapConfig(steps=overlap_steps, late=late, adopt=adopt)  # type: ignore[arg-type]
     exchange = Exchange(name, OuterConfig(rule=rule, overlap=overlap), world, world, world, 2, clock=lambda: 0.0)
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     exchange.begin(Lease("w", 1, 7, 0, 8, 8))
@@ -120,7 +122,8 @@ def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():
     assert not waits(exchange.after_step((0,), {}))
     assert not waits(exchange.after_step((), {}))
     script = exchange.after_step((), {})
-    pending = next(script)
+    assert next(script).done()  # the delta has been sent
+    pending = script.send(None)
     assert pending is world.answers[1]
     world.answer(1, 0)
     with pytest.raises(StopIteration):
@@ -170,3 +173,31 @@ def test_weights_are_made_whole_as_often_as_the_planner_counts(
         if job:  # in the first, nothing of an earlier one is adopted
             assert (at_rest, world.refreshed) == (settles, refreshes)
     assert stops(outer, fragments, steps) == (settles, refreshes)
+
+
+@pytest.mark.parametrize(("late", "steps"), [("continue", 2), ("wait", 2), ("wait", 0)])
+def test_a_delta_that_cannot_be_made_ends_the_run_though_no_answer_ever_comes(late, steps):
+    """A GPU says so only after `make_delta` has returned; nothing is sent then."""
+    exchange, world = begun(late, overlap_steps=steps)
+    made: Future[None] = Future()
+    world.when_made = lambda call: made  # type: ignore[method-assign]
+    if steps:
+        assert not waits(exchange.after_step((0,), {}))
+        made.set_exception(NonFiniteError("parameter x: holds infinities or NaN"))
+        with pytest.raises(NonFiniteError, match="parameter x"):
+            wait_for(exchange.after_step((0,), {}))  # at the next step already, long before the answer is due
+    else:
+        script = exchange.after_step((0,), {})
+        assert next(script) is made
+    assert not world.sent and not world.answers[1].done()
+
+
+def test_the_end_of_a_run_waits_until_its_last_delta_has_been_sent():
+    exchange, world = begun("continue")
+    for step in range(1, 9):
+        assert not waits(exchange.after_step((0, 1) if step == 8 else (), {}))
+    pushed: Future[None] = Future()
+    exchange.travelling[0].push = pushed
+    world.answer(1, 0, 1)
+    script = exchange.finish()
+    assert next(script) is pushed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,58 +14,11 @@ from geotrain.outer.downlink import from_bytes, to_bytes
 from geotrain.outer.messages import FragmentWeights
 from geotrain.outer.staging import Ready, Staging
 from geotrain.outer.worker import Piece, WorkerRank
+from tests.outer.stand_in import Cuda
 from tests.outer.world import layout
 
 CPU = torch.device("cpu")
-
-
-class Event:
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name, self.happened = log, name, threading.Event()
-
-    def synchronize(self) -> None:
-        self.log.append(f"{threading.current_thread().name.split('_')[0]} waits for {self.name}")
-        assert self.happened.wait(10)
-
-
-class Stream:
-    def __init__(self, cuda: Cuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def wait_stream(self, other: Stream) -> None:
-        self.cuda.log.append(f"{self.name} after {other.name}")
-
-    def record_event(self) -> Event:
-        event = Event(self.cuda.log, f"event {len(self.cuda.events)}")
-        self.cuda.events.append(event)
-        if not self.cuda.late:
-            event.happened.set()
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self.cuda.log.append(f"{self.name} after {event.name}")
-
-
-class Cuda:
-    """Stands for torch.cuda: operations happen at once, events when they are told to."""
-
-    def __init__(self, late: bool = False) -> None:
-        self.late = late
-        self.log: list[str] = []
-        self.events: list[Event] = []
-        self.training = Stream(self, "training")
-
-    def Stream(self, device: torch.device) -> Stream:
-        return Stream(self, "exchange")
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.training
-
-    @contextmanager
-    def stream(self, stream: Stream):
-        self.log.append("[")
-        yield
-        self.log.append("]")
+CODECS = ("fp32", "bf16", "int4", "topk2")
 
 
 def rank(staging: Staging, codec: str = "int8") -> tuple[WorkerRank, torch.Tensor]:
@@ -77,10 +29,10 @@ def rank(staging: Staging, codec: str = "int8") -> tuple[WorkerRank, torch.Tenso
     return worker, matrix
 
 
-def whole(value: float) -> FragmentWeights:
-    return FragmentWeights(
-        0, 1, to_bytes(make_codec(CodecConfig(name="fp32")).encode(torch.full((16,), value)).payload)
-    )
+def whole(value: float, codec: str = "int8") -> FragmentWeights:
+    """As a server sends them whose codec is this: a coarse one carries changes only, so that these are fp32."""
+    plain = make_codec(CodecConfig(name="bf16" if codec == "bf16" else "fp32"))
+    return FragmentWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
 
 
 def test_the_streams_wait_for_each_other_and_the_host_for_neither(monkeypatch):
@@ -140,9 +92,43 @@ def test_damaged_weights_are_refused_before_they_reach_the_device():
         staging.bring(0, b"abc", check=refuse)
 
 
-def test_without_a_gpu_everything_happens_at_once():
-    worker, matrix = rank(Staging(CPU))
+def test_a_buffer_is_used_again_after_its_first_payload_was_refused():
+    staging = Staging(CPU, Cuda())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too bad"):
+            staging.bring(0, b"abc", check=refuse)
+    assert bytes(staging.bring(0, b"abc", lambda host: None).numpy()) == b"abc"
+
+
+def test_a_rank_that_holds_nothing_of_a_fragment_adopts_it_on_its_device(monkeypatch):
+    """Devices do not mix, also where there is no element: "meta" stands for the GPU."""
+    meta = torch.device("meta")
+    pieces = [Piece((Run("layer.0", 0, 16),), torch.zeros(16, device=meta), True)]
+    for overlap in (OverlapConfig(steps=1, adopt="mix"), OverlapConfig(steps=1, adopt="rebase")):
+        worker = WorkerRank(layout(1), OuterConfig(local=CodecConfig(name="fp32"), overlap=overlap), pieces)
+        monkeypatch.setattr(worker.downlink, "decode", lambda *_: torch.empty(0, device=meta))  # as it arrives
+        empty = next(i for i, holds in enumerate(worker.holds) if not holds)
+        for start in (True, False):
+            worker.on_weights(FragmentWeights(empty, 1, b""), start)
+        assert {shard.anchor.device for shard in worker.shards} == {meta}
+
+
+def test_what_is_lent_is_put_aside_after_the_delta_under_way_was_coded(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    cuda = Cuda()
+    worker, _ = rank(Staging(CPU, cuda))
     worker.on_weights(whole(1.0), start=True)
+    worker.make_delta(0, seed=1).result()
+    coded = worker.shards[0].done
+    cuda.log.clear()
+    with worker.lent([]):  # reads into the buffer that the delta was coded from
+        assert cuda.log == [f"training after {coded.name}"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_without_a_gpu_everything_happens_at_once(codec):
+    worker, matrix = rank(Staging(CPU), codec)
+    worker.on_weights(whole(1.0, codec), start=True)
     matrix.add_(1.0)
     delta = worker.make_delta(0, seed=1)
     assert delta.done() and worker.when_made(lambda: delta) is delta
@@ -160,14 +146,14 @@ def test_a_parameter_that_is_not_finite_is_named(cuda, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int4", "topk2"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_on_a_gpu_nothing_waits_for_the_training_stream(codec):
     """Whatever would make the host wait raises; the bits are those of the CPU."""
     device = torch.device("cuda")
     worker, matrix = rank(Staging(device), codec)
     on_host, reference = rank(Staging(CPU), codec)
     for each in (worker, on_host):  # kernels are compiled, buffers allocated
-        each.on_weights(whole(1.0), start=True)
+        each.on_weights(whole(1.0, codec), start=True)
         each.make_delta(0, seed=1).result()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -182,8 +168,8 @@ def test_on_a_gpu_nothing_waits_for_the_training_stream(codec):
             reference.add_(0.0)
             expected = on_host.make_delta(0, seed=turn).result()
             reference.add_(0.25)
-            worker.on_weights(whole(float(turn)))
-            on_host.on_weights(whole(float(turn)))
+            worker.on_weights(whole(float(turn), codec))
+            on_host.on_weights(whole(float(turn), codec))
             assert delta.result() == expected
     finally:
         torch.cuda.set_sync_debug_mode("default")

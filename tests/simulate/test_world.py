@@ -6,14 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from geotrain.config import CodecConfig, OuterConfig, load_run
+from geotrain.outer import worker
 from geotrain.outer.codec import make_codec
+from geotrain.outer.staging import Staging
 from geotrain.simulate.learner import Curve, Study, training_task
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.published import world_for
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec, load_environment, synthetic_world
 from geotrain.simulate.world import World, one_block, timing_task
+from tests.outer.stand_in import Cuda
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = load_environment(ROOT / "benchmarks/data/halos_environment.json")
@@ -164,3 +168,17 @@ def test_training_is_real_and_repeatable():
     assert first == losses("region-momentum")
     assert first[-1] < first[0] < 5.5  # nats a byte: ln 256 = 5.55 knows nothing
     assert losses("halos")[-1] < 5.5
+
+
+def test_training_on_a_gpu_takes_the_same_virtual_time(monkeypatch):
+    """There deltas become known on another thread, which must not touch the virtual clock."""
+    study = Study(steps=64, hidden=16, layers=1, heads=2, ffn=32, batch=2, length=32)
+
+    def run() -> tuple[dict, float]:
+        world = World(ENVIRONMENT.world, training_task(study, OURS, ENVIRONMENT.numel))
+        return world.run(), world.top.server.fragments[0].x.sum().item()
+
+    on_a_cpu = run()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(worker, "Staging", lambda device: Staging(device, Cuda()))
+    assert run() == on_a_cpu
