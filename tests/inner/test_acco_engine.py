@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from inner_worlds import (
+    BATCH,
     QWEN,
     architecture,
     assemble,
@@ -27,8 +28,9 @@ from inner_worlds import (
     write,
 )
 
-from geotrain.config import AccoConfig, ConfigError, ParallelConfig
-from geotrain.sharing.acco_forms import bytes_per_parameter, check_acco, first_part
+from geotrain.config import AccoConfig, ClusterConfig, ConfigError, ParallelConfig, RunConfig, parse
+from geotrain.launch.dry_run import needs
+from geotrain.sharing.acco_forms import bytes_per_parameter, first_part
 
 FIRST, THEN, LAST = range(5), range(5, 9), range(9, 11)
 MODEL = {**QWEN, "num_hidden_layers": 2}
@@ -58,7 +60,16 @@ def two_replicas(folder: str) -> dict[str, Any]:
         "bf16": {form: train_bf16(form) for form in (None, *FORMS)},
         "large": {form: large(form) for form in ("stale", "local")},
         "watched": watched(f"{folder}/csv"),
+        "bad settings": [refusal(bad_run(*settings, ranks=2)) for *settings, _ in BAD_SETTINGS],
     }
+
+
+def refusal(run: RunConfig) -> str:
+    from geotrain.inner.engine import build_engine
+
+    with pytest.raises(ConfigError) as error:
+        build_engine(run, ParallelConfig(), run.deepspeed)
+    return str(error.value)
 
 
 def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
@@ -339,29 +350,43 @@ def test_a_lost_rank_ends_the_others_in_time_with_the_last_commit_whole(how: int
 
 # -------------------------------------------------------------------------------------------------- bad settings
 
+OFFLOADED = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+WIDE_GRADIENTS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+BAD_SETTINGS = [
+    ("stale", None, {"zero_optimization": {"stage": 2}}, 4, "needs deepspeed.zero_optimization.stage = 1, not 2"),
+    ("exact", None, {"zero_optimization": {}}, 4, "stage = 1, not 0"),
+    ("exact", None, {}, 1, "a step of 1 micro-batch cannot be split"),
+    ("int4", 0.1, {}, 4, "a step of 4 micro-batches cannot be split at a share of 0.1"),
+    ("exact", 1.0, {}, 4, "cannot be split"),
+    ("none", 0.0, {}, 4, "cannot be split"),
+    ("stale", 0.5, {}, 4, "leave it out"),
+    ("stale", None, OFFLOADED, 4, "does not go with deepspeed.zero_optimization.offload_optimizer"),
+    ("stale", None, WIDE_GRADIENTS, 4, "weights' type"),
+]
 
-@pytest.mark.parametrize(
-    ("prediction", "share", "block", "micro_batches", "message"),
-    [
-        ("stale", None, {"zero_optimization": {"stage": 2}}, 4, "needs deepspeed.zero_optimization.stage = 1, not 2"),
-        ("exact", None, {"zero_optimization": {"stage": 3}}, 4, "stage = 1, not 3"),
-        ("exact", None, {"zero_optimization": {}}, 4, "stage = 1, not 0"),
-        ("exact", None, {}, 1, "a step of 1 micro-batch cannot be split"),
-        ("int4", 0.1, {}, 4, "a step of 4 micro-batches cannot be split at a share of 0.1"),
-        ("exact", 1.0, {}, 4, "cannot be split"),
-        ("none", 0.0, {}, 4, "cannot be split"),
-        ("stale", 0.5, {}, 4, "leave it out"),
-        ("stale", None, {"fp16": {"enabled": True}}, 4, "loss scaling"),
-        ("stale", None, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 4, "offload"),
-        ("stale", None, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 4, "weights' type"),
-    ],
-)
-def test_bad_settings_are_refused(
-    prediction: Any, share: float | None, block: dict[str, Any], micro_batches: int, message: str
+
+def bad_run(prediction: Any, share: float | None, more: dict[str, Any], micro_batches: int, ranks: int) -> RunConfig:
+    block = deepspeed_block(1, micro=BATCH // ranks // micro_batches, **more)
+    return run_config(MODEL, block, acco=AccoConfig(prediction=prediction, predicted_share=share))
+
+
+@pytest.mark.parametrize(("prediction", "share", "more", "micro_batches", "message"), BAD_SETTINGS)
+def test_bad_settings_are_refused_before_anything_starts(
+    prediction: Any, share: float | None, more: dict[str, Any], micro_batches: int, message: str
 ) -> None:
-    settings = AccoConfig(prediction=prediction, predicted_share=share)
-    with pytest.raises(ConfigError, match=message):
-        check_acco(settings, {"zero_optimization": {"stage": 1}, **block}, micro_batches)
+    workers = [{"name": "w", "hosts": [{"host": "localhost", "slots": 2}]}]
+    cluster = parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", "workers": workers}]}, "c.json")
+    good = run_config(MODEL, deepspeed_block(1, micro=1), acco=AccoConfig())
+    assert needs(good, cluster).parameters
+    with pytest.raises(ConfigError, match=f"worker 'w': .*{message}"):
+        needs(bad_run(prediction, share, more, micro_batches, ranks=2), cluster)
+
+
+@pytest.mark.slow
+def test_bad_settings_are_refused_by_a_rank(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for told, (*_, message) in zip(rank["bad settings"], BAD_SETTINGS, strict=True):
+            assert message in told
 
 
 @pytest.mark.parametrize(
