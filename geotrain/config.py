@@ -76,7 +76,14 @@ class AccoConfig(Block):
     """Overlapped, delayed-gradient accumulation inside a worker (arXiv 2406.02613)."""
 
     prediction: Literal["exact", "int4", "local", "stale", "none"] = "int4"
-    synchronous_steps: Annotated[int, Field(ge=0)] = 200
+    synchronous_steps: Annotated[int, Field(ge=0)] = Field(
+        200,
+        description="Steps at the start, and after a restart without the optimizer's state, that wait for their own "
+        "commit and hide nothing; for every prediction.",
+    )
+    timeout_s: PositiveFloat = Field(
+        600.0, description="How long a rank waits for the others in each collective before it gives up."
+    )
     predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
     balance: bool = Field(
         False,

@@ -47,7 +47,8 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
 
 def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     """The worker's data-parallel size. Raises ConfigError."""
-    from geotrain.sharing.checks import check_layout
+    from geotrain.sharing.acco_forms import check_acco
+    from geotrain.sharing.checks import accumulation_steps, check_layout
 
     block = {**run.deepspeed, **worker.deepspeed}
     if block["train_batch_size"] != run.samples_per_step:
@@ -58,7 +59,10 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
         )
     parallel = worker.parallel or run.parallel
     try:
-        return check_layout(architecture_of(run), parallel, worker.ranks, block, run.data.sequence_length)
+        dp = check_layout(architecture_of(run), parallel, worker.ranks, block, run.data.sequence_length)
+        if run.acco is not None:
+            check_acco(run.acco, block, accumulation_steps(block, dp))
+        return dp
     except ConfigError as error:
         raise ConfigError(f"worker {worker.name!r}: {error}") from None
 

@@ -45,10 +45,17 @@ def main() -> int:
         return failed(args.region, error, EXIT_FOR_GOOD)
     except (Refused, OSError, TimeoutError, ServerForgot) as error:  # who was quarantined may come back later
         return failed(args.region, error, 1)
+    except RuntimeError as error:
+        from geotrain.inner.parallel import lost_rank
+
+        told = lost_rank(error)
+        if told is None:
+            raise
+        return failed(args.region, told, 1)
     return 0
 
 
-def failed(region: str, error: Exception, code: int) -> int:
+def failed(region: str, error: Exception | str, code: int) -> int:
     print(f"geotrain: worker in {region}: {error}", file=sys.stderr, flush=True)
     return code
 

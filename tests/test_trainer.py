@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world, write
+from inner_worlds import (
+    BATCH,
+    LLAMA,
+    SEQUENCE,
+    VOCABULARY,
+    deepspeed_block,
+    run_config,
+    run_world,
+    start,
+    stop,
+    write,
+)
 
 from geotrain.config import (
     AccoConfig,
@@ -51,6 +63,10 @@ OUTER[BALANCED] = TAKES_THE_WORKERS_WEIGHTS
 OUTER["streaming, late"] = OUTER["streaming, overlapped"].model_copy(
     update={"overlap": OverlapConfig(steps=2, late="continue", adopt="rebase")}
 )
+
+
+def try_both() -> dict[str, Any]:
+    return {**try_outer_loops(), **{form: try_acco(form) for form in ACCO}}
 
 
 def try_outer_loops() -> dict[str, Any]:
@@ -114,6 +130,61 @@ def try_outer_loops() -> dict[str, Any]:
     return results
 
 
+ACCO = ("int4", "stale")
+# θ = x − 1·(x − θ) of the worker's own weights, a step late: what was trained meanwhile is given up.
+A_STEP_BACK = TAKES_THE_WORKERS_WEIGHTS.model_copy(
+    update={"local_steps": 2, "overlap": OverlapConfig(steps=1, adopt="mix", mix=0.0)}
+)
+
+
+def try_acco(form: Any) -> dict[str, Any]:
+    """Losses and masters through that outer loop; and of a twin without one, which waits for each step and so takes
+    its masters by itself."""
+    from geotrain.data.loader import LeasedLoader, SampleSource
+    from geotrain.trainer import Trainer
+
+    tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
+    block, acco = deepspeed_block(1), AccoConfig(prediction=form, synchronous_steps=1)
+    run = run_config(LLAMA, block, acco=acco).model_copy(update={"outer": A_STEP_BACK})
+    run = run.model_copy(update={"data": run.data.model_copy(update={"train_samples": STEPS * BATCH})})
+    servers = LocalServers(run)
+    loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
+
+    engine = start(LLAMA, ParallelConfig(), block, acco=acco)
+    write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.fragments[0].x)})
+    losses, kept = [], []
+    for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
+        losses.append(engine.train_step(batch, step).loss)
+        engine.settle()
+        if step % 2 == 1:
+            kept = [shard.master.clone() for shard in engine.shards()]
+        elif kept:
+            for shard, master in zip(engine.shards(), kept, strict=True):
+                shard.master.copy_(master)
+            engine.refresh()
+    twin = losses, torch.cat([shard.master for shard in engine.shards()])
+    stop(engine)
+
+    engine = start(LLAMA, ParallelConfig(), block, acco=acco)
+    lane, results, train_step = engine.optimizer.lane, [], engine.train_step
+    reduce_scatter = lane.reduce_scatter
+    lane.reduce_scatter = lambda flat: (time.sleep(0.05), reduce_scatter(flat))  # a step is long under way
+
+    def watched(*args: Any) -> Any:
+        results.append(train_step(*args))
+        return results[-1]
+
+    engine.train_step = watched
+    with tempfile.TemporaryDirectory() as folder:
+        client = LocalClient(servers)
+        trainer = Trainer(run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
+        trainer._metrics = lambda *_: {}  # reading a loss waits for its step, and would hide who does not wait
+        trainer.train(resume=False)
+    ours = [result.loss for result in results], torch.cat([shard.master for shard in engine.shards()])
+    stop(engine)
+    return {"ours": ours, "twin": twin}
+
+
 def check_validations(engine: Any, servers: LocalServers, client: LocalClient, batches: Any) -> list[tuple[Any, ...]]:
     """Filled, at each validation, with its number, its loss, and that of the global weights as found by hand."""
     found: list[tuple[Any, ...]] = []
@@ -136,7 +207,14 @@ def check_validations(engine: Any, servers: LocalServers, client: LocalClient, b
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return run_world(1, try_outer_loops)[0]
+    return run_world(1, try_both)[0]
+
+
+@pytest.mark.parametrize("form", ACCO)
+def test_deltas_and_adoption_with_acco_are_of_committed_steps(results, form):
+    (losses, masters), (expected, expected_masters) = results[form]["ours"], results[form]["twin"]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(masters, expected_masters, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["identity", "identity in fragments", BALANCED])

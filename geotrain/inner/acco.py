@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from geotrain.inner.acco_flat import Buffers, flat_plan
 from geotrain.inner.acco_lane import AccoError, Journey, Lane
 from geotrain.inner.acco_predict import Prediction
 from geotrain.inner.optimizer import MOMENTS, set_step_count, step_count
-from geotrain.inner.parallel import Mesh
+from geotrain.inner.parallel import Mesh, first_line
 from geotrain.kernels import AdamStep
 from geotrain.sharing.acco_forms import Form
 from geotrain.sharing.mapping import LocalParameter
@@ -31,6 +31,8 @@ from geotrain.sharing.mapping import LocalParameter
 with platform.quiet_imports():
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.utils import link_hp_params
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -180,23 +182,26 @@ class AccoOptimizer(ZeROOptimizer):
 
     def _land(self) -> None:
         """Wait for what travels. Raises AccoError if it failed."""
-        for what, journey in (("prediction", self._predicting), ("commit", self._commit)):
-            if journey is None:
-                continue
-            try:
-                outcome = journey.wait(10 * self._timeout_s)
-            except Exception as error:
-                raise AccoError(
-                    f"acco: rank {self._mesh.rank}: the {what} of step {self._begun} failed: a rank of this worker "
-                    f"died, hangs, or cannot be reached (deadline {self._timeout_s:g} s a collective). Masters and "
-                    f"moments are those of step {self._steps}, which is whole; restart the worker from its "
-                    f"last checkpoint. Cause: {error}"
-                ) from error
-            self._landed = True
-            if outcome is not None:
-                self._global_grad_norm = outcome.grad_norm
-                self._on_commit(outcome)
-        self._predicting = self._commit = None
+        if self._predicting is not None:  # for the step after the last that was begun
+            self._arrival(self._predicting, f"prediction of step {self._begun + 1}")
+            self._predicting, self._landed = None, True
+        if self._commit is not None:
+            outcome = self._arrival(self._commit, f"commit of step {self._begun}")
+            self._commit, self._landed = None, True
+            self._global_grad_norm = outcome.grad_norm
+            self._on_commit(outcome)
+
+    def _arrival(self, journey: Journey[T], what: str) -> T:
+        """Wait for it. Raises AccoError if it failed."""
+        try:
+            return journey.wait(10 * self._timeout_s)
+        except Exception as error:
+            raise AccoError(
+                f"acco: rank {self._mesh.rank}: the {what} failed: a rank of this worker died, hangs, or cannot be "
+                f"reached (acco.timeout_s = {self._timeout_s:g} for each collective). Masters and moments are those "
+                f"of step {self._steps}, which is whole; restart the worker from its last checkpoint. Cause: "
+                f"{first_line(error)}"
+            ) from error
 
     # --------------------------------------------------------------------------------------- jobs of the lane
 
@@ -261,7 +266,7 @@ class AccoOptimizer(ZeROOptimizer):
             self.lane.own(flat).copy_(own)
             self.lane.all_gather(flat)
 
-        self.lane.start("gather", job).wait(self._timeout_s)
+        self._arrival(self.lane.start("gather", job), f"gathering of weights after step {self._begun}")
 
     @property
     def is_ahead(self) -> bool:

@@ -26,9 +26,9 @@ class AccoEngine(GeoEngine):
 
     optimizer: AccoOptimizer
 
-    def __init__(self, *parts: Any, acco: AccoConfig, timeout_s: float) -> None:
-        """parts: as for GeoEngine. timeout_s: of each collective of the optimizer."""
-        self._acco, self._timeout_s = acco, timeout_s  # before DeepSpeed's __init__, which makes the optimizer
+    def __init__(self, *parts: Any, acco: AccoConfig) -> None:
+        """parts: as for GeoEngine."""
+        self._acco = acco  # before DeepSpeed's __init__, which makes the optimizer
         self._uncommitted: deque[StepResult] = deque()
         super().__init__(*parts)
         self._first_part = first_part(acco, self.gradient_accumulation_steps())
@@ -43,7 +43,7 @@ class AccoEngine(GeoEngine):
             FORMS[self._acco.prediction],
             self.gradient_clipping(),
             self._acco.synchronous_steps,
-            self._timeout_s,
+            self._acco.timeout_s,
             self._on_commit,
         )
 
@@ -127,6 +127,20 @@ class AccoEngine(GeoEngine):
         super().close()
         if self._claims is not None:
             self._claims.close()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, which skips the epilogue when it fails: parameters would stay in the gradients' place."""
+        try:
+            return super().save_checkpoint(*args, **kwargs)
+        finally:
+            self.optimizer.checkpoint_event_epilogue()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, as `save_checkpoint`."""
+        try:
+            return super().load_checkpoint(*args, **kwargs)
+        finally:
+            self.optimizer.checkpoint_event_epilogue()
 
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
         """As GeoEngine's: at the committed weights."""

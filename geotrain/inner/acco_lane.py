@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geotrain.inner import platform
-from geotrain.inner.parallel import Mesh, group_like
+from geotrain.inner.parallel import LostRank, Mesh, group_like
 
 with platform.quiet_imports():
     import deepspeed.comm as ds_comm  # torch's collectives, counted by DeepSpeed's comms_logger
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 _EXCHANGE_BYTES = 1 << 23  # scratch of a reduction over gloo
 
 
-class AccoError(RuntimeError):
+class AccoError(LostRank):
     """The overlapped communication failed. The message says in which step, and what of the state is intact."""
 
 
@@ -65,7 +65,9 @@ class Lane:
         timeout = timedelta(seconds=timeout_s)
         self._group = group_like(mesh.dp_group, platform.backend(), timeout)
         self._world = dist.new_group(timeout=timeout, backend="gloo")  # for a few numbers, on the host
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="acco")
+        # NCCL waits for a lost rank without end, and does not raise: the hosts meet first, with a deadline.
+        self._meeting = group_like(mesh.dp_group, "gloo", timeout) if platform.HAS_CUDA else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="acco", initializer=_use_device)
         self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
         self._scratch: Tensor | None = None
         self.timeline: deque[Interval] = deque(maxlen=256)
@@ -102,8 +104,9 @@ class Lane:
     def close(self) -> None:
         """Wait for the last job, which has its own deadlines, and drop the groups."""
         self._thread.shutdown()
-        for group in (self._group, self._world):
-            dist.destroy_process_group(group)
+        for group in (self._group, self._world, self._meeting):
+            if group is not None:
+                dist.destroy_process_group(group)
 
     # ---------------------------------------------------------------------------------- collectives, in jobs
 
@@ -117,7 +120,8 @@ class Lane:
         if self.ranks == 1:
             return
         if platform.HAS_CUDA:
-            ds_comm.reduce_scatter_fn(self.own(flat), flat, group=self._group)
+            with self._collective():
+                ds_comm.reduce_scatter_fn(self.own(flat), flat, group=self._group)
             return
         # gloo's reduce-scatter is an all-reduce inside, which sends twice the bytes.
         if self._scratch is None:
@@ -133,12 +137,27 @@ class Lane:
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
         """Equal parts of `sent`, one for each data-parallel rank; part i of `received` comes from rank i."""
-        ds_comm.all_to_all_single(received, sent, group=self._group)
+        with self._collective():
+            ds_comm.all_to_all_single(received, sent, group=self._group)
 
     def all_gather(self, flat: Tensor) -> None:
         """Every rank's `own(flat)`, on every rank, in place."""
         if self.ranks > 1:
-            ds_comm.allgather_fn(flat, self.own(flat), group=self._group)
+            with self._collective():
+                ds_comm.allgather_fn(flat, self.own(flat), group=self._group)
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Around each on the device. Raises if a rank does not come to it in time.
+
+        Afterwards the host waits until it is done: what depends on it would, launched earlier, stand before compute
+        in a hardware queue that they share, and with tensor or pipeline parallelism two ranks could so wait for each
+        other for ever. Only this thread waits."""
+        if self._meeting is not None:
+            dist.all_reduce(torch.zeros(1), group=self._meeting)
+        yield
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def sum(self, *of_ranks: float, of_replicas: Sequence[float]) -> list[float]:
         """Sum each over all ranks, or all replicas, of the worker. One rank speaks for its replica, the first of its
@@ -146,3 +165,9 @@ class Lane:
         tensor = torch.tensor([*of_ranks, *(x if self._speaks else 0 for x in of_replicas)], dtype=torch.float64)
         dist.all_reduce(tensor, group=self._world)
         return tensor.tolist()
+
+
+def _use_device() -> None:
+    """A new thread would use the machine's first device."""
+    if platform.HAS_CUDA:
+        torch.cuda.set_device(platform.device())

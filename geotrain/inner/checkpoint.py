@@ -64,6 +64,7 @@ def load(engine: GeoEngine, folder: str | Path, tag: str | None = None) -> dict[
     restored if the ranks are laid out as they were. Returns None if there is no checkpoint and no tag was given.
     Raises CheckpointError on every rank.
     """
+    engine.settle()  # a step that is still under way would write the masters after this
     folder = Path(folder)
     manifest = _agreed(engine, lambda: _find(engine, folder, tag), folder)
     if manifest is None:

@@ -341,7 +341,8 @@ def build_engine(
 ) -> GeoEngine:
     """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
 
-    deepspeed_block: the run's `deepspeed`, with the worker's keys laid over it. Raises ConfigError.
+    deepspeed_block: the run's `deepspeed`, with the worker's keys laid over it. timeout_s: of every collective but
+    those of ACCO's optimizer, which has its own. Raises ConfigError.
     """
     from geotrain.inner.acco_engine import AccoEngine  # which is a GeoEngine
 
@@ -349,6 +350,7 @@ def build_engine(
         raise TypeError("run.model.config must be inline: load the run with geotrain.config.load_run")
     architecture = architecture_from_hf(run.model.config)
     sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
+    platform.choose_queues(parallel.tensor, overlaps_steps=run.acco is not None)
     ranks = layout.join(timeout_s)
     dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:
@@ -361,7 +363,7 @@ def build_engine(
         optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
         config = _completed(deepspeed_block, sum(place.numel for _, place in placed))
         parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
-        return GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco, timeout_s=timeout_s)
+        return GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
 
 
 def _completed(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, Any]:

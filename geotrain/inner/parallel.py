@@ -15,6 +15,24 @@ from geotrain.inner import platform
 _control_groups: list[dist.ProcessGroup] = []  # made by `initialize` and not shut down
 
 
+class LostRank(RuntimeError):
+    """Another rank of the worker died, hangs, or cannot be reached."""
+
+
+def lost_rank(error: RuntimeError) -> str | None:
+    """In one line, if it is a collective that failed: over gloo torch raises a plain RuntimeError. Else None."""
+    if isinstance(error, LostRank):
+        return str(error)
+    if isinstance(error, dist.DistError) or "gloo" in str(error):
+        return f"a rank of this worker died, hangs, or cannot be reached: {first_line(error)}"
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """torch's errors of collectives may go on with a stack."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place, and the process groups. Also what DeepSpeed calls an `mpu`."""

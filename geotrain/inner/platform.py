@@ -22,9 +22,15 @@ warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", 
 
 HAS_CUDA = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-core overlaps tensor-parallel traffic by it
 if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed probes for accelerators, and says so
+
+
+def choose_queues(tensor_parallel: int, overlaps_steps: bool) -> None:
+    """Before CUDA starts. With one hardware queue Megatron-core's tensor-parallel collectives start before the
+    compute that hides them. ACCO's, of another thread, would hold up compute there: it keeps CUDA's several."""
+    if tensor_parallel > 1 and not overlaps_steps:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def device() -> torch.device:

@@ -84,7 +84,7 @@ def _too_small(share: float, micro_batches: int) -> str:
 
 
 def check_acco(acco: AccoConfig, deepspeed_block: dict[str, Any], micro_batches: int) -> None:
-    """Raises ConfigError if a worker with this `deepspeed` block cannot use ACCO.
+    """Raises ConfigError if a worker with this `deepspeed` block, which `check_layout` allows, cannot use ACCO.
 
     micro_batches: of one replica in one step (`gradient_accumulation_steps`).
     """
@@ -93,11 +93,6 @@ def check_acco(acco: AccoConfig, deepspeed_block: dict[str, Any], micro_batches:
         raise ConfigError(
             f"acco needs deepspeed.zero_optimization.stage = 1, not {zero_stage(block)}: it shards the optimizer, "
             "and keeps weights and gradients whole so that they can travel while the next are computed"
-        )
-    if block.get("fp16", {}).get("enabled", False):
-        raise ConfigError(
-            "acco does not go with deepspeed.fp16, whose loss scaling may undo a step that other ranks have begun to "
-            "build on; use deepspeed.bf16.enabled"
         )
     if "offload_optimizer" in block.get("zero_optimization", {}):
         raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from acco_reference import Flat, Gradient, Reference, Settings
@@ -32,7 +33,7 @@ from torch import Tensor
 from geotrain.canonical import canonical_parameters
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.inner.acco_flat import flat_plan
-from geotrain.sharing.acco_forms import first_part
+from geotrain.sharing.acco_forms import CODE_BLOCK, first_part
 from geotrain.sharing.mapping import local_parameters
 
 MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": {**QWEN, "num_hidden_layers": 2}}
@@ -50,6 +51,9 @@ class Case:
     ranks: int = 2
     steps: int = 20
     unequal: bool = False
+    recompute: str = "none"
+    clip: float = 0.5
+    pieces: bool = False  # what is coded, or sent over gloo, at once is a small part of a shard
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -94,10 +98,24 @@ def run_cases(cases: list[Case], folder: Path) -> list[list[Step]]:
 
 
 def _run(case: Case, folder: Path) -> list[Step]:
+    from geotrain.inner import acco_lane, acco_predict
+
+    if not case.pieces:
+        return _run_whole(case, folder)
+    with (
+        mock.patch.object(acco_predict, "_PIECE", 2 * CODE_BLOCK),
+        mock.patch.object(acco_lane, "_EXCHANGE_BYTES", 4096),
+    ):
+        return _run_whole(case, folder)
+
+
+def _run_whole(case: Case, folder: Path) -> list[Step]:
     folder.mkdir(exist_ok=True)
-    engine = start(MODELS[case.model], case.parallel, deepspeed_block(1, micro=1), acco=case.acco)
+    block = deepspeed_block(1, micro=1, gradient_clipping=case.clip)
+    engine = start(MODELS[case.model], case.parallel, block, case.recompute, case.acco)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     schedule, optimizer = engine._run_schedule, engine.optimizer
+    assert not case.pieces or len(optimizer._prediction._pieces) > 1
 
     def watched(batches: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         part = int(optimizer._predicting is not None)
@@ -202,7 +220,7 @@ def canonical(case: Case, ranks: list[Tensor]) -> dict[str, Tensor]:
 def reference(case: Case, gradient: Gradient) -> Reference:
     a = architecture(MODELS[case.model])
     decays = {p.name: p.decays for p in canonical_parameters(a)}
-    settings = Settings(case.form, 0.5, (0.9, 0.95), 1e-8, lambda name: 0.1 * decays[name], SYNCHRONOUS)
+    settings = Settings(case.form, case.clip, (0.9, 0.95), 1e-8, lambda name: 0.1 * decays[name], SYNCHRONOUS)
     weights = {name: w.double() for name, w in canonical_weights(a).items()}
     return Reference(settings, weights, gradient, flats(case))
 

@@ -21,15 +21,16 @@ PER_STEP = 1e-6
 LOSSLESS = [
     Case("exact"),
     Case("exact", unequal=True),
-    Case("exact", "qwen", tensor=2, sequence=True),
-    Case("exact", "qwen", pipeline=2),
+    Case("exact", "qwen", tensor=2, sequence=True, recompute="selective"),
+    Case("exact", "qwen", pipeline=2, recompute="full"),
     Case("stale"),
     Case("stale", unequal=True, steps=8),
     Case("stale", "qwen", tensor=2, steps=8),
-    Case("none", steps=8),
+    Case("none", steps=8, clip=0.0, pieces=True),
 ]
 LOSSY = [
-    Case("int4", steps=8),
+    Case("int4", steps=8, recompute="full"),
+    Case("int4", steps=8, pieces=True),
     Case("int4", tensor=2, steps=8),
     Case("int4", unequal=True, steps=8),
     Case("local", steps=8),

@@ -1,0 +1,40 @@
+"""How a rank's process ends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from geotrain.config import EXIT_FOR_GOOD, ConfigError
+from geotrain.launch import pretrain
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ENDS_WITH = "a rank of this worker died, hangs, or cannot be reached: [a/gloo/pair.cc:5] Connection closed by peer"
+
+
+def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> int:
+    def train(*_: object) -> None:
+        raise error
+
+    files = ("--run", f"{CONFIGS}/runs/quickstart.json", "--cluster", f"{CONFIGS}/clusters/local-two-regions.json")
+    monkeypatch.setattr(pretrain, "train", train)
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *files, "--region", "eu"])
+    return pretrain.main()
+
+
+def test_a_lost_rank_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from geotrain.inner.acco_lane import AccoError
+
+    assert end(monkeypatch, AccoError("acco: rank 0: the commit of step 4 failed")) == 1
+    assert capsys.readouterr().err == "geotrain: worker in eu: acco: rank 0: the commit of step 4 failed\n"
+    assert end(monkeypatch, RuntimeError("[a/gloo/pair.cc:5] Connection closed by peer\nframe #0")) == 1
+    assert capsys.readouterr().err == f"geotrain: worker in eu: {ENDS_WITH}\n"
+
+
+def test_other_errors_keep_their_codes_and_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert end(monkeypatch, ConfigError("no")) == EXIT_FOR_GOOD
+    assert end(monkeypatch, OSError("no")) == 1
+    with pytest.raises(RuntimeError, match="shapes"):
+        end(monkeypatch, RuntimeError("shapes do not match"))
