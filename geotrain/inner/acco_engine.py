@@ -32,7 +32,7 @@ class AccoEngine(GeoEngine):
         self._uncommitted: deque[StepResult] = deque()
         super().__init__(*parts)
         self._first_part = first_part(acco, self.gradient_accumulation_steps())
-        self._claims = Claims(self.mesh, timeout_s) if acco.balance else None
+        self._claims = Claims(self.mesh, acco.timeout_s) if acco.balance else None
         self._shared_steps = 0
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> AccoOptimizer:
