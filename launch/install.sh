@@ -18,4 +18,4 @@ fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-})
 # torch alone and first: another package's open range would bring the newest build instead.
 "${pip[@]}" -c constraints.txt torch
-"${pip[@]}" -c constraints.txt -e '.[dev,plots]'
+"${pip[@]}" -c constraints.txt -e '.[dev]'

@@ -43,9 +43,7 @@ class Claims:
             if at >= end:
                 break
             yield range(at, min(at + width, end))
-        self._store.delete_key(
-            str(part - 4)
-        )  # two steps ago: that commit has landed, so every replica is done with it
+        self._store.delete_key(str(part - 4))  # two steps ago: its commit has landed, so all are done with it
 
     def _claim(self, part: int) -> int:
         """How many claims of this part were made before."""
