@@ -49,7 +49,7 @@ class LeaseBook:
         self.dismissed: dict[str, int] = {}  # worker → job for which it was told that it is finished
         self.step_s: dict[str, float] = {}
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
-        self._held: dict[tuple[str, int], Lease] = {}  # (worker, job) → what is open
+        self._held: dict[str, dict[int, Lease]] = {}  # worker → job → what is open
         self._fastest_s = inf
 
     @property
@@ -67,7 +67,7 @@ class LeaseBook:
         Finished does not wait for leases that are out with others: should one come back, its worker's next life
         asks for it.
         """
-        held = self._held.get((request.worker, request.job))
+        held = self._held.get(request.worker, {}).get(request.job)
         if held:
             return held
         if request.job == self.dismissed.get(request.worker):  # the same to all its ranks
@@ -109,7 +109,7 @@ class LeaseBook:
         self.pool.sort()
 
     def held_by(self, workers: set[str]) -> tuple[int, ...]:
-        return tuple(n for n, lease in self.open.items() if lease.worker in workers)
+        return tuple(lease.lease for worker in workers for lease in self._held.get(worker, {}).values())
 
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -135,7 +135,9 @@ class LeaseBook:
             int(job): {w: (start, samples) for w, (start, samples) in places.items()}
             for job, places in state["laid_out"].items()
         }
-        self._held = {(lease.worker, lease.job): lease for lease in self.open.values()}
+        self._held = {}
+        for lease in self.open.values():
+            self._held.setdefault(lease.worker, {})[lease.job] = lease
         self._fastest_s = min(self.step_s.values(), default=inf)
 
     def _steps(self, worker: str) -> int:
@@ -200,13 +202,13 @@ class LeaseBook:
     def _close(self, number: int) -> Lease | None:
         lease = self.open.pop(number, None)
         if lease:
-            del self._held[lease.worker, lease.job]
+            del self._held[lease.worker][lease.job]
         return lease
 
     def _open(self, request: LeaseRequest, start: int, samples: int, validate: int) -> Lease:
         steps = samples // self.samples_per_step
         lease = Lease(request.worker, request.job, self.next_lease, start, samples, steps, validate)
         self.open[self.next_lease] = lease
-        self._held[request.worker, request.job] = lease
+        self._held.setdefault(request.worker, {})[request.job] = lease
         self.next_lease += 1
         return lease

@@ -37,6 +37,7 @@ class Uplink:
         self.pulls: dict[int, tuple[tuple[int, ...], Promise[Answer]]] = {}
         self.leases: dict[int, Promise[Lease | Finished]] = {}  # by job
         self.on_lease: Callable[[Lease | Finished], None] = self._keep_lease
+        self.on_delivered: Callable[[tuple[int, ...]], None] = lambda leases: None  # leases that the server has whole
 
     def join(self, join: Join) -> Welcome:
         self.incarnation = join.incarnation
@@ -83,6 +84,7 @@ class Uplink:
     def _arrived(self, part: UpdatePart, applied: Promise[None]) -> None:
         if self.alive:
             self.node.on_update(self, part)
+            self.on_delivered(part.leases)
             applied.keep(None)
 
     def _said(self, message: Any) -> None:

@@ -88,7 +88,7 @@ def simulate(
     outer = change.apply(run.outer)
     report = _timing(run, outer, spec)
     if loss_curve:
-        report["loss_curve"] = _loss_curve(outer, spec, _layout(run, outer).numel)
+        report["loss_curve"] = _loss_curve(run, outer, spec)
     if picture is not None:
         from geotrain.simulate.picture import draw
 
@@ -118,10 +118,7 @@ def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, An
     found = world.run()
     trained = found["committed_steps"]
     if not trained:
-        raise ConfigError(
-            f"{run.name}: no update was ever committed: {round(steps * share)} steps are fewer than one round of "
-            f"{len(spec.workers)} workers with local_steps = {outer.local_steps}"
-        )
+        raise _nothing_committed(run, round(steps * share), spec, outer)
     scale = steps / trained
     rest_s = (steps - trained) / _steps_per_s(world)
     workers = {
@@ -162,12 +159,21 @@ def _steps_per_s(world: World) -> float:
     return total or world.report()["committed_steps"] / world.clock.now
 
 
-def _loss_curve(outer: OuterConfig, spec: WorldSpec, numel: int) -> list[dict[str, float]]:
+def _nothing_committed(run: RunConfig, steps: int, spec: WorldSpec, outer: OuterConfig) -> ConfigError:
+    return ConfigError(
+        f"{run.name}: no update was ever committed: {steps} steps are fewer than one round of "
+        f"{len(spec.workers)} workers with local_steps = {outer.local_steps}"
+    )
+
+
+def _loss_curve(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> list[dict[str, float]]:
     study = Study(steps=LOSS_STEPS, length=32)
     curve = Curve(study, points=16)
-    world = World(spec, training_task(study, outer, numel), curve.watch)
-    world.run()
-    curve.add(world, 1.0)
+    world = World(spec, training_task(study, outer, _layout(run, outer).numel), curve.watch)
+    trained = world.run()["committed_steps"]
+    if not trained:
+        raise _nothing_committed(run, LOSS_STEPS, spec, outer)
+    curve.add(world, trained / LOSS_STEPS)
     return [{"seconds": p.time_s, "share": p.committed_share, "loss": p.test} for p in curve.points]
 
 

@@ -89,7 +89,6 @@ class Environment:
     numel: int
     samples_per_step: int
     steps: int
-    tokens_per_sample: int
     ring_gbps: float
 
     @property
@@ -124,7 +123,6 @@ def load_environment(path: str | Path) -> Environment:
         data["model_parameters"],
         data["local_batch"],
         data["iterations"] * workers,
-        data["sequence_length"],
         min(around),
     )
 

@@ -100,6 +100,7 @@ class SimWorker:
         self._past_s = 0.0  # trained in bursts that are over
         self._burst_s: float | None = None  # when the present one began
         self._job_s = 0.0  # trained before this job
+        self._at_risk_s: dict[int, float] = {}  # lease → seconds of a job whose deltas are on their way
 
     @property
     def trained_s(self) -> float:
@@ -107,17 +108,24 @@ class SimWorker:
         return self._past_s + (0.0 if self._burst_s is None else self.clock.now - self._burst_s)
 
     def die(self) -> None:
-        self.lost_s += self.trained_s - self._job_s
+        self.lost_s += self.trained_s - self._job_s + sum(self._at_risk_s.values())
+        self._at_risk_s.clear()
+        self._job_s = self.trained_s
         self._past_s, self._burst_s = self.trained_s, None
 
     def live(self, uplink: Uplink) -> Process:
         """A life over this connection."""
         self.lives += 1
         self.learner.born()
+        uplink.on_delivered = self._delivered
         exchange = Exchange(
             self.spec.name, self.outer, OneRank(), self.learner, uplink, self.fragments, lambda: self.clock.now
         )
         return Process(self.clock, self._life(exchange, uplink))
+
+    def _delivered(self, leases: tuple[int, ...]) -> None:
+        for lease in leases:
+            self._at_risk_s.pop(lease, None)
 
     def _life(self, exchange: Exchange, uplink: Uplink) -> Script:
         name = self.spec.name
@@ -127,7 +135,6 @@ class SimWorker:
             following = uplink.lease(LeaseRequest(name, lease.job + 1, exchange.step_s))
             yield from self._train_job(exchange, lease)
             lease = yield following
-        self._job_s = self.trained_s
         yield from exchange.finish()
         self.left = True
         uplink.leave()
@@ -147,7 +154,11 @@ class SimWorker:
                 self.trained_steps += steps
                 done += steps
                 now_due = due if done == step else ()
-                metrics = self.learner.job_done(lease) if done == lease.steps else {}
+                metrics = {}
+                if done == lease.steps:
+                    metrics = self.learner.job_done(lease)
+                    self._at_risk_s[lease.lease] = self.trained_s - self._job_s
+                    self._job_s = self.trained_s
                 yield from exchange.after_step(now_due, metrics, steps)
 
 

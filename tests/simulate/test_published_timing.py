@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from geotrain.config import CodecConfig, FragmentConfig, OuterConfig, OverlapConfig, load_run
+from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.published import world_for
-from geotrain.simulate.spec import load_environment
-from geotrain.simulate.utilization import GRID_GBPS, PUBLISHED_SHAPES, needed_gbps, utilization
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec, load_environment
+from geotrain.simulate.utilization import GRID_GBPS, PUBLISHED_SHAPES, needed_gbps
 from geotrain.simulate.world import World, one_block, timing_task
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +91,22 @@ def test_bandwidth_for_a_utilization(row):
     assert exact >= 11, f"{exact} of 15 cells on the very grid point"
 
 
-def test_our_workers_never_wait():
-    """The region-momentum rule trains on while answers travel: a thin link costs freshness, not time."""
+def test_a_thin_link_costs_ours_freshness():
+    """Its workers never wait: a link shows in how many updates reach the global server."""
     outer = load_run(ROOT / "configs/runs/baselines/region-momentum.json").outer
-    for gbps in (0.1, 10.0):
-        assert utilization(outer.model_copy(update={"local_steps": 100}), PUBLISHED_SHAPES[0], gbps) > 0.999
+    outer = outer.model_copy(update={"local_steps": 25, "updates_per_send": 4})
+    model = PUBLISHED_SHAPES[0]
+
+    def updates(gbps: float) -> int:
+        regions = tuple(
+            RegionSpec(f"region-{i}", (WorkerSpec(f"worker-{i}", model.step_s),), LinkSpec(gbps)) for i in range(2)
+        )
+        world = World(WorldSpec(regions), timing_task(outer, model.layout(None), 20_000, 1))
+        world.run()
+        starts = world.workers["worker-0"].job_starts_s
+        assert starts[-1] - starts[0] == pytest.approx((len(starts) - 1) * 25 * model.step_s)
+        return world.top.server.fragments[0].version
+
+    # 100 steps of 0.1 s between sends; a message of 0.5 GB goes up, and one comes down
+    assert updates(10.0) == pytest.approx(200, abs=4)
+    assert updates(0.2) == pytest.approx(2 * 1000 / (2 * 4.1 / 0.2), rel=0.15)

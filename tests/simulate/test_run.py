@@ -67,6 +67,21 @@ def test_bad_questions(arguments, message):
         simulate(RUN, CLUSTER, **arguments)
 
 
+def test_a_loss_curve_is_of_what_was_trained(monkeypatch):
+    monkeypatch.setattr("geotrain.simulate.run.LOSS_STEPS", 40)
+    rounds = WhatIf(local_steps=16)  # of two workers: one round of 32 steps, and the rest is not trained
+
+    def curve(run: Path) -> list[dict[str, float]]:
+        return simulate(run, CLUSTER, step_s=1.0, what_if=rounds, loss_curve=True)["loss_curve"]
+
+    fair = ROOT / "configs/runs/baselines/diloco-fair.json"
+    last = curve(fair)[-1]
+    assert last["share"] == 32 / 40 and last["loss"] < 5.55
+    monkeypatch.setattr("geotrain.simulate.run.LOSS_STEPS", 24)
+    with pytest.raises(ConfigError, match="24 steps are fewer than one round of 2 workers with local_steps = 16"):
+        curve(fair)
+
+
 def test_a_cluster_without_links_is_refused(tmp_path):
     cluster = json.loads(CLUSTER.read_text())
     cluster["links"] = cluster["links"][:1]

@@ -74,6 +74,24 @@ def test_a_run_ends_when_everyone_has_left(method):
     assert 1000 < timed(BASELINES[method], with_away(two_regions(), spans), 1200)["seconds"] < 1200
 
 
+@pytest.mark.parametrize("method", ["region-momentum", "diloco-fair", "async-local-sgd", "streaming-diloco"])
+def test_what_is_lost_is_what_was_trained_and_not_committed(method):
+    """To the second, with deltas that travel for long and die on their way."""
+    world = two_regions(gbps=0.2)
+    equal = tuple(
+        replace(r, local=LinkSpec(0.5), workers=tuple(replace(w, step_s=1.0) for w in r.workers))
+        for r in world.regions
+    )
+    away = {"eu-0": tuple((t, t + 7.0) for t in (31.3, 60.9, 90.1, 131.0, 170.6)), "us-1": ((83.3, 99.0),)}
+    dying = World(
+        with_away(replace(world, regions=equal), away), timing_task(BASELINES[method], one_block(10**8), 1200, 1)
+    )
+    report = dying.run()
+    assert report["lost_s"] > 1
+    trained_s = sum(w.trained_s for w in dying.workers.values())
+    assert trained_s - report["lost_s"] == pytest.approx(report["committed_steps"], abs=1e-6)
+
+
 def test_a_death_delays_a_synchronous_round_but_nobody_in_an_asynchronous_run():
     away = with_away(two_regions(), {"us-1": ((10.0, 500.0),)})
     for method, waits in (("diloco-fair", True), ("region-momentum", False)):
