@@ -190,7 +190,8 @@ def plot_sweep(found: dict[str, Any]) -> None:
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
     """One rank several times slower, the other takes more of each batch: tokens a second, loss at equal tokens."""
     variants = ("zero1-reduce", DEFAULT)
-    job = Job("unequal", SMALL, variants, steps=args.steps // 4, hold_s=args.hold, slower=SLOWER)
+    shared = {"hold_s": args.hold, "slower": SLOWER, "bf16": multiplies_bf16()}
+    job = Job("unequal", SMALL, variants, steps=args.steps // 4, **shared)
     seen = run(job, link)
     zero, ours = seen["zero1-reduce"], seen[DEFAULT]
     return {

@@ -148,8 +148,13 @@ class Rank:
             parts = (model, optimizer, config, self.mesh, placed, a, self.job.size.sequence)
             if variant in FORMS:
                 start = min(200, steps // 6) if synchronous is None else synchronous
-                acco = AccoConfig(prediction=variant, synchronous_steps=start, balance=balance)  # type: ignore[arg-type]
-                engine: Any = AccoEngine(*parts, acco=acco, timeout_s=120.0)
+                acco = AccoConfig(
+                    prediction=variant,  # type: ignore[arg-type]
+                    synchronous_steps=start,
+                    timeout_s=120.0,
+                    balance=balance,
+                )
+                engine: Any = AccoEngine(*parts, acco=acco)
             else:
                 engine = inner.GeoEngine(*parts)
         write(engine, self.job.seed)

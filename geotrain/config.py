@@ -77,18 +77,12 @@ class AccoConfig(Block):
 
     prediction: Literal["exact", "int4", "local", "stale", "none"] = "int4"
     synchronous_steps: Annotated[int, Field(ge=0)] = Field(
-        200,
-        description="Steps at the start, and after a restart without the optimizer's state, that wait for their own "
-        "commit and hide nothing; for every prediction.",
+        200, description="Steps that hide nothing: at the start, and after a restart without the optimizer's state."
     )
-    timeout_s: PositiveFloat = Field(
-        600.0, description="How long a rank waits for the others in each collective before it gives up."
-    )
+    timeout_s: PositiveFloat = Field(600.0, description="How long a rank waits for the others in each collective.")
     predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
     balance: bool = Field(
-        False,
-        description="Replicas take the micro-batches of a batch as they get to them, a slow one fewer; the last bits "
-        "of a sum then depend on who was when done.",
+        False, description="Replicas take micro-batches of a batch as they get to them: slow ones fewer."
     )
 
 

@@ -48,7 +48,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(seen))
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: seen.append((threading.current_thread().name, str(d))))
-    monkeypatch.setattr(acco_lane, "_group_like", lambda group, backend, timeout: (group, backend, timeout))
+    monkeypatch.setattr(acco_lane, "group_like", lambda group, backend, timeout: (group, backend, timeout))
     monkeypatch.setattr(acco_lane.dist, "new_group", lambda **_: None)
     monkeypatch.setattr(acco_lane.dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(acco_lane.dist, "all_reduce", lambda tensor, group: seen.append(group))
