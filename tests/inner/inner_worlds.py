@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
+import random
 import socket
 import time
 import traceback
@@ -45,9 +47,7 @@ def run_world(
 
     lost: ranks that will not answer; their result is None.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     answers: Any = context.Queue()
     workers = [
@@ -77,6 +77,15 @@ def run_world(
                 worker.kill()
             if worker.pid:
                 worker.join()
+
+
+def free_port() -> int:
+    """Below those that the system gives to connections: none of another test takes it before the ranks do."""
+    for port in random.SystemRandom().sample(range(15000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port below 32000")
 
 
 def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., Any], args: tuple[Any, ...]) -> None:
