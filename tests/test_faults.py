@@ -106,8 +106,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     assert packets.keys() == {*PACKETS, "repaired"} and min(packets.values()) > 0, packets
     logs = "".join((run.folder / "logs" / f"{server}.log").read_text() for server in ("global", *REGIONS))
     assert "DECRYPTION_FAILED_OR_BAD_RECORD_MAC" in logs  # TLS, of what had passed TCP's checksum
-    # Starting anew takes most of so short a run: how much, the machine decides. benchmarks/faults.py measures it.
-    assert 0.0 < goodput(run, found["committed_samples"], end_s)["goodput"] <= 1.0
+    assert 0.2 < goodput(run, found["committed_samples"], end_s)["goodput"] <= 1.0
     told = [e for e in run.events("us-0") if e["event"] == "Acknowledged"][-1]
     with (run.folder / "events/us-0.jsonl").open("a") as file:
         file.write(json.dumps({**told, "sequence": told["sequence"] + 1000}) + "\n")
