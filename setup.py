@@ -42,6 +42,7 @@ SMALL_LM = Extension(
         "-fno-signed-zeros",
         "-fno-math-errno",
         "-fno-trapping-math",
+        "-fno-wrapv",  # which CPython's own flags hold; it forbids what makes these loops fast
     ],
     libraries=["m"],
     optional=True,

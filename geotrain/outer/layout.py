@@ -141,6 +141,18 @@ def numel(slices: Iterable[Slice]) -> int:
     return sum(piece.numel for piece in slices)
 
 
+def joined(slices: Iterable[Slice]) -> tuple[Slice, ...]:
+    """The same elements in the same order, in as few slices as neighbours allow: each is a copy of its own."""
+    result: list[Slice] = []
+    for piece in slices:
+        last = result[-1] if result else None
+        if last and last.count == piece.count == 1 and last.stop == piece.start:
+            result[-1] = Slice(last.start, last.length + piece.length)
+        else:
+            result.append(piece)
+    return tuple(result)
+
+
 def gather(vector: Tensor, slices: Sequence[Slice]) -> Tensor:
     """The elements that the slices name, in order: 1-D, contiguous. A view where one plain slice allows it."""
     if len(slices) == 1 and slices[0].count == 1:

@@ -15,7 +15,7 @@ from geotrain.canonical import Run
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import NonFiniteError, make_codec, refusal
 from geotrain.outer.downlink import WeightsReceiver, from_bytes
-from geotrain.outer.layout import Layout, Slice
+from geotrain.outer.layout import Layout, Slice, joined
 from geotrain.outer.messages import FragmentDelta, FragmentWeights
 from geotrain.outer.server import VALIDATION_CODEC
 from geotrain.outer.staging import Pending, Staging
@@ -39,11 +39,12 @@ class _FragmentShard:
     def __init__(self, layout: Layout, fragment: int, pieces: Sequence[Piece], device: torch.device) -> None:
         ordered = sorted(pieces, key=lambda p: not p.pushes)
         self.masters = [p.master for p in ordered]
+        self.sizes = [m.numel() for m in self.masters]
         self.names = [p.runs[0].parameter for p in ordered]
         self.pushes = self._slices(layout, fragment, [p for p in pieces if p.pushes])
-        self.holds = self.pushes + self._slices(layout, fragment, [p for p in pieces if not p.pushes])
+        self.holds = joined(self.pushes + self._slices(layout, fragment, [p for p in pieces if not p.pushes]))
         self.pushed = sum(p.master.numel() for p in pieces if p.pushes)
-        size = sum(m.numel() for m in self.masters)
+        size = sum(self.sizes)
         # also where nothing is held: an answer comes to the device, and torch mixes no devices, not even empty ones
         self.anchor = torch.zeros(size, dtype=torch.float32, device=device)
         self.staging = torch.empty_like(self.anchor)
@@ -53,7 +54,7 @@ class _FragmentShard:
 
     @staticmethod
     def _slices(layout: Layout, fragment: int, pieces: Sequence[Piece]) -> tuple[Slice, ...]:
-        return tuple(s for piece in pieces for s in layout.slices(piece.runs, fragment))
+        return joined(s for piece in pieces for s in layout.slices(piece.runs, fragment))
 
     def read(self) -> Tensor:
         """The masters now, in one vector (a reused buffer)."""
@@ -63,17 +64,14 @@ class _FragmentShard:
 
     def culprit(self, values: Tensor) -> str:
         """The parameter whose part of `values` is not finite; what was sent before left such a residual otherwise."""
-        sizes = [m.numel() for m in self.masters]
-        for name, part in zip(self.names, values.split(sizes), strict=True):
+        for name, part in zip(self.names, values.split(self.sizes), strict=True):
             if not bool(part.isfinite().all()):
                 return f"parameter {name}"
         return "what earlier deltas left to be sent"
 
     def write(self, values: Tensor) -> None:
-        position = 0
-        for master in self.masters:
-            master.copy_(values[position : position + master.numel()])
-            position += master.numel()
+        if self.masters:
+            torch._foreach_copy_(self.masters, values.split(self.sizes))
 
 
 class WorkerRank:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import warnings
 from functools import cache
 from pathlib import Path
@@ -50,13 +51,27 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+class _Workspaces(threading.local):
+    """A thread's, by their size: its models compute one after another, and one workspace stays in the cache."""
+
+    def __init__(self) -> None:
+        self.by_floats: dict[int, Tensor] = {}
+
+    def of(self, floats: int) -> Tensor:
+        if floats not in self.by_floats:
+            self.by_floats[floats] = torch.empty(floats)
+        return self.by_floats[floats]
+
+
+_workspaces = _Workspaces()
+
+
 class CompiledLM:
-    """angles: cosine and sine of the rotary embedding, fp32 [positions, head size / 2]. One thread at a time."""
+    """angles: cosine and sine of the rotary embedding, fp32 [positions, head size / 2]."""
 
     def __init__(self, loaded: ctypes.CDLL, a: Architecture, angles: tuple[Tensor, Tensor]) -> None:
         self.loaded, self.a = loaded, a
         self.angles = tuple(t.float().contiguous() for t in angles)
-        self.work: dict[int, Tensor] = {}  # by the length of a sample
 
     def loss(self, weights: Tensor, tokens: Tensor, gradient: Tensor | None = None) -> float:
         """Mean nats a token; tokens int64 [batch, length + 1], weights fp32. `gradient` is overwritten."""
@@ -69,16 +84,14 @@ class CompiledLM:
             *(t.data_ptr() for t in self.angles),
         )  # fmt: skip
         room = max(1, ROWS // length)
-        if length not in self.work:
-            floats = self.loaded.geotrain_lm_workspace(ctypes.byref(model), room)
-            self.work[length] = torch.empty(floats + 16)
+        floats = self.loaded.geotrain_lm_workspace(ctypes.byref(model), room)
         return self.loaded.geotrain_lm(
             ctypes.byref(model),
             _address(weights),
             None if gradient is None else _address(gradient),
             tokens.data_ptr(),
             len(tokens),
-            self.work[length].data_ptr(),
+            _workspaces.of(floats + 16).data_ptr(),
             room,
         )
 

@@ -46,10 +46,10 @@ class Study:
     quarter_of: dict[str, int] = field(default_factory=dict)
     device: str = "cpu"
 
-    def model(self) -> SmallLM:
+    def model(self, gradient: Tensor | None = None) -> SmallLM:
         a = small_architecture(self.hidden, self.layers, self.heads, self.ffn, self.length)
         start = [initial_tensor(p, self.seed).flatten() for p in canonical_parameters(a)]
-        return SmallLM(a, torch.cat(start), device=self.device)
+        return SmallLM(a, torch.cat(start), device=self.device, gradient=gradient)
 
 
 def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devices: int = 1) -> Task:
@@ -64,11 +64,22 @@ def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devic
     samples = study.batch * devices
     steps = study.steps // devices
 
+    shared = Shared(model.gradient, model.decays().to(study.device))
+
     def learner(spec: WorkerSpec) -> Learning:
-        return Learning(study, outer, layout, steps * samples, samples, study.quarter_of.get(spec.name))
+        quarter = study.quarter_of.get(spec.name)
+        return Learning(study, outer, layout, shared, steps * samples, samples, quarter)
 
     sizes = Sizes(outer, tuple(max(1, round(f.numel * share)) for f in layout.fragments))
     return Task(outer, sizes, layout, start, steps * samples, samples, learner)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What one vector is enough of for all workers, since they step one after another: the caches hold more."""
+
+    gradient: Tensor
+    decays: Tensor
 
 
 class Learning:
@@ -77,15 +88,21 @@ class Learning:
     every_step = True
 
     def __init__(
-        self, study: Study, outer: OuterConfig, layout: Layout, train_samples: int, samples: int, quarter: int | None
+        self,
+        study: Study,
+        outer: OuterConfig,
+        layout: Layout,
+        shared: Shared,
+        train_samples: int,
+        samples: int,
+        quarter: int | None,
     ) -> None:
         self.study, self.train_samples, self.samples, self.quarter = study, train_samples, samples, quarter
-        self.model = study.model()
-        self.decays = self.model.decays().to(study.device)
+        self.model = study.model(shared.gradient)
         self.outer, self.layout = outer, layout
         self.jobs = 0
         self.losses: list[float] = []
-        self.optimizer = FlatAdamW(study.inner, self.decays)
+        self.optimizer = FlatAdamW(study.inner, shared.decays)
         self._saved = self._checkpoint()
 
     def born(self) -> None:

@@ -68,10 +68,40 @@ CLONES static void multiply(int m, int n, int k, const float *a, long row_step, 
         }
 }
 
+/* A block of 16 × 16: in the stage `half`, rows that lie so far apart exchange their halves of that width. */
+INLINE void transpose_block(const float *from, long from_step, float *to, long to_step) {
+    typedef int32_t places __attribute__((vector_size(64)));
+    vector row[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) row[i] = *(const vector *)(from + i * from_step);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) {
+        places low, high;
+#pragma GCC unroll 16
+        for (int l = 0; l < LANES; l++) {
+            low[l] = l & half ? l - half + LANES : l;
+            high[l] = l & half ? l + LANES : l + half;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & half)) {
+                vector above = row[i], below = row[i + half];
+                row[i] = __builtin_shuffle(above, below, low);
+                row[i + half] = __builtin_shuffle(above, below, high);
+            }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) *(vector *)(to + i * to_step) = row[i];
+}
+
 CLONES static void transpose(int rows, int cols, const float *from, long from_step, float *to, long to_step) {
     for (int j = 0; j < cols; j += LANES)
-        for (int i = 0; i < rows; i++)
-            for (int l = j; l < cols && l < j + LANES; l++) to[l * to_step + i] = from[i * from_step + l];
+        for (int i = 0; i < rows; i += LANES)
+            if (i + LANES <= rows && j + LANES <= cols)
+                transpose_block(from + i * from_step + j, from_step, to + j * to_step + i, to_step);
+            else
+                for (int k = i; k < rows && k < i + LANES; k++)
+                    for (int l = j; l < cols && l < j + LANES; l++) to[l * to_step + k] = from[k * from_step + l];
 }
 
 /* y = x Wᵀ, with Wᵀ [in, out] at hand;  dx = dy W;  dW += dyᵀ x */
@@ -100,6 +130,17 @@ INLINE float exponential(float x) { /* relative error below 3e-7; without branch
     bits = (n + 127) * (1 << 23);
     memcpy(&power, &bits, sizeof power);
     return (y * r * r + r + 1) * power;
+}
+
+INLINE float largest(int n, const float *x) { /* lane by lane: a plain reduction stays scalar, for NaNs' sake */
+    float lane[LANES], most = x[0];
+    int i = 0;
+    for (int l = 0; l < LANES; l++) lane[l] = most;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
+    for (; i < n; i++) most = x[i] > most ? x[i] : most;
+    for (int l = 0; l < LANES; l++) most = lane[l] > most ? lane[l] : most;
+    return most;
 }
 
 CLONES static void norm(int rows, int n, const float *x, const float *weight, float eps, float *scale, float *y) {
@@ -163,8 +204,7 @@ CLONES static void softmax_backward(int n, float scale, const float *p, float *d
 CLONES static double cross_entropy(int rows, int n, float *logits, const int64_t *targets, float weight) {
     double loss = 0;
     for (int r = 0; r < rows; r++, logits += n) {
-        float most = logits[0], sum = 0, own = logits[targets[r]];
-        for (int i = 1; i < n; i++) most = logits[i] > most ? logits[i] : most;
+        float most = largest(n, logits), sum = 0, own = logits[targets[r]];
         for (int i = 0; i < n; i++) sum += logits[i] = exponential(logits[i] - most);
         loss += log((double)sum) + most - own;
         for (int i = 0; i < n; i++) logits[i] *= weight / sum;

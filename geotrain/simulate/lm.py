@@ -50,13 +50,20 @@ class InnerSettings:
 class SmallLM:
     """Weights and gradient are two flat fp32 vectors; `masters` names the weights' parts (views)."""
 
-    def __init__(self, architecture: Architecture, start: Tensor, compiled: bool = True, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        start: Tensor,
+        compiled: bool = True,
+        device: str = "cpu",
+        gradient: Tensor | None = None,
+    ) -> None:
         """compiled: where it can be and is faster, on a CPU; device: on others torch computes in bf16, from fp32
-        weights."""
+        weights. gradient: where it is to lie, when models that step one after another share it."""
         self.a, self.device = architecture, device
         self.parameters = canonical_parameters(architecture)
         self.flat = start.to(device, copy=True)
-        self.gradient = torch.zeros_like(self.flat)
+        self.gradient = torch.zeros_like(self.flat) if gradient is None else gradient
         self.masters: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         self._place()

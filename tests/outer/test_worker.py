@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from geotrain.canonical import Run
 from geotrain.config import CodecConfig, OuterConfig, OverlapConfig
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.layout import Slice, gather, joined, scatter
 from geotrain.outer.messages import FragmentWeights
 from geotrain.outer.worker import Piece, WorkerRank
 from tests.outer.world import layout
@@ -52,6 +55,35 @@ def test_adopting(adopt, expected):
     torch.testing.assert_close(
         make_codec(FP32).decode(from_bytes(later.payload), 16), torch.full((16,), 5.0 - expected)
     )
+
+
+pieces_of_a_vector = st.lists(
+    st.builds(
+        lambda start, length, count, gap: Slice(start, length, length + gap if count > 1 else 0, count),
+        st.integers(0, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 3),
+    ),
+    max_size=8,
+)  # fmt: skip
+
+
+@given(pieces_of_a_vector)
+def test_joined_slices_name_the_same_elements(slices):
+    vector = torch.arange(64.0)
+    fewer = joined(slices)
+    assert len(fewer) <= len(slices)
+    assert torch.equal(gather(vector, fewer), gather(vector, slices))
+    here, there = torch.zeros(64), torch.zeros(64)
+    scatter(gather(vector, slices), fewer, here)
+    scatter(gather(vector, slices), slices, there)
+    assert torch.equal(here, there)
+
+
+def test_neighbours_are_one_slice():
+    assert joined([Slice(0, 4), Slice(4, 2), Slice(8, 1), Slice(6, 2)]) == (Slice(0, 6), Slice(8, 1), Slice(6, 2))
+    assert joined([Slice(0, 2, 4, 2), Slice(6, 2)]) == (Slice(0, 2, 4, 2), Slice(6, 2))
+    both = [Piece((Run(name, 0, 16),), torch.zeros(16), name == "layer.0") for name in ("layer.0", "layer.1")]
+    worker = WorkerRank(layout(), OuterConfig(), both)
+    assert worker.pushes == ((Slice(24, 16),),) and worker.holds == ((Slice(24, 32),),)
 
 
 def test_rebase_forgets_nothing():
