@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from collections.abc import Iterable
 from itertools import combinations
@@ -11,6 +13,8 @@ from geotrain.canonical import Architecture, architecture_from_hf
 from geotrain.config import Address, ClusterConfig, ConfigError, LinkConfig, RunConfig, WorkerConfig
 from geotrain.data.tokens import DataError, read_manifest
 from geotrain.launch.world import regions_of
+
+PORTS = range(15_000, 32_000)  # connections leave from 32768 and above (Linux)
 
 
 def architecture_of(run: RunConfig) -> Architecture:
@@ -128,15 +132,16 @@ def check_ports_are_free(addresses: Iterable[Address]) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports that are free now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Different ports that are free now, below those that the system gives to connections: what listens there seconds
+    later finds them free still. Raises ConfigError."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ConfigError(f"{host}: no {count} ports between {PORTS[0]} and {PORTS[-1]} are free; stop what uses them")
 
 
 def _check_places(cluster: ClusterConfig) -> None:

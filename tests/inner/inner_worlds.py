@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import queue
-import random
-import socket
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -18,6 +15,7 @@ import torch.multiprocessing as mp
 
 from geotrain.canonical import Architecture, Run, architecture_from_hf, canonical_parameters
 from geotrain.config import AccoConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from geotrain.launch.check import free_ports
 
 SEQUENCE = 16
 VOCABULARY = 96
@@ -40,6 +38,11 @@ LLAMA = {
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 
 
+# Ranks fork from a process that has imported everything: that takes seconds, and there are many of them.
+RANKS = mp.get_context("forkserver")
+RANKS.set_forkserver_preload([f"geotrain.inner.{name}" for name in ("engine", "acco_engine", "checkpoint")])
+
+
 def run_world(
     ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 280.0, lost: Collection[int] = ()
 ) -> list[Any]:
@@ -47,11 +50,10 @@ def run_world(
 
     lost: ranks that will not answer; their result is None.
     """
-    port = free_port()
-    context = mp.get_context("spawn")
-    answers: Any = context.Queue()
+    port = free_ports(1)[0]
+    answers: Any = RANKS.Queue()
     workers = [
-        context.Process(target=_rank, args=(answers, rank, ranks, port, task, args), daemon=True)
+        RANKS.Process(target=_rank, args=(answers, rank, ranks, port, task, args), daemon=True)
         for rank in range(ranks)
     ]
     until = time.monotonic() + deadline_s
@@ -77,15 +79,6 @@ def run_world(
                 worker.kill()
             if worker.pid:
                 worker.join()
-
-
-def free_port() -> int:
-    """Below those that the system gives to connections: none of another test takes it before the ranks do."""
-    for port in random.SystemRandom().sample(range(15000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port below 32000")
 
 
 def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,11 +1,9 @@
-import socket
-
 import pytest
+
+from geotrain.launch.check import free_ports
 
 
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody used a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return free_ports(1)[0]

@@ -19,6 +19,7 @@ import torch
 
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.initial import initial_tensor
+from geotrain.launch.check import free_ports
 from geotrain.net.client import MemberClient
 from geotrain.net.link import Link
 from geotrain.net.serve import serve_global, serve_region
@@ -60,12 +61,6 @@ class Server:
         return self.process.exitcode, said[min(begins) :] if begins else ""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Site:
     """A run's folder on this machine and the processes that serve it."""
 
@@ -73,7 +68,7 @@ class Site:
         self, folder: Path, rule: str = "halos", train_samples: int = 48, init_from: str | None = None
     ) -> None:
         self.folder = folder
-        ports = [free_port() for _ in range(2)]
+        ports = free_ports(2)
         run = {
             "name": "tiny",
             "model": {"config": TINY},
