@@ -3,6 +3,7 @@ simulated compute utilization)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from geotrain.canonical import Parameter
@@ -66,13 +67,33 @@ def utilization(outer: OuterConfig, model: ModelShape, gbps: float, jobs: int = 
     return (len(starts) - 1 - first) * outer.local_steps * model.step_s / (starts[-1] - starts[first])
 
 
-def needed_gbps(outer: OuterConfig, model: ModelShape, targets: tuple[float, ...] = TARGETS) -> tuple[float, ...]:
-    """The first grid point at which each utilization is reached; infinity when none does."""
+def freshness(outer: OuterConfig, model: ModelShape, gbps: float, sends: int = 200) -> float:
+    """Of the updates that a region could send, one every H × K steps of its worker, the share that it does: its
+    workers never wait; over a thin link there are fewer updates, each of more steps.
+
+    sends: that each of two regions, a worker in each, could make. The two at the end of a run do not count."""
+    regions = tuple(
+        RegionSpec(f"region-{i}", (WorkerSpec(f"worker-{i}", model.step_s),), LinkSpec(gbps)) for i in range(2)
+    )
+    steps = 2 * sends * outer.updates_per_send * outer.local_steps
+    world = World(WorldSpec(regions), timing_task(outer, model.layout(outer.fragments.layers_per_fragment), steps, 1))
+    world.run()
+    version = min(fragment.version for fragment in world.top.server.fragments)
+    return min(1.0, max(0, version - 2) / (2 * sends - 2))
+
+
+def needed_gbps(
+    outer: OuterConfig,
+    model: ModelShape,
+    targets: tuple[float, ...] = TARGETS,
+    measure: Callable[[OuterConfig, ModelShape, float], float] = utilization,
+) -> tuple[float, ...]:
+    """The first grid point at which each utilization, or what else is measured, is reached; infinity: at none."""
     known: dict[int, float] = {}
 
     def reached(i: int, target: float) -> bool:
         if i not in known:
-            known[i] = utilization(outer, model, GRID_GBPS[i])
+            known[i] = measure(outer, model, GRID_GBPS[i])
         return known[i] >= target
 
     found = []
