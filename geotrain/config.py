@@ -147,19 +147,23 @@ class LimitsConfig(Block):
 class OuterConfig(Block):
     """The outer loop. Each baseline is a setting of this block."""
 
-    rule: Literal["halos", "region_momentum", "sync"] = "halos"
+    rule: Literal["halos", "region_momentum", "sync"] = Field(
+        "region_momentum", description="How servers apply deltas: docs/algorithms.md, docs/evidence.md."
+    )
     levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
     ledger: bool = Field(True, description="halos: keep what was committed while an update travelled.")
     local_steps: PositiveInt = Field(8, description="H: inner steps between deltas, at speed 1.")
     scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")
-    updates_per_send: PositiveInt = Field(32, description="K: updates a region applies before it sends up.")
-    merge_alpha: Fraction = Field(0.25, description="α: weight of the global weights when a region merges.")
+    updates_per_send: PositiveInt = Field(4, description="K: updates a region applies before it sends up.")
+    merge_alpha: Fraction = Field(0.5, description="α: weight of the global weights when a region merges.")
     region: MomentumConfig = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=16)
     global_: MomentumConfig = Field(MomentumConfig(lr_per_update=0.15, beta=0.5, buffer=2), alias="global")
     sync_lr: PositiveFloat = Field(0.7, description="sync: the outer Nesterov learning rate.")
     sync_momentum: Fraction = Field(0.9, description="sync: the outer Nesterov momentum.")
-    momentum_gain: Annotated[float, Field(ge=0)] = Field(3.0, description="region_momentum: c.")
-    momentum_decay: Fraction = Field(0.993, description="region_momentum: k, per update.")
+    momentum_gain: Annotated[float, Field(ge=0)] = Field(1.0, description="region_momentum: c.")
+    momentum_decay: Fraction = Field(
+        0.993, description="region_momentum: k, per update; best over a tenth of a run's, which geotrain plan sets."
+    )
     lease_reserve: Annotated[int, Field(ge=0)] = Field(
         0, description="Jobs of each worker whose data a region keeps in reserve, to train on while it is cut off."
     )

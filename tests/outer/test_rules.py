@@ -16,7 +16,7 @@ N_TRACE = 60
 
 def config(**changes) -> OuterConfig:
     base = dict(
-        up=FP32, down=FP32, local=FP32, updates_per_send=3, merge_alpha=0.25,
+        rule="halos", up=FP32, down=FP32, local=FP32, updates_per_send=3, merge_alpha=0.25,
         region=MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=4),
         **{"global": MomentumConfig(lr_per_update=0.15, beta=0.5, buffer=2)},
     )  # fmt: skip
