@@ -147,9 +147,7 @@ class LimitsConfig(Block):
 class OuterConfig(Block):
     """The outer loop. Each baseline is a setting of this block."""
 
-    rule: Literal["halos", "region_momentum", "sync"] = Field(
-        "region_momentum", description="How servers apply deltas: docs/algorithms.md, docs/evidence.md."
-    )
+    rule: Literal["halos", "region_momentum", "sync"] = Field("region_momentum", description="docs/algorithms.md")
     levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
     ledger: bool = Field(True, description="halos: keep what was committed while an update travelled.")
     local_steps: PositiveInt = Field(8, description="H: inner steps between deltas, at speed 1.")
@@ -161,9 +159,7 @@ class OuterConfig(Block):
     sync_lr: PositiveFloat = Field(0.7, description="sync: the outer Nesterov learning rate.")
     sync_momentum: Fraction = Field(0.9, description="sync: the outer Nesterov momentum.")
     momentum_gain: Annotated[float, Field(ge=0)] = Field(1.0, description="region_momentum: c.")
-    momentum_decay: Fraction = Field(
-        0.993, description="region_momentum: k, per update; best over a tenth of a run's, which geotrain plan sets."
-    )
+    momentum_decay: Fraction = Field(0.993, description="region_momentum: k, per update; docs/algorithms.md")
     lease_reserve: Annotated[int, Field(ge=0)] = Field(
         0, description="Jobs of each worker whose data a region keeps in reserve, to train on while it is cut off."
     )
