@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,6 +187,23 @@ def test_training_is_real_and_repeatable():
     assert first == losses("region-momentum")
     assert first[-1] < first[0] < 5.5  # nats a byte: ln 256 = 5.55 knows nothing
     assert losses("halos")[-1] < 5.5
+
+
+def test_workers_of_one_rank_take_coded_changes_from_the_global_server():
+    """In a flat run; what several ranks hold copies of would drift."""
+    study = Study(steps=192, hidden=16, layers=1, heads=2, ffn=32, batch=2, length=32)
+    flat = BASELINES["async-local-sgd"].model_copy(update={"local_steps": 4})
+
+    def last(codec: str) -> float:
+        coded = CodecConfig(name=codec)
+        outer = flat.model_copy(update={"up": coded, "down": coded})
+        curve = Curve(study, points=2, windows=16)
+        World(ENVIRONMENT.world, training_task(study, outer, 1), curve.watch).run()  # all messages are quick
+        return curve.points[-1].test
+
+    learnt, coded = (math.log(256) - last(codec) for codec in ("fp32", "int4"))  # nats a byte better than a guess
+    assert learnt > 0.1 and coded != learnt
+    assert coded == pytest.approx(learnt, rel=0.05)
 
 
 def test_training_on_a_gpu_takes_the_same_virtual_time(monkeypatch):
