@@ -56,11 +56,8 @@ def utilization(outer: OuterConfig, model: ModelShape, gbps: float, jobs: int = 
     if outer.levels == 1 and outer.rule == "sync":
         layers = tuple(tuple(p.layer for p in f.parameters if p.layer is not None) for f in layout.fragments)
         ring = RingSpec(LinkSpec(gbps), RING_FACTOR, shape=StepShape(model.step_s, layers))
-    regions = tuple(
-        RegionSpec(f"region-{i}", (WorkerSpec(f"worker-{i}", model.step_s),), LinkSpec(gbps)) for i in range(2)
-    )
     steps = 2 * jobs * outer.local_steps
-    world = World(WorldSpec(regions, ring=ring), timing_task(outer, layout, steps, 1))
+    world = World(WorldSpec(_regions(model, gbps), ring=ring), timing_task(outer, layout, steps, 1))
     world.run()
     starts = world.workers["worker-0"].job_starts_s
     first = len(starts) // 2
@@ -72,11 +69,11 @@ def freshness(outer: OuterConfig, model: ModelShape, gbps: float, sends: int = 2
     workers never wait; over a thin link there are fewer updates, each of more steps.
 
     sends: that each of two regions, a worker in each, could make. The two at the end of a run do not count."""
-    regions = tuple(
-        RegionSpec(f"region-{i}", (WorkerSpec(f"worker-{i}", model.step_s),), LinkSpec(gbps)) for i in range(2)
-    )
     steps = 2 * sends * outer.updates_per_send * outer.local_steps
-    world = World(WorldSpec(regions), timing_task(outer, model.layout(outer.fragments.layers_per_fragment), steps, 1))
+    world = World(
+        WorldSpec(_regions(model, gbps)),
+        timing_task(outer, model.layout(outer.fragments.layers_per_fragment), steps, 1),
+    )
     world.run()
     version = min(fragment.version for fragment in world.top.server.fragments)
     return min(1.0, max(0, version - 2) / (2 * sends - 2))
@@ -104,3 +101,10 @@ def needed_gbps(
             low, high = (low, middle) if reached(middle, target) else (middle + 1, high)
         found.append(GRID_GBPS[low] if low < len(GRID_GBPS) else float("inf"))
     return tuple(found)
+
+
+def _regions(model: ModelShape, gbps: float) -> tuple[RegionSpec, ...]:
+    """Two, of one worker each."""
+    return tuple(
+        RegionSpec(f"region-{i}", (WorkerSpec(f"worker-{i}", model.step_s),), LinkSpec(gbps)) for i in range(2)
+    )
