@@ -3,7 +3,7 @@ the production's state machines in virtual time, beside what the paper states; a
 
     python benchmarks/bandwidth.py [--docs]
 
-A minute on one core. The last line printed is one JSON object.
+Half a minute on one core. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
