@@ -19,7 +19,7 @@ train: install
 	$(BIN)/geotrain quickstart
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
 
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install
