@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,6 @@ def two_replicas(folder: str) -> dict[str, Any]:
         "overwritten": {form: overwritten(form) for form in SAVED},
         "bf16": {form: train_bf16(form) for form in (None, *FORMS)},
         "large": {form: large(form) for form in ("stale", "local")},
-        "beside compute": {form: beside_compute(form) for form in FORMS},
         "watched": watched(f"{folder}/csv"),
         "bad settings": [refusal(bad_run(*settings, ranks=2)) for *settings, _ in BAD_SETTINGS],
     }
@@ -247,40 +245,6 @@ def large(form: str) -> dict[str, Any]:
     return {"bytes": kept, "parameters": parameters}
 
 
-def beside_compute(form: str) -> list[str]:
-    """The lane's jobs, each of which ended only once micro-batches had been computed, from begin to end, beside it.
-
-    No time is compared: where the engine waits for a job before it computes, the job waits for the engine, and its
-    deadline ends the training."""
-    engine, ended = engine_for(form), []
-    train(engine, range(2))
-    engine.settle()
-    lane, start_job = engine.optimizer.lane, engine.optimizer.lane.start
-
-    def start_held(what: str, job: Callable[[], Any]) -> Any:
-        submitted = time.perf_counter()
-
-        def held() -> Any:
-            result = job()
-            deadline = time.monotonic() + 60
-            while not any(i.what == "compute" and i.begin_s > submitted for i in list(lane.timeline)):
-                assert time.monotonic() < deadline, f"no micro-batch was computed beside {what}"
-                time.sleep(0.001)
-            ended.append(what)
-            return result
-
-        return start_job(what, held)
-
-    lane.start = start_held
-    step = 2
-    for step in range(2, 5):
-        engine.train_step(micro_batches(engine, step), step)
-    lane.start = start_job
-    engine.train_step(micro_batches(engine, step + 1), step + 1)  # the last commit's compute
-    stop(engine)
-    return ended
-
-
 def watched(folder: str) -> dict[str, Any]:
     import deepspeed.comm as ds_comm
 
@@ -426,22 +390,6 @@ def test_memory_is_what_the_formula_says(ranks: list[dict[str, Any]], form: str)
     for rank in ranks:
         seen = rank["large"][form]
         assert seen["bytes"] == pytest.approx(bytes_per_parameter(form, 2, 4) * seen["parameters"], rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "jobs"),
-    [
-        ("stale", ["commit"]),
-        ("none", ["commit"]),
-        ("exact", ["predict", "commit"]),
-        ("local", ["predict", "commit"]),
-        ("int4", ["predict", "commit"]),
-    ],
-)
-def test_all_communication_runs_beside_compute(ranks: list[dict[str, Any]], form: str, jobs: list[str]) -> None:
-    for rank in ranks:
-        assert rank["beside compute"][form] == jobs * 3
 
 
 @pytest.mark.slow

@@ -1,0 +1,66 @@
+"""ACCO's communication runs beside compute, by what waits for what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from inner_worlds import QWEN, deepspeed_block, micro_batches, run_world, start, stop, train
+
+from geotrain.config import AccoConfig, ParallelConfig
+
+MODEL = {**QWEN, "num_hidden_layers": 2}
+JOBS = {
+    "exact": ["predict", "commit"],
+    "int4": ["predict", "commit"],
+    "local": ["predict", "commit"],
+    "stale": ["commit"],
+    "none": ["commit"],
+}
+
+
+def beside_compute(form: str) -> list[str]:
+    """The lane's jobs, each of which ended only once micro-batches had been computed, from begin to end, beside it.
+
+    No time is compared: where the engine waits for a job before it computes, the job waits for the engine, and its
+    deadline ends the training."""
+    acco = AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
+    engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=1), acco=acco)
+    ended: list[str] = []
+    train(engine, range(2))
+    engine.settle()
+    lane, start_job = engine.optimizer.lane, engine.optimizer.lane.start
+
+    def start_held(what: str, job: Callable[[], Any]) -> Any:
+        submitted = time.perf_counter()
+
+        def held() -> Any:
+            result = job()
+            deadline = time.monotonic() + 60
+            while not any(i.what == "compute" and i.begin_s > submitted for i in list(lane.timeline)):
+                assert time.monotonic() < deadline, f"no micro-batch was computed beside {what}"
+                time.sleep(0.001)
+            ended.append(what)
+            return result
+
+        return start_job(what, held)
+
+    lane.start = start_held
+    for step in range(2, 5):  # no result is asked for: that would settle
+        engine.train_step(micro_batches(engine, step), step)
+    lane.start = start_job
+    train(engine, range(5, 6))  # the last commit's compute
+    stop(engine)
+    return ended
+
+
+def every_form() -> dict[str, list[str]]:
+    return {form: beside_compute(form) for form in JOBS}
+
+
+@pytest.mark.slow
+def test_all_communication_runs_beside_compute() -> None:
+    for ended in run_world(2, every_form):
+        assert ended == {form: jobs * 3 for form, jobs in JOBS.items()}
