@@ -236,7 +236,7 @@ def live_bytes() -> int:
 def large(form: str) -> dict[str, Any]:
     before = live_bytes()
     engine = engine_for(form, LARGE)
-    train(engine, range(2))
+    train(engine, range(6))
     engine.settle()
     parameters = sum(p.numel() for p in engine.module.parameters())
     scratch = engine.optimizer.lane._scratch
