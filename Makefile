@@ -18,8 +18,9 @@ $(VENV)/.installed: setup.py constraints.txt launch/install.sh
 train: install
 	$(BIN)/geotrain quickstart
 
+# Tests start hundreds of processes: the modules that they share are compiled once, also where the environment forbids it.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
 
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install
