@@ -21,6 +21,7 @@ from geotrain.canonical import Architecture
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.plan.network import Line, Network, Seat
 from geotrain.plan.pipeline import Stages, bubble_free_seconds, pipeline_seconds
+from geotrain.plan.shares import claimed_shares, even_shares
 from geotrain.plan.work import stage_flops
 from geotrain.sharing.acco_forms import FORMS, first_part
 from geotrain.sharing.checks import accumulation_steps, trains_in_bf16, zero_stage
@@ -54,9 +55,9 @@ class Work:
 class StepTime:
     """Seconds of a step, by what they go to; they add up to `step_s`.
 
-    compute_s: arithmetic of the busiest stage. tensor_s: its tensor-parallel communication. pipeline_s: the bubble
-    and the transfers between stages. reduction_s: gradients and weights between replicas, as far as nothing hides it.
-    words_s: the small collectives.
+    compute_s: arithmetic of the slowest replica's busiest stage. tensor_s: its tensor-parallel communication.
+    pipeline_s: the bubble and the transfers between stages; with `acco.balance` also the wait for the last one.
+    reduction_s: gradients and weights between replicas, as far as nothing hides it. words_s: the small collectives.
     sent_bytes: of one step, over each pair of regions, (from, to).
 
     No part of the step, but of each time that the outer loop stops it:
@@ -102,23 +103,23 @@ def step_time(work: Work, seats: Sequence[Seat], network: Network) -> StepTime:
     """
     mesh = Mesh(seats, work.parallel)
     micro_batches = accumulation_steps(work.deepspeed, mesh.dp)
+    first = micro_batches if work.acco is None else first_part(work.acco, micro_batches)
     sent: Sent = defaultdict(float)
-    whole, bare, tensor = _pipelines(work, mesh, network, micro_batches, sent)
+    computing = _computing(work, mesh, network, (first, micro_batches - first), sent)
     replicas = _between_replicas(work, mesh, network)
     reduction, settle, ahead = replicas.reduction_s, 0.0, 0.0
     tied = _tied_ends(work, mesh, network, sent)
     words = SMALL_COLLECTIVES * _words(seats, network)
     if work.acco is not None:
-        first = first_part(work.acco, micro_batches) / micro_batches * whole
         ahead = FORMS[work.acco.prediction].ahead_traffic(work.bytes_per_weight)
-        settle = min(first, reduction)  # what the first part would have hidden
-        reduction = max(first, reduction) + max(whole - first, ahead * reduction) - whole
+        settle = min(computing.first_s, reduction)  # what the first part would have hidden
+        reduction = max(computing.first_s, reduction) + max(computing.second_s, ahead * reduction) - computing.whole_s
     for pair, count in replicas.reduction_bytes.items():
         sent[pair] += (1 + ahead) * count
     return StepTime(
-        bare,
-        tensor,
-        whole - bare - tensor,
+        computing.arithmetic_s,
+        computing.tensor_s,
+        computing.whole_s - computing.arithmetic_s - computing.tensor_s,
         reduction + tied,
         words,
         dict(sent),
@@ -128,10 +129,22 @@ def step_time(work: Work, seats: Sequence[Seat], network: Network) -> StepTime:
     )
 
 
-def _pipelines(
-    work: Work, mesh: Mesh, network: Network, micro_batches: int, sent: Sent
-) -> tuple[float, float, float]:
-    """(the slowest replica's pipeline, arithmetic and tensor communication of its busiest stage), in seconds.
+@dataclass(frozen=True)
+class _Computing:
+    """Seconds of the pipelines' two parts, until the slowest replica is done; and of its busiest stage."""
+
+    first_s: float
+    second_s: float
+    arithmetic_s: float
+    tensor_s: float
+
+    @property
+    def whole_s(self) -> float:
+        return self.first_s + self.second_s
+
+
+def _computing(work: Work, mesh: Mesh, network: Network, parts: tuple[int, int], sent: Sent) -> _Computing:
+    """parts: micro-batches of a replica before and after ACCO's commit is adopted.
 
     An activation of a micro-batch has tokens · hidden elements; every tensor rank sends it whole to its peer, with
     sequence parallelism its part.
@@ -144,12 +157,9 @@ def _pipelines(
         for d in range(mesh.dp)
     }
     flows = Counter(line.key for lines in edges.values() for line in lines)
-    for s, d in edges:
-        for t in range(mesh.tp):
-            _count(sent, mesh.at(s, d, t), mesh.at(s + 1, d, t), 1, micro_batches * piece, both_ways=True)
     compute_of: dict[tuple[int, tuple[float, ...]], tuple[float, float]] = {}
-    slowest: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    seen: dict[Stages, tuple[float, float, float]] = {}
+    replicas: list[Stages] = []
+    tensors: list[list[float]] = []
     for d in range(mesh.dp):
         forward, backward, tensor = [], [], []
         for s in range(mesh.pp):
@@ -166,14 +176,20 @@ def _pipelines(
         times = tuple(
             max(line.seconds(piece, _share(flows, line)) for line in edges[s, d]) for s in range(mesh.pp - 1)
         )
-        stages = Stages(tuple(forward), tuple(backward), times)
-        if stages not in seen:
-            busiest = max(range(mesh.pp), key=lambda s: forward[s] + backward[s])
-            communicates = micro_batches * tensor[busiest]
-            computes = bubble_free_seconds(stages, micro_batches) - communicates
-            seen[stages] = (pipeline_seconds(stages, micro_batches), computes, communicates)
-        slowest = max(slowest, seen[stages])
-    return slowest
+        replicas.append(Stages(tuple(forward), tuple(backward), times))
+        tensors.append(tensor)
+    balance = work.acco is not None and work.acco.balance
+    shares = (claimed_shares if balance else even_shares)(tuple(replicas), parts)
+    for s, d in edges:
+        moved = shares.micro_batches[d] * piece  # so much each way
+        for t in range(mesh.tp):
+            _count(sent, mesh.at(s, d, t), mesh.at(s + 1, d, t), 1, moved, both_ways=True)
+    counts = shares.micro_batches
+    slowest = max(range(mesh.dp), key=lambda d: pipeline_seconds(replicas[d], counts[d]))
+    forward_s, backward_s = replicas[slowest].forward_s, replicas[slowest].backward_s
+    busiest = max(range(mesh.pp), key=lambda s: forward_s[s] + backward_s[s])
+    tensor_s = counts[slowest] * tensors[slowest][busiest]
+    return _Computing(*shares.part_s, bubble_free_seconds(replicas[slowest], counts[slowest]) - tensor_s, tensor_s)
 
 
 def _tensor_seconds(
