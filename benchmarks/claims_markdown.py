@@ -82,7 +82,7 @@ def _methods(report: dict[str, Any], titles: dict[str, str]) -> str:
         "utilization", "GB between regions",
     )  # fmt: skip
     more = _longer(report["with_a_schedule_twice_as_long"], titles)
-    told = "Rivals that did not reach the target were given a schedule twice as long, for times to it; they end at"
+    told = "Rivals that did not reach the target were given a schedule twice as long, and trained until they did"
     note = f"\n\n{told}: {more}." if more else ""
     return table(rows, header) + note
 
@@ -96,8 +96,8 @@ def _loss(s: dict[str, Any]) -> str:
     return f"{loss['mean']:.4f}{half}{note}"
 
 
-def _longer(losses: dict[str, dict[str, Any]], titles: dict[str, str]) -> str:
-    return "; ".join(f"{titles[m]} {_number(loss['mean'], 4)} ({loss['n']} seeds)" for m, loss in losses.items())
+def _longer(found: dict[str, dict[str, int]], titles: dict[str, str]) -> str:
+    return "; ".join(f"{titles[m]} ({of['reached']} of {of['runs']} seeds)" for m, of in found.items())
 
 
 def _harsh(report: dict[str, Any]) -> str:

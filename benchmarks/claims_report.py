@@ -88,9 +88,13 @@ class Compared:
         mine = self.times_s(ours)
         return {name: speedup(self.times_s(m), mine) for name, m in rivals.items() if m in self.rows}
 
-    def longer_losses(self) -> dict[str, dict[str, Any]]:
-        methods = dict.fromkeys(m for m, _ in self.longer)
-        return {m: interval([row["test"] for (of, _), row in self.longer.items() if of == m]) for m in methods}
+    def longer_runs(self) -> dict[str, dict[str, int]]:
+        """By method: how many there were, and how many of them reached the target."""
+        found = {m: {"runs": 0, "reached": 0} for m, _ in self.longer}
+        for (m, seed), row in self.longer.items():
+            found[m]["runs"] += 1
+            found[m]["reached"] += time_to(row, self.targets[seed]) is not None
+        return found
 
     def gap(self, method: str, reference: str) -> dict[str, Any] | None:
         """By how much more it loses than the reference, as a share, seed by seed."""

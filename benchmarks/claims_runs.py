@@ -33,7 +33,8 @@ NO_ROUND, DIVERGED = "no round fits", "diverged"
 
 @dataclass(frozen=True)
 class Job:
-    """steps: inner steps of all workers together. size: of the small model, as `Study` names it."""
+    """steps: inner steps of all workers together. size: of the small model, as `Study` names it. until: the run ends
+    at the first point of its curve with this test loss."""
 
     method: str
     settings: Settings
@@ -42,6 +43,7 @@ class Job:
     steps: int
     size: dict[str, Any] = field(default_factory=dict)
     points: int = 24
+    until: float | None = None
 
     @cached_property
     def resolved(self) -> Resolved:
@@ -52,7 +54,10 @@ class Job:
         """Of all that the result follows from: change any of it, and the job is another one."""
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json")
-        parts = (VERSION, asdict(self), outer, repr(r.world), repr(r.study), standard_library().digest)
+        mine = asdict(self)
+        if self.until is None:
+            del mine["until"]  # as before there was one: older rows are known by their key
+        parts = (VERSION, mine, outer, repr(r.world), repr(r.study), standard_library().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -93,10 +98,15 @@ class Resolved:
         return Resolved(setting.environment, exchange, world, outer, study, devices)
 
 
+class LossReached(Exception):
+    """The run need not go on."""
+
+
 def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]:
     """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points; tell: of each.
 
-    A run without a result says why in `failed`, and its losses and measures are None.
+    A run without a result says why in `failed`, and its losses and measures are None. One that ends at `job.until`
+    has no loss on the selection slice.
     """
     import torch
 
@@ -107,7 +117,14 @@ def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]
     begin, begin_wall = time.process_time(), time.perf_counter()
     r = job.resolved
     task = training_task(r.study, r.outer, r.environment.numel, r.devices)
-    curve = Curve(r.study, job.points, tell=tell)
+
+    def told(point: Point) -> None:
+        if tell:
+            tell(point)
+        if job.until is not None and point.test <= job.until:
+            raise LossReached
+
+    curve = Curve(r.study, job.points, tell=told)
     world = World(r.world, task, curve.watch)
     measured = _measured(job, world, curve) if r.study.steps else {"failed": NO_ROUND}
     return {
@@ -129,14 +146,17 @@ def _measured(job: Job, world: World, curve: Curve) -> dict[str, Any]:
     from geotrain.outer.messages import Refused
 
     r = job.resolved
+    selection: float | None = None
     try:
         report = world.run()
+        selection = curve.last(world, report["committed_steps"] * r.devices / r.study.steps)
+    except LossReached:
+        report = world.report()
     except (NonFiniteError, Refused) as error:  # the delta of a diverged worker is not encoded, or not taken
         return {"failed": DIVERGED, "error": str(error), "seconds": world.clock.now}
     committed_steps = report["committed_steps"] * r.devices
-    selection = curve.last(world, committed_steps / r.study.steps)
     test = curve.points[-1].test
-    if not (math.isfinite(test) and math.isfinite(selection)):
+    if not all(math.isfinite(loss) for loss in (test, selection) if loss is not None):
         return {"failed": DIVERGED, "seconds": report["seconds"]}
     return {
         "curve": [[p.time_s, p.committed_share, p.test] for p in curve.points],

@@ -93,7 +93,7 @@ class Study:
             "loss_at_our_time": self._losses_at_our_time(compared),
             "speedup": compared.speedups(RIVALS, OURS),
             "loss_gap_to_synchronous": compared.gap(OURS, "data-parallel"),
-            "with_a_schedule_twice_as_long": compared.longer_losses(),
+            "with_a_schedule_twice_as_long": compared.longer_runs(),
             "methods": summaries,
         }
 
@@ -110,7 +110,7 @@ class Study:
                 "speedup": {name: of["mean"] for name, of in compared.speedups(RIVALS, OURS).items()},
                 "time_to_target_s": {m: mean(compared.times_s(m)) for m in methods},
                 "loss_at_equal_tokens": {m: s["loss"]["mean"] for m, s in summaries.items()},
-                "with_a_schedule_twice_as_long": {m: of["mean"] for m, of in compared.longer_losses().items()},
+                "with_a_schedule_twice_as_long": compared.longer_runs(),
                 "end_s": {m: s["end_s"] for m, s in summaries.items()},
                 "failed": {m: s["failed"] for m, s in summaries.items() if s["failed"]},
             }
@@ -118,12 +118,12 @@ class Study:
 
     # -- inside
 
-    def _job(self, method: str, world: str, seed: int, steps: int) -> Job:
-        return Job(method, self.settings[method], world, seed, steps, self.plan.size)
+    def _job(self, method: str, world: str, seed: int, steps: int, until: float | None = None) -> Job:
+        return Job(method, self.settings[method], world, seed, steps, self.plan.size, until=until)
 
     def _compare(self, worlds: Sequence[str], methods: Sequence[str], seeds: int, steps: int) -> dict[str, Compared]:
         """Every method in every world with every seed; then rivals that missed the target once more, with twice the
-        tokens and a schedule as long. Two passes of the pool."""
+        tokens and a schedule as long, until they reach it. Two passes of the pool."""
         jobs = [self._job(m, w, seed, steps) for seed in range(seeds) for w in worlds for m in methods]
         rows = self.complete(jobs)
         found = {
@@ -137,7 +137,7 @@ class Study:
             if m in methods
             for seed in compared.missed(m)
         ]
-        longer = self.complete([self._job(m, w, seed, 2 * steps) for w, m, seed in missed])
+        longer = self.complete([self._job(m, w, s, 2 * steps, found[w].targets[s]) for w, m, s in missed])
         for (w, m, seed), row in zip(missed, longer, strict=True):
             found[w].longer[m, seed] = row
         return found

@@ -219,6 +219,18 @@ def test_runs_are_measured_alike():
     assert nothing["failed"] == NO_ROUND and nothing["test"] is None
 
 
+def test_a_run_ends_at_the_loss_that_was_asked_for():
+    job = Job(OURS, SETTINGS[OURS], "published", 0, 640, TINY, points=8)
+    whole = run(job)
+    middle = whole["curve"][4][2]
+    found = run(replace(job, until=middle))
+    assert found["curve"] == whole["curve"][: len(found["curve"])] and len(found["curve"]) <= 5
+    assert found["test"] == found["curve"][-1][2] <= middle < found["curve"][-2][2]
+    assert found["committed_steps"] < whole["committed_steps"] and found["seconds"] == found["curve"][-1][0]
+    assert found["selection"] is None and "failed" not in found
+    assert replace(job, until=middle).key != job.key
+
+
 def test_losses_are_of_640_windows_of_each_slice():
     curve = Curve(Small(steps=1, **TINY), points=1)
     assert len(curve.test) == len(curve.selection) == 640
@@ -260,6 +272,10 @@ def test_harsher_worlds_have_a_control_and_rivals_that_miss_get_a_longer_schedul
     assert set(report["harsh"]) == set(WORLDS) and "published" in report["harsh"]
     assert set(report["harsh"]["late-join"]["loss_at_equal_tokens"]) == set(HARSH_METHODS)
     longer = {(j.method, j.world) for j in jobs if j.steps == 30720}
+    assert {j.until for j in jobs if j.steps == 30720} == {2.0} and {j.until for j in jobs if j.steps <= 15360} == {
+        None
+    }
+    assert report["harsh"]["late-join"]["with_a_schedule_twice_as_long"]["halos"] == {"runs": 1, "reached": 1}
     assert longer == {(m, w) for m in ("halos", "async-local-sgd") for w in WORLDS}
     assert report["harsh"]["late-join"]["speedup"]["ours_over_halos"] > 10
 
