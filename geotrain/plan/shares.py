@@ -28,8 +28,11 @@ def even_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
 def claimed_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
     """`acco.balance` (`geotrain.inner.acco_claims`): each part of a step is a pool, of parts[i] micro-batches
     a replica. Whoever is done takes the next, a pipeline as many at once as it has stages; all begin with as many."""
-    taken, part_s = [0] * len(replicas), []
-    for part in filter(None, parts):
+    taken, part_s = [0] * len(replicas), list[float]()
+    for part in parts:
+        if not part:
+            part_s.append(0.0)
+            continue
         width, free = min(len(replicas[0].forward_s), part), part * len(replicas)
         done = []
         for d, stages in enumerate(replicas):
@@ -43,4 +46,4 @@ def claimed_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shar
             taken[d] += chunk
             free -= chunk
         part_s.append(max(done)[0])
-    return Shares(tuple(taken), (*part_s, *(0.0 for part in parts if not part)))
+    return Shares(tuple(taken), tuple(part_s))

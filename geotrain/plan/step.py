@@ -189,7 +189,9 @@ def _computing(work: Work, mesh: Mesh, network: Network, parts: tuple[int, int],
     forward_s, backward_s = replicas[slowest].forward_s, replicas[slowest].backward_s
     busiest = max(range(mesh.pp), key=lambda s: forward_s[s] + backward_s[s])
     tensor_s = counts[slowest] * tensors[slowest][busiest]
-    return _Computing(*shares.part_s, bubble_free_seconds(replicas[slowest], counts[slowest]) - tensor_s, tensor_s)
+    first_s, second_s = shares.part_s
+    arithmetic_s = bubble_free_seconds(replicas[slowest], counts[slowest]) - tensor_s
+    return _Computing(first_s, second_s, arithmetic_s, tensor_s)
 
 
 def _tensor_seconds(
