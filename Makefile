@@ -18,7 +18,7 @@ $(VENV)/.installed: setup.py constraints.txt launch/install.sh
 train: install
 	$(BIN)/geotrain quickstart
 
-# Tests start hundreds of processes: the modules that they share are compiled once, also where the environment forbids it.
+# Tests start many processes: the modules that they share are compiled once, also where the environment says otherwise.
 test: install
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
 

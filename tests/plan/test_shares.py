@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import small_run
-from plan.test_predict import host, on
 
 from geotrain.plan.pipeline import Stages, pipeline_seconds
 from geotrain.plan.shares import claimed_shares, even_shares
@@ -62,16 +60,3 @@ def test_all_is_done_once_and_nobody_waits_longer_than_for_one_claim(
         full_speed = part * len(replicas) / sum(width / claim for claim in claims)
         assert full_speed <= took * (1 + 1e-9)
         assert took <= full_speed + max(claims) * (1 + 1e-9)
-
-
-def test_a_prediction_counts_what_a_fast_replica_takes() -> None:
-    """The slow host has half the speed: two thirds of the micro-batches are the fast one's."""
-    hosts = [[host("a"), host("b", kind="slow")]]
-    waits = on(small_run(acco={"prediction": "stale"}), hosts).workers["eu-0"]
-    shares = on(small_run(acco={"prediction": "stale", "balance": True}), hosts).workers["eu-0"]
-    micro_s = waits.step.compute_s / 32  # the slow host's; there are 2 · 32 of them
-    assert shares.step.compute_s + shares.step.pipeline_s == pytest.approx(43 * micro_s / 2)
-    assert waits.step.step_s - shares.step.step_s == pytest.approx((32 - 43 / 2) * micro_s)
-    assert shares.tokens_per_s > 1.4 * waits.tokens_per_s
-    assert shares.limit != waits.limit
-    assert "unequal work" in waits.limit
