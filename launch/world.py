@@ -77,11 +77,11 @@ def this_machine() -> Machine:
 
     Raises ConfigError when CUDA_VISIBLE_DEVICES names devices otherwise than by number.
     """
-    import torch
-
     cores = len(os.sched_getaffinity(0))
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return Machine(cores)
+    import torch  # takes seconds
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     if visible is None or count == 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +78,11 @@ def test_files_can_be_read_in_a_sitting() -> None:
     ]
     long = {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text().splitlines())) > 500}
     assert not long, f"over 500 lines: {long}"
+
+
+def test_launching_and_operating_import_no_torch() -> None:
+    """It takes seconds, of every command that a person types."""
+    modules = ("region", "operate", "watching", "logs", "check", "guard")
+    program = f"import sys, {', '.join(f'geotrain.launch.{m}' for m in modules)}; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == "False\n"

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from geotrain.canonical import Parameter, Run, architecture_from_hf, canonical_parameters, digest
 from geotrain.config import RunConfig
+
+if TYPE_CHECKING:  # importing it takes seconds, and commands that only speak to servers need no tensor
+    from torch import Tensor
 
 
 class LayoutError(ValueError):
@@ -104,12 +108,13 @@ class Layout:
     def check_cover(self, fragment: int, slices: Iterable[Slice]) -> None:
         """Raises LayoutError unless the slices cover every element of the fragment exactly once."""
         f = self.fragments[fragment]
-        times = torch.zeros(f.numel, dtype=torch.int32)
+        times = np.zeros(f.numel, np.int32)
         for piece in slices:
             _check(piece, f.numel, f.name)
-            _view(times, piece).add_(1)
+            rows = times[piece.start : piece.stop]
+            as_strided(rows, (piece.count, piece.length), (piece.stride * times.itemsize, times.itemsize))[...] += 1
         if not bool((times == 1).all()):
-            at = int((times != 1).nonzero()[0])
+            at = int((times != 1).argmax())
             what = "covered by no rank" if times[at] == 0 else f"covered {int(times[at])} times"
             raise LayoutError(f"fragment {f.name!r}: element {at} of {f.numel} is {what}")
 
@@ -157,7 +162,7 @@ def gather(vector: Tensor, slices: Sequence[Slice]) -> Tensor:
     """The elements that the slices name, in order: 1-D, contiguous. A view where one plain slice allows it."""
     if len(slices) == 1 and slices[0].count == 1:
         return vector[slices[0].start : slices[0].stop]
-    out = torch.empty(numel(slices), dtype=vector.dtype, device=vector.device)
+    out = vector.new_empty(numel(slices))
     position = 0
     for piece in slices:
         out[position : position + piece.numel].view(piece.count, piece.length).copy_(_view(vector, piece))
