@@ -26,7 +26,18 @@ def quick_bound(problem: Problem) -> float:
     dearest such sum is paid. If more than e·D + n devices have no activation link below t, then more than e stages
     hold one of them, so at least e + 1 (at most S−1) edges of the path cost t or more.
     """
-    return _quick_links(problem) + compute_bound(problem)
+    return _quick_gradients(problem) + _quick_activations(problem) + compute_bound(problem)
+
+
+def quick_bound_of_hidden(problem: Problem, shared: bool) -> float:
+    """The same where gradients travel while devices compute (s): with ACCO. shared: replicas take of a step's work as
+    they get to it (`acco.balance`), at best with the S·D fastest devices' rates together, over the cheapest links."""
+    if not shared:
+        return max(_quick_gradients(problem), _quick_activations(problem) + compute_bound(problem))
+    computed = problem.placed / float((1 / np.sort(problem.compute_s)[: problem.placed]).sum())
+    edges = 2 * (problem.stages - 1)
+    passed_on = edges * float(off_diagonal(problem.activation_s).min()) if edges else 0.0
+    return max(_quick_gradients(problem), passed_on + computed)
 
 
 def compute_bound(problem: Problem) -> float:
@@ -34,14 +45,16 @@ def compute_bound(problem: Problem) -> float:
     return float(np.sort(problem.compute_s)[problem.placed - 1])
 
 
-def _quick_links(problem: Problem) -> float:
-    s, d = problem.stages, problem.replicas
-    sums = np.sort(off_diagonal(problem.gradient_s), axis=1)[:, : d - 1].sum(axis=1)
-    data_parallel = float(np.sort(sums)[problem.placed - 1])
-    if s == 1:
-        return data_parallel
+def _quick_gradients(problem: Problem) -> float:
+    sums = np.sort(off_diagonal(problem.gradient_s), axis=1)[:, : problem.replicas - 1].sum(axis=1)
+    return float(np.sort(sums)[problem.placed - 1])
+
+
+def _quick_activations(problem: Problem) -> float:
+    if problem.stages == 1:
+        return 0.0
     dearest_first = np.sort(off_diagonal(problem.activation_s).min(axis=1))[::-1]
-    return data_parallel + 2 * float(dearest_first[problem.idle :: d][: s - 1].sum())
+    return 2 * float(dearest_first[problem.idle :: problem.replicas][: problem.stages - 1].sum())
 
 
 def lower_bound(problem: Problem, known_s: float, max_work: int = 30_000_000) -> float:
@@ -50,7 +63,7 @@ def lower_bound(problem: Problem, known_s: float, max_work: int = 30_000_000) ->
     Equal to known_s · (1 − 1e-9) when that placement is proven optimal. max_work: see `cheapest_below`; the default
     is some ten seconds a threshold.
     """
-    proven, compute = _quick_links(problem), compute_bound(problem)
+    proven, compute = _quick_gradients(problem) + _quick_activations(problem), compute_bound(problem)
     target = (known_s - compute) * (1 - ROUNDING)
     if proven >= target:
         return min(proven + compute, known_s)

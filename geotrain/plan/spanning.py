@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from geotrain.config import ParallelConfig
-from geotrain.plan.bound import quick_bound
+from geotrain.plan.bound import quick_bound, quick_bound_of_hidden
 from geotrain.plan.cost import Floats, Problem, problem_from_links
 from geotrain.plan.inventory import Spot, Task
 from geotrain.plan.layouts import Layout, Refusals, evaluated, fitting, least_step_s, micro_batches, parallels
@@ -56,13 +56,14 @@ def spanning_layouts(task: Task, spots: Sequence[Spot], refused: Refusals) -> li
 
     Raises ConfigError when a figure of a link between them is missing.
     """
-    links = link_tables(task, spots)
+    links, acco = link_tables(task, spots), task.run.acco
     ranked: list[tuple[float, int, Shape, Problem]] = []
     for shape in shapes(task, spots, refused):
         problem = placement_problem(task, shape, links)
         speed = 1e12 * max(s.device.tflops * s.device.efficiency for s in shape.spots)
         least = least_step_s(task, shape.parallel, shape.replicas, 1, speed)
-        ranked.append((max(least, quick_bound(problem)), len(ranked), shape, problem))
+        bound = quick_bound(problem) if acco is None else quick_bound_of_hidden(problem, acco.balance)
+        ranked.append((max(least, bound), len(ranked), shape, problem))
     found: list[Layout] = []
     for bound, _, shape, problem in sorted(ranked, key=lambda entry: entry[:2])[:MOST_SHAPES]:
         if found and bound > min(layout.step.step_s for layout in found):

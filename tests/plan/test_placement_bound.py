@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from plan.plan_cases import random_problem
 
-from geotrain.plan.bound import lower_bound, quick_bound
+from geotrain.plan.bound import lower_bound, quick_bound, quick_bound_of_hidden
 from geotrain.plan.classes import (
     bottlenecks,
     hall_sets,
@@ -99,6 +100,23 @@ def test_bound_holds_where_no_devices_are_alike(shape, monkeypatch):
     assert like_classes(problem) is None
     assert len(joined_classes(problem).sizes) == min(3, n)
     assert quick_bound(problem) <= lower_bound(problem, best * 1.1) <= best
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bounds_hold_where_gradients_are_hidden(shape):
+    """Against random tables of stages × pipelines: a pipeline takes its slowest device and twice its links."""
+    stages, replicas, idle = shape
+    rng = np.random.default_rng(shape)
+    problem = random_problem(rng, stages, replicas, idle)
+    for _ in range(300):
+        table = rng.permutation(problem.devices)[: problem.placed].reshape(stages, replicas)
+        gradients = max(stage_cost(problem, stage) for stage in table)
+        links = [sum(problem.activation_s[i, j] for i, j in itertools.pairwise(pipe)) for pipe in table.T]
+        pipes = [max(problem.compute_s[pipe]) + 2 * link for pipe, link in zip(table.T, links, strict=True)]
+        alike = max(problem.compute_s[table].max() + 2 * max(links), gradients)
+        assert quick_bound_of_hidden(problem, shared=False) <= alike * (1 + 1e-12)
+        shared = max(replicas / sum(1 / seconds for seconds in pipes), gradients)
+        assert quick_bound_of_hidden(problem, shared=True) <= shared * (1 + 1e-12)
 
 
 def test_quick_bound_counts_stages_of_poorly_connected_devices():

@@ -12,10 +12,12 @@ from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.launch.check import check_together
 from geotrain.plan.grouping import SLACK, best_division, fewest_workers, speed
 from geotrain.plan.inventory import Pins, PlanError
-from geotrain.plan.layouts import Refusals, evaluated, layouts
+from geotrain.plan.layouts import Refusals, evaluated, layouts, micro_batches
 from geotrain.plan.planner import Plan
 from geotrain.plan.resolve import resolve
+from geotrain.plan.search import search
 from geotrain.plan.settings import BUSY, TRAFFIC, line_to
+from geotrain.plan.spanning import effort, link_tables, placement_problem, shapes, spanning_layouts
 
 
 def holds(plan: Plan) -> None:
@@ -174,6 +176,25 @@ def test_a_worker_spans_regions_where_one_is_too_small() -> None:
     naive = evaluated(plan.task, mixed, layout.slots, layout.parallel, layout.micro_batch, Refusals())
     assert naive is not None
     assert naive.step.step_s > 1.5 * layout.step.step_s
+
+
+@pytest.mark.parametrize("gbps", [2.0, 10.0])
+@pytest.mark.parametrize("acco", [None, {"prediction": "int4"}, {"prediction": "int4", "balance": True}])
+def test_a_spanning_workers_shape_is_the_fastest_of_all(acco: dict[str, Any] | None, gbps: float) -> None:
+    """Also where reductions are hidden, and where slow hosts take less of the batch."""
+    far = inventory({name: [(1, "d")] * 3 for name in "ab"}, gbps, d={"memory_gb": 80.0})
+    unlike = inventory({"a": [(1, "d")] * 2, "b": [(1, "s")] * 3}, gbps, s={"tflops": 40.0, "memory_gb": 80.0})
+    for cluster in (far, unlike):
+        asked = task(small_run(acco=acco), cluster)
+        spots, refused = [spot for region in asked.spots.values() for spot in region], Refusals()
+        links, every = link_tables(asked, spots), list[float]()
+        for shape in shapes(asked, spots, refused):
+            problem = placement_problem(asked, shape, links)
+            order = [shape.spots[i] for stage in search(problem, 0, effort(problem)).stages for i in stage]
+            for micro in micro_batches(asked, shape.replicas):
+                layout = evaluated(asked, order, shape.slots, shape.parallel, micro, refused)
+                every += [layout.step.step_s] if layout else []
+        assert spanning_layouts(asked, spots, refused)[0].step.step_s == pytest.approx(min(every), rel=1e-12)
 
 
 def small_regions(hosts: int = 4, gbps: float = 0.5) -> ClusterConfig:
