@@ -21,6 +21,7 @@ TRIALS = 12  # of each method
 START_LR, RUNGS = 1.6e-2, 5
 
 Complete = Callable[[list[Job]], list[Row]]
+JobOf = Callable[[str, Settings], Job]
 
 
 def search(
@@ -28,48 +29,62 @@ def search(
 ) -> dict[str, Any]:
     """What is kept of each method in the file of settings. complete: runs jobs and gives their rows.
 
-    First the published outer settings on a ladder of inner learning rates, until the best lies between two others or
-    RUNGS are tried; then draws of the outer settings at the best rate, up to `trials` in all. The methods walk
-    together, so that every pass of the pool has work for all processes.
+    First the published outer settings on a ladder of inner learning rates; then draws of the outer settings at the
+    best rate, up to `trials` in all. The methods walk together, so that every pass of the pool has work for all
+    processes.
     """
-    rows: dict[str, list[Row]] = {m: [] for m in methods}
 
-    def run(candidates: dict[str, list[Settings]]) -> None:
-        jobs = [Job(m, s, "published", SEED, steps, size, points=4) for m, mine in candidates.items() for s in mine]
-        for row in complete(jobs):
-            rows[row["method"]].append(row)
+    def job(method: str, settings: Settings) -> Job:
+        return Job(method, settings, "published", SEED, steps, size, points=4)
 
-    while rungs := {m: lr for m in methods if (lr := next_rung(_ladder(rows[m]), min(RUNGS, trials))) is not None}:
-        run({m: [{**METHODS[m].published(), "lr": lr}] for m, lr in rungs.items()})
-    bracketed = {m: is_bracketed(_ladder(rows[m])) for m in methods}
-    run({m: _drawn(m, _best(rows[m])["settings"]["lr"], trials - len(rows[m])) for m in methods})
+    rows = ladders(
+        {m: {**METHODS[m].published(), "lr": START_LR} for m in methods}, min(RUNGS, trials), job, complete
+    )
+    bracketed = {m: is_bracketed(rates(rows[m])) for m in methods}
+    drawn = {m: _drawn(m, best(mine)["settings"]["lr"], trials - len(mine)) for m, mine in rows.items()}
+    for row in complete([job(m, settings) for m, mine in drawn.items() for settings in mine]):
+        rows[row["method"]].append(row)
     return {
         m: {
             "steps": steps,
             "bracketed": bracketed[m],
-            "settings": _best(mine)["settings"],
+            "settings": best(mine)["settings"],
             "tried": [{"settings": r["settings"], "selection": r["selection"]} for r in mine],
         }
         for m, mine in rows.items()
     }
 
 
-def next_rung(tried: dict[float, float], rungs: int = RUNGS) -> float | None:
+def ladders(starts: dict[str, Settings], rungs: int, job: JobOf, complete: Complete) -> dict[str, list[Row]]:
+    """Rows of each method with inner learning rates by factors of two from its start towards the better side, until
+    the best lies between two others or so many are tried."""
+    rows: dict[str, list[Row]] = {m: [] for m in starts}
+
+    def ahead(method: str) -> float | None:
+        return next_rung(rates(rows[method]), rungs, starts[method]["lr"])
+
+    while due := {m: lr for m in starts if (lr := ahead(m)) is not None}:
+        for row in complete([job(m, {**starts[m], "lr": lr}) for m, lr in due.items()]):
+            rows[row["method"]].append(row)
+    return rows
+
+
+def next_rung(tried: dict[float, float], rungs: int = RUNGS, start: float = START_LR) -> float | None:
     """The inner learning rate to try next: a factor of 2 beside the best of those tried (rate → loss). None: the best
     has a worse one on either side, or there are so many rungs."""
     if not tried:
-        return START_LR
+        return start
     if len(tried) >= rungs:
         return None
     if min(tried.values()) == inf:
         return min(tried) / 2
-    best = min(tried, key=lambda lr: tried[lr])
-    return next((lr for lr in (best / 2, best * 2) if lr not in tried), None)
+    middle = min(tried, key=lambda lr: tried[lr])
+    return next((lr for lr in (middle / 2, middle * 2) if lr not in tried), None)
 
 
 def is_bracketed(tried: dict[float, float]) -> bool:
-    best = min(tried, key=lambda lr: tried[lr])
-    return best / 2 in tried and best * 2 in tried
+    middle = min(tried, key=lambda lr: tried[lr])
+    return middle / 2 in tried and middle * 2 in tried
 
 
 def merge(path: Path, found: dict[str, Any]) -> None:
@@ -91,7 +106,8 @@ def settings_found(methods: Sequence[str], path: Path = TUNED) -> dict[str, Sett
     return {m: found[m]["settings"] for m in methods}
 
 
-def _ladder(rows: list[Row]) -> dict[float, float]:
+def rates(rows: list[Row]) -> dict[float, float]:
+    """Inner learning rate → loss on the selection slice; infinite of runs that came to nothing."""
     return {row["settings"]["lr"]: _loss(row) for row in rows}
 
 
@@ -107,5 +123,6 @@ def _loss(row: Row) -> float:
     return inf if row["selection"] is None else row["selection"]
 
 
-def _best(rows: list[Row]) -> Row:
+def best(rows: list[Row]) -> Row:
+    """By the loss on the selection slice."""
     return min(rows, key=_loss)

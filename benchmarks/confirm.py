@@ -2,10 +2,11 @@
 
     python benchmarks/confirm.py                                  20 M tokens a method: hours on a CPU, one core each
     python benchmarks/confirm.py --methods halos --device cuda    one of them, on a GPU, in bf16
-    python benchmarks/confirm.py --tokens 200e3                   a look
+    python benchmarks/confirm.py --tokens 200e3 --search-tokens 50e3                a look
 
-Finished methods are kept in the results file (JSON lines) and not run again; the points of a method's curve are
-written beside it as they come. The last line printed is one JSON object.
+Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
+of a tenth of the tokens, by factors of two. Finished runs are kept in the results file (JSON lines) and not done
+again; the points of a curve are written beside it as they come. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,32 +18,41 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from claims_methods import METHODS, ROOT
+from claims_methods import METHODS, ROOT, Settings
 from claims_report import plain, plot_curves, table, time_to
 from claims_runs import Job, Results, run
-from claims_search import settings_found
+from claims_search import RUNGS, SEED, best, ladders, rates, settings_found
 
 from geotrain.files import whole_file
 from geotrain.simulate.learner import Point
 
 COMPARED = ("data-parallel", "diloco-fair", "halos", "region-momentum")
 SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128}
-RATE = 0.41  # of the small model's learning rate: 1 / √(width / 64)
+RATE = 0.41  # of the small model's learning rate, 1 / √(width / 64): where the search begins
 
 
 def main() -> None:
     arguments = parse_arguments()
     size = {**SIZE, "device": arguments.device}
-    steps = max(1, round(arguments.tokens / (SIZE["batch"] * SIZE["length"])))
-    jobs = [
-        Job(m, {**s, "lr": RATE * s["lr"]}, "published", 0, steps, size, arguments.points)
-        for m, s in settings_found(tuple(arguments.methods)).items()
-    ]
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(folder / "results.jsonl")
-    rows = results.complete(jobs, arguments.jobs, partial(run_told, folder))
+
+    def complete(jobs: list[Job]) -> list[dict[str, Any]]:
+        return results.complete(jobs, arguments.jobs, partial(run_told, folder))
+
+    def trial(method: str, settings: Settings) -> Job:
+        return Job(method, settings, "published", SEED, steps_of(arguments.search_tokens), size, points=4)
+
+    starts = {m: {**s, "lr": RATE * s["lr"]} for m, s in settings_found(tuple(arguments.methods)).items()}
+    trials = ladders(starts, RUNGS, trial, complete)
+    steps = steps_of(arguments.tokens)
+    rows = complete(
+        [Job(m, best(mine)["settings"], "published", 0, steps, size, arguments.points) for m, mine in trials.items()]
+    )
     report = summary(rows)
+    for m, mine in trials.items():
+        report["methods"][m]["tried"] = rates(mine)
     with whole_file(folder / "confirm.md") as file:
         file.write(markdown(report))
     plot_curves(
@@ -52,10 +62,15 @@ def main() -> None:
     print(json.dumps(plain(report)))
 
 
+def steps_of(tokens: float) -> int:
+    return max(1, round(tokens / (SIZE["batch"] * SIZE["length"])))
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
     parser.add_argument("--tokens", type=float, default=20e6, help="bytes of text, of each method")
+    parser.add_argument("--search-tokens", type=float, default=2e6, help="of a run that a learning rate is chosen by")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda; several methods share it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--points", type=int, default=48, help="evaluations of a run")
@@ -65,13 +80,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_told(folder: Path, job: Job) -> dict[str, Any]:
     """`run`, with a file of the points known so far, and a line a point on the screen."""
-    with (folder / f"{job.method}.partial.jsonl").open("w") as file:
+    name = f"{job.method}, rate {job.settings['lr']:.4g}"
+    with (folder / f"{job.method}-{job.steps}.partial.jsonl").open("w") as file:
 
         def tell(point: Point) -> None:
             file.write(json.dumps([point.time_s, point.committed_share, point.test]) + "\n")
             file.flush()
             share = f"{100 * point.committed_share:.1f} % of the tokens"
-            print(f"{job.method}: {share}, {point.time_s:.0f} virtual s, test {point.test:.4f}", flush=True)
+            print(f"{name}: {share}, {point.time_s:.0f} virtual s, test {point.test:.4f}", flush=True)
 
         return run(job, tell)
 
@@ -89,6 +105,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "methods": {
             m: {
                 "failed": row.get("failed"),
+                "lr": row["settings"]["lr"],
                 "test": row["test"],
                 "end_s": row["seconds"],
                 "time_to_target_s": time_to(row, target),
@@ -115,6 +132,7 @@ def markdown(report: dict[str, Any]) -> str:
         (
             METHODS[m].title,
             _number(r["time_to_target_s"], 0),
+            _number(r["lr"], 5),
             r["failed"] or _number(r["test"], 4),
             _number(r["end_s"], 0),
             _number(r["tokens_per_s"], 0),
@@ -122,7 +140,7 @@ def markdown(report: dict[str, Any]) -> str:
         )
         for m, r in report["methods"].items()
     ]
-    header = ("method", "s to target", "test loss", "end, s", "tokens/s here", "GFLOP/s a core")
+    header = ("method", "s to target", "rate", "test loss", "end, s", "tokens/s here", "GFLOP/s a core")
     return f"Target: {_number(report['target_loss'], 4)} nats a byte.\n\n{table(rows, header)}\n"
 
 

@@ -21,7 +21,18 @@ from claims_measures import wide_bytes  # noqa: E402
 from claims_methods import METHODS, OURS, updates_of_a_region, whole_steps  # noqa: E402
 from claims_report import Compared, plain, plot_curves, replace_block, speedup, summary, time_to  # noqa: E402
 from claims_runs import DIVERGED, NO_ROUND, Job, run  # noqa: E402
-from claims_search import TRIALS, TUNED, is_bracketed, merge, next_rung, search, settings_found  # noqa: E402
+from claims_search import (  # noqa: E402
+    TRIALS,
+    TUNED,
+    best,
+    is_bracketed,
+    ladders,
+    merge,
+    next_rung,
+    rates,
+    search,
+    settings_found,
+)
 from claims_study import HARSH_METHODS, REDUCED, RIVALS, Study  # noqa: E402
 from claims_worlds import WORLDS  # noqa: E402
 
@@ -110,6 +121,20 @@ def test_the_ladder_walks_until_the_optimum_lies_between_two_rungs(optimum, rung
         tried[lr] = abs(math.log(lr / optimum))
     assert len(tried) == rungs and is_bracketed(tried) == (optimum > 0.001)
     assert next_rung({0.016: math.inf, 0.008: math.inf}) == 0.004  # all diverged: lower
+
+
+def test_ladders_begin_where_each_method_is_told_to():
+    def complete(jobs: list[Job]) -> list[dict]:
+        return [played(job, 1 + abs(math.log(job.settings["lr"] / 0.004))) for job in jobs]
+
+    starts = {OURS: {"lr": 0.004, "momentum_share": 0.1}, "halos": {"lr": 0.016}}
+    found = ladders(starts, 5, lambda m, s: Job(m, s, "published", 0, 10), complete)
+    assert [set(rates(rows)) for rows in found.values()] == [
+        {0.002, 0.004, 0.008},
+        {0.016, 0.008, 0.004, 0.002},
+    ]
+    assert {best(rows)["settings"]["lr"] for rows in found.values()} == {0.004}
+    assert all(row["settings"]["momentum_share"] == 0.1 for row in found[OURS])
 
 
 def test_every_method_is_searched_with_the_same_number_of_trials():
@@ -287,8 +312,9 @@ def test_runs_that_diverged_are_told_and_break_nothing(failing, tmp_path):
     rows = [row((1, 2.0), method="halos"), failed(method=OURS, steps=10)]
     plot_curves(rows, {"halos": "a", OURS: "b"}, None, tmp_path / "p.png", "t")
     assert summary([failed()])["loss"]["mean"] is None
+    of = {"steps": 10, "settings": {"lr": 0.01}}
     assert DIVERGED in confirm.markdown(
-        confirm.summary([failed(method=OURS, steps=10), row((1, 2.0), method="halos", steps=10)])
+        confirm.summary([failed(method=OURS, **of), row((1, 2.0), method="halos", **of)])
     )
 
 

@@ -69,3 +69,19 @@ def test_what_is_not_finite_shows():
     assert compiled.backward(tokens) != compiled.backward(tokens)
     with pytest.raises(AssertionError):
         compiled.backward(tokens + 300)
+
+
+def test_numbers_next_to_nothing_are_zero_while_torch_computes_and_only_then(monkeypatch):
+    """Attention that is sure of itself is full of them, and each costs a core a hundred ordinary ones."""
+    _, plain = both(16, 1, 2, 32, 8)
+    seen: list[float] = []
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(float(torch.tensor(1e-39) * 1.0))
+        return type(plain).loss(plain, tokens)
+
+    monkeypatch.setattr(plain, "loss", loss)
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+    plain.backward(tokens)
+    plain.evaluate(plain.flat, tokens)
+    assert seen == [0.0, 0.0] and float(torch.tensor(1e-39) * 1.0) > 0
