@@ -64,7 +64,7 @@ class Plan:
 
 
 REDUCED = Plan(15360, 6144, 7680, 0, seeds=3, harsh_seeds=1, size={"length": 32})
-FULL = Plan(61440, 15360, 15360, TRIALS, seeds=3, harsh_seeds=2, size={"length": 32})
+FULL = Plan(30720, 10240, 15360, TRIALS, seeds=3, harsh_seeds=2, size={"length": 32})
 
 
 class Study:
