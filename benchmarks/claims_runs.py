@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ NO_ROUND, DIVERGED = "no round fits", "diverged"
 @dataclass(frozen=True)
 class Job:
     """steps: inner steps of all workers together. size: of the small model, as `Study` names it. until: the run ends
-    at the first point of its curve with this test loss."""
+    at the first point of its curve with this test loss. warmup_share: of the run, where it is not the usual one."""
 
     method: str
     settings: Settings
@@ -44,6 +44,7 @@ class Job:
     size: dict[str, Any] = field(default_factory=dict)
     points: int = 24
     until: float | None = None
+    warmup_share: float | None = None
 
     @cached_property
     def resolved(self) -> Resolved:
@@ -54,9 +55,8 @@ class Job:
         """Of all that the result follows from: change any of it, and the job is another one."""
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json")
-        mine = asdict(self)
-        if self.until is None:
-            del mine["until"]  # as before there was one: older rows are known by their key
+        later = {"until", "warmup_share"}  # left out where None: rows from before there were any keep their keys
+        mine = {name: v for name, v in asdict(self).items() if v is not None or name not in later}
         parts = (VERSION, mine, outer, repr(r.world), repr(r.study), standard_library().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -86,10 +86,13 @@ class Resolved:
         if setting.changes and outer.levels == 2 and outer.rule != "sync":
             outer = outer.model_copy(update=setting.changes)
         exchange = EXCHANGE.get(method.run_file, "servers")
+        inner = InnerSettings(lr=job.settings["lr"])
+        if job.warmup_share is not None:
+            inner = replace(inner, warmup_share=job.warmup_share)
         study = Study(
             steps=whole_steps(outer, published, job.steps),
             seed=job.seed,
-            inner=InnerSettings(lr=job.settings["lr"]),
+            inner=inner,
             quarter_of=setting.quarter_of,
             **job.size,
         )

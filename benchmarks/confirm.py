@@ -5,8 +5,9 @@
     python benchmarks/confirm.py --tokens 200e3 --search-tokens 50e3                a look
 
 Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
-of a tenth of the tokens, by factors of two. Finished runs are kept in the results file (JSON lines) and not done
-again; the points of a curve are written beside it as they come. The last line printed is one JSON object.
+of a tenth of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
+the results file (JSON lines) and not done again; the points of a curve are written beside it as they come. The last line
+printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from geotrain.simulate.learner import Point
 
 COMPARED = ("data-parallel", "diloco-fair", "halos", "region-momentum")
 SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128}
+WARMUP = 0.05  # of the whole run's tokens
 RATE = 0.41  # of the small model's learning rate, 1 / √(width / 64): where the search begins
 
 
 def main() -> None:
     arguments = parse_arguments()
     size = {**SIZE, "device": arguments.device}
-    folder = Path(arguments.out)
+    steps, folder = steps_of(arguments.tokens), Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(folder / "results.jsonl")
 
@@ -42,11 +44,12 @@ def main() -> None:
         return results.complete(jobs, arguments.jobs, partial(run_told, folder))
 
     def trial(method: str, settings: Settings) -> Job:
-        return Job(method, settings, "published", SEED, steps_of(arguments.search_tokens), size, points=4)
+        tried = steps_of(arguments.search_tokens)
+        warmup = min(0.5, WARMUP * steps / tried)  # as many steps: a shorter one harms where the whole run's does not
+        return Job(method, settings, "published", SEED, tried, size, points=4, warmup_share=warmup)
 
     starts = {m: {**s, "lr": RATE * s["lr"]} for m, s in settings_found(tuple(arguments.methods)).items()}
     trials = ladders(starts, RUNGS, trial, complete)
-    steps = steps_of(arguments.tokens)
     rows = complete(
         [Job(m, best(mine)["settings"], "published", 0, steps, size, arguments.points) for m, mine in trials.items()]
     )

@@ -208,7 +208,9 @@ def test_a_row_is_not_used_when_anything_it_follows_from_has_changed(monkeypatch
         return replace(Job(OURS, SETTINGS[OURS], "published", 0, 512, TINY), **changes).key
 
     first = key()
-    assert first == key() and first != key(seed=1) and first != key(world="late-join")
+    assert (
+        first == key() and first != key(warmup_share=0.5) and first != key(seed=1) and first != key(world="late-join")
+    )
     other = METHODS["halos"]  # another outer block behind the same name
     monkeypatch.setitem(METHODS, OURS, replace(METHODS[OURS], of="halos"))
     assert other.base == METHODS[OURS].base and first != key()
