@@ -6,8 +6,8 @@
 
 Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
 of a tenth of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
-the results file (JSON lines) and not done again; the points of a curve are written beside it as they come. The last line
-printed is one JSON object.
+the results file (JSON lines) and not done again; the points of a curve are written beside it as they come. The last
+line printed is one JSON object.
 """
 
 from __future__ import annotations
