@@ -18,6 +18,7 @@ from claims_measures import compute_bound_s, wide_bytes
 from claims_methods import DATA, METHODS, Settings, whole_steps
 from claims_worlds import WORLDS
 
+from geotrain.files import whole_file
 from geotrain.simulate.text import standard_library
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from geotrain.simulate.spec import Environment, WorldSpec
     from geotrain.simulate.world import World
 
-VERSION = 3  # of what the simulator computes; raised by hand when its results change, so that no older row is used
+VERSION = 4  # of what the simulator computes; raised by hand when its results change, so that no older row is used
 NO_ROUND, DIVERGED = "no round fits", "diverged"
 
 
@@ -181,7 +182,12 @@ class Results:
         self.path = path
         self.rows: dict[str, dict[str, Any]] = {}
         if path.exists():
-            for line in path.read_text().splitlines():
+            lines = path.read_text().splitlines(keepends=True)
+            if lines and not lines[-1].endswith("\n"):  # whoever wrote it was killed
+                lines.pop()
+                with whole_file(path) as file:
+                    file.writelines(lines)
+            for line in lines:
                 row = json.loads(line)
                 self.rows[row["key"]] = row
 

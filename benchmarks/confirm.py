@@ -2,12 +2,12 @@
 
     python benchmarks/confirm.py                                  20 M tokens a method: hours on a CPU, one core each
     python benchmarks/confirm.py --methods halos --device cuda    one of them, on a GPU, in bf16
-    python benchmarks/confirm.py --tokens 200e3 --search-tokens 50e3                a look
+    python benchmarks/confirm.py --tokens 200e3 --search-tokens 50e3 --results /tmp/look.jsonl      a look
 
 Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
 of a tenth of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
-the results file (JSON lines) and not done again; the points of a curve are written beside it as they come. The last
-line printed is one JSON object.
+the results file (JSON lines), which is committed, and not done again; points of a curve are written as they come. The
+last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from claims_methods import METHODS, ROOT, Settings
-from claims_report import plain, plot_curves, table, time_to
+from claims_report import plain, plot_curves, replace_block, table, time_to
 from claims_runs import Job, Results, run
 from claims_search import RUNGS, SEED, best, ladders, rates, settings_found
+from common import hardware
 
 from geotrain.files import whole_file
 from geotrain.simulate.learner import Point
 
 COMPARED = ("data-parallel", "diloco-fair", "halos", "region-momentum")
+RESULTS = ROOT / "benchmarks/data/confirm.jsonl"
 SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128}
 WARMUP = 0.05  # of the whole run's tokens
-RATE = 0.41  # of the small model's learning rate, 1 / √(width / 64): where the search begins
+RATE = 1 / 6  # of the small model's learning rate, as its width is of this one's: where the search begins
 
 
 def main() -> None:
@@ -38,7 +41,7 @@ def main() -> None:
     size = {**SIZE, "device": arguments.device}
     steps, folder = steps_of(arguments.tokens), Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
-    results = Results(folder / "results.jsonl")
+    results = Results(Path(arguments.results))
 
     def complete(jobs: list[Job]) -> list[dict[str, Any]]:
         return results.complete(jobs, arguments.jobs, partial(run_told, folder))
@@ -56,12 +59,16 @@ def main() -> None:
     report = summary(rows)
     for m, mine in trials.items():
         report["methods"][m]["tried"] = rates(mine)
+    text = markdown(report)
     with whole_file(folder / "confirm.md") as file:
-        file.write(markdown(report))
+        file.write(text)
     plot_curves(
         rows, {m: METHODS[m].title for m in arguments.methods}, report["target_loss"], folder / "curves.png",
         f"{rows[0]['numel'] / 1e6:.1f} M parameters, {arguments.tokens / 1e6:g} M tokens, HALoS's environment",
     )  # fmt: skip
+    if arguments.docs:
+        replace_block(ROOT / "docs/evidence.md", "confirm", f"{text}\n![Test loss of the larger model](confirm.png)")
+        shutil.copy(folder / "curves.png", ROOT / "docs/confirm.png")
     print(json.dumps(plain(report)))
 
 
@@ -77,14 +84,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, or cuda; several methods share it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--points", type=int, default=48, help="evaluations of a run")
-    parser.add_argument("--out", default=str(ROOT / "runs/confirm"), help="folder for rows, curves, table and plot")
+    parser.add_argument("--results", default=str(RESULTS), help="JSON lines")
+    parser.add_argument("--docs", action="store_true", help="renew docs/evidence.md and its picture")
+    parser.add_argument("--out", default=str(ROOT / "runs/confirm"), help="folder for curves, table and plot")
     return parser.parse_args()
 
 
 def run_told(folder: Path, job: Job) -> dict[str, Any]:
     """`run`, with a file of the points known so far, and a line a point on the screen."""
-    name = f"{job.method}, rate {job.settings['lr']:.4g}"
-    with (folder / f"{job.method}-{job.steps}.partial.jsonl").open("w") as file:
+    rate = f"{job.settings['lr']:.4g}"
+    name = f"{job.method}, rate {rate}"
+    with (folder / f"{job.method}-{job.steps}-{rate}.partial.jsonl").open("w") as file:
 
         def tell(point: Point) -> None:
             file.write(json.dumps([point.time_s, point.committed_share, point.test]) + "\n")
@@ -92,7 +102,7 @@ def run_told(folder: Path, job: Job) -> dict[str, Any]:
             share = f"{100 * point.committed_share:.1f} % of the tokens"
             print(f"{name}: {share}, {point.time_s:.0f} virtual s, test {point.test:.4f}", flush=True)
 
-        return run(job, tell)
+        return {**run(job, tell), "hardware": hardware()}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The compiled part of the small byte model (`lm.c`), called through ctypes: the same loss, gradient and AdamW as
-`lm.py` states in torch, within fp32 rounding, several times faster: no operation has an overhead of its own."""
+`lm.py` states in torch, within fp32 rounding, faster: no operation has an overhead of its own. Matrices of larger models
+are multiplied by the BLAS that torch brings."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from geotrain.canonical import Architecture
 
+LIBRARY = 128  # hidden size from which BLAS is faster than the products compiled here (a core of an Intel Xeon)
 ROWS = 128  # tokens of a chunk, so that its activations stay in a core's cache
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
 
@@ -25,6 +27,7 @@ class _Model(ctypes.Structure):
         ("eps", _float),
         ("cosine", _pointer),
         ("sine", _pointer),
+        ("sgemm", _pointer),
     ]
 
 
@@ -51,6 +54,16 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+@cache
+def torch_sgemm() -> int | None:
+    """Address of BLAS's single-precision product, Fortran's, with 32-bit integers. None: this torch exports none."""
+    found = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
+    try:
+        return ctypes.cast(ctypes.CDLL(str(found[0])).sgemm_, _pointer).value
+    except (IndexError, OSError, AttributeError):
+        return None
+
+
 class _Workspaces(threading.local):
     """A thread's, by their size: its models compute one after another, and one workspace stays in the cache."""
 
@@ -72,6 +85,7 @@ class CompiledLM:
     def __init__(self, loaded: ctypes.CDLL, a: Architecture, angles: tuple[Tensor, Tensor]) -> None:
         self.loaded, self.a = loaded, a
         self.angles = tuple(t.float().contiguous() for t in angles)
+        self.sgemm = torch_sgemm() if a.hidden_size >= LIBRARY else None
 
     def loss(self, weights: Tensor, tokens: Tensor, gradient: Tensor | None = None) -> float:
         """Mean nats a token; tokens int64 [batch, length + 1], weights fp32. `gradient` is overwritten."""
@@ -81,7 +95,7 @@ class CompiledLM:
         tokens = tokens.contiguous()
         model = _Model(
             a.vocab_size, a.hidden_size, a.layers, a.heads, a.ffn_size, length, a.norm_eps,
-            *(t.data_ptr() for t in self.angles),
+            *(t.data_ptr() for t in self.angles), self.sgemm,
         )  # fmt: skip
         room = max(1, ROWS // length)
         floats = self.loaded.geotrain_lm_workspace(ctypes.byref(model), room)

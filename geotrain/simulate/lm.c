@@ -14,11 +14,19 @@
 typedef float vector __attribute__((vector_size(64), aligned(4), may_alias));
 enum { LANES = 16 };
 
+/* BLAS's: column-major, all by reference */
+typedef void Sgemm(const char *, const char *, const int32_t *, const int32_t *, const int32_t *, const float *,
+                   const float *, const int32_t *, const float *, const int32_t *, const float *, float *,
+                   const int32_t *);
+
 typedef struct {
     int32_t vocab, hidden, layers, heads, ffn, length; /* length: tokens of a sample */
     float eps;
     const float *cosine, *sine; /* [length, head size / 2] */
+    Sgemm *sgemm;               /* NULL: matrices are multiplied here, which is faster for small ones */
 } Model;
+
+static _Thread_local Sgemm *library_sgemm; /* the model's, whose loss this thread computes */
 
 /* ---- C[m, n] = (C or 0) + A[m, k] · B[k, n]; A's elements lie row_step and column_step apart */
 
@@ -53,8 +61,8 @@ INLINE void columns(int vectors, int m, int k, const float *a, long row_step, lo
         tile(1, vectors, k, a + i * row_step, row_step, column_step, b, b_step, c + i * c_step, c_step, add);
 }
 
-CLONES static void multiply(int m, int n, int k, const float *a, long row_step, long column_step, const float *b,
-                            long b_step, float *c, long c_step, int add) {
+CLONES static void multiply_here(int m, int n, int k, const float *a, long row_step, long column_step, const float *b,
+                                 long b_step, float *c, long c_step, int add) {
     int j = 0;
     for (; j + 2 * LANES <= n; j += 2 * LANES)
         columns(2, m, k, a, row_step, column_step, b + j, b_step, c + j, c_step, add);
@@ -66,6 +74,18 @@ CLONES static void multiply(int m, int n, int k, const float *a, long row_step, 
             for (int p = 0; p < k; p++) sum += a[i * row_step + p * column_step] * b[p * b_step + j];
             c[i * c_step + j] = sum;
         }
+}
+
+/* One of A's steps is 1. */
+static void multiply(int m, int n, int k, const float *a, long row_step, long column_step, const float *b, long b_step,
+                     float *c, long c_step, int add) {
+    if (!library_sgemm) {
+        multiply_here(m, n, k, a, row_step, column_step, b, b_step, c, c_step, add);
+        return;
+    }
+    int32_t a_step = column_step == 1 ? row_step : column_step, b_step32 = b_step, c_step32 = c_step;
+    float one = 1, before = add;
+    library_sgemm("N", column_step == 1 ? "N" : "T", &n, &m, &k, &one, b, &b_step32, a, &a_step, &before, c, &c_step32);
 }
 
 /* A block of 16 × 16: in the stage `half`, rows that lie so far apart exchange their halves of that width. */
@@ -104,9 +124,16 @@ CLONES static void transpose(int rows, int cols, const float *from, long from_st
                     for (int l = j; l < cols && l < j + LANES; l++) to[l * to_step + k] = from[k * from_step + l];
 }
 
-/* y = x Wᵀ, with Wᵀ [in, out] at hand;  dx = dy W;  dW += dyᵀ x */
-static void forward_matrix(int rows, int in, int out, const float *x, const float *w_t, float *y, int add) {
-    multiply(rows, out, in, x, in, 1, w_t, out, y, out, add);
+/* y = x Wᵀ, with Wᵀ [in, out] at hand where no library turns W itself;  dx = dy W;  dW += dyᵀ x */
+static void forward_matrix(int rows, int in, int out, const float *x, const float *w, const float *w_t, float *y,
+                           int add) {
+    if (!library_sgemm) {
+        multiply(rows, out, in, x, in, 1, w_t, out, y, out, add);
+        return;
+    }
+    int32_t m = rows, n = out, k = in;
+    float one = 1, before = add;
+    library_sgemm("T", "N", &n, &m, &k, &one, w, &k, x, &k, &before, y, &n);
 }
 
 static void backward_matrix(int rows, int in, int out, const float *dy, const float *x, const float *w, float *dx,
@@ -358,19 +385,19 @@ static double chunk(const Model *m, const float *weights, float *gradient, const
         const Saved *s = &saved[i];
         float *next = i + 1 < m->layers ? saved[i + 1].x : t.final;
         norm(rows, h, s->x, w.norm1, m->eps, s->scale1, s->h1);
-        forward_matrix(rows, h, 3 * h, s->h1, wt.qkv, t.dqkv, 0);
+        forward_matrix(rows, h, 3 * h, s->h1, w.qkv, wt.qkv, t.dqkv, 0);
         attend(m, samples, t.dqkv, s, &t);
         memcpy(s->middle, s->x, (long)rows * h * sizeof(float));
-        forward_matrix(rows, h, h, s->o, wt.out, s->middle, 1);
+        forward_matrix(rows, h, h, s->o, w.out, wt.out, s->middle, 1);
         norm(rows, h, s->middle, w.norm2, m->eps, s->scale2, s->h2);
-        forward_matrix(rows, h, 2 * f, s->h2, wt.gate_up, s->gate_up, 0);
+        forward_matrix(rows, h, 2 * f, s->h2, w.gate_up, wt.gate_up, s->gate_up, 0);
         swiglu(rows, f, s->gate_up, s->act);
         memcpy(next, s->middle, (long)rows * h * sizeof(float));
-        forward_matrix(rows, f, h, s->act, wt.down, next, 1);
+        forward_matrix(rows, f, h, s->act, w.down, wt.down, next, 1);
     }
     const float *final_norm = layer_at(m, weights, m->layers).norm1;
     norm(rows, h, t.final, final_norm, m->eps, t.scale, t.h);
-    forward_matrix(rows, h, m->vocab, t.h, t.turned, t.logits, 0);
+    forward_matrix(rows, h, m->vocab, t.h, weights, t.turned, t.logits, 0);
     double loss = cross_entropy(rows, m->vocab, t.logits, targets, weight);
     if (!gradient) return loss;
 
@@ -399,8 +426,9 @@ double geotrain_lm(const Model *m, const float *weights, float *gradient, const 
                    float *work, int room) {
     double loss = 0;
     float *at = work;
+    library_sgemm = m->sgemm;
     for (int i = 0; i < m->layers; i++) saved_at(m, room * m->length, &at);
-    turn(m, weights, scratch_at(m, room * m->length, &at).turned);
+    if (!library_sgemm) turn(m, weights, scratch_at(m, room * m->length, &at).turned);
     if (gradient) memset(gradient, 0, numel(m) * sizeof(float));
     double tokens_in_all = (double)samples * m->length;
     for (int first = 0; first < samples; first += room) {

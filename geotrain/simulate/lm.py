@@ -17,7 +17,6 @@ from geotrain.canonical import Architecture, Parameter, canonical_parameters
 from geotrain.simulate.compiled import CompiledLM, adamw, library
 
 EVALUATED = 256  # samples at once: their logits must fit
-COMPILED = 128  # hidden size from which torch's matrices are faster than the compiled ones (a core of an Intel Xeon)
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # neighbours in the vector: one matrix each
 
 
@@ -60,7 +59,7 @@ class SmallLM:
         device: str = "cpu",
         gradient: Tensor | None = None,
     ) -> None:
-        """compiled: where it can be and is faster, on a CPU; device: on others torch computes in bf16, from fp32
+        """compiled: where it can be, on a CPU; device: on others torch computes in bf16, from fp32
         weights. gradient: where it is to lie, when models that step one after another share it."""
         self.a, self.device = architecture, device
         self.parameters = canonical_parameters(architecture)
@@ -71,7 +70,7 @@ class SmallLM:
         self._place()
         cosine, sine = _rotary_angles(architecture)
         self._angles = cosine.to(device), sine.to(device)
-        loaded = library() if compiled and device == "cpu" and architecture.hidden_size < COMPILED else None
+        loaded = library() if compiled and device == "cpu" else None
         self._compiled = CompiledLM(loaded, architecture, self._angles) if loaded else None
 
     def decays(self) -> Tensor:
@@ -101,10 +100,10 @@ class SmallLM:
 
     def backward(self, tokens: Tensor) -> float:
         """Fill `gradient`; returns the loss."""
-        if self._compiled is not None:
-            return self._compiled.loss(self.flat, tokens, self.gradient)
-        self.gradient.zero_()
         with _denormals_as_zero():
+            if self._compiled is not None:
+                return self._compiled.loss(self.flat, tokens, self.gradient)
+            self.gradient.zero_()
             with self._precision():
                 loss = self.loss(tokens.to(self.device))
             loss.backward()
@@ -114,7 +113,8 @@ class SmallLM:
     def evaluate(self, weights: Tensor, tokens: Tensor) -> float:
         """The loss of other weights (1-D, fp32) on tokens."""
         if self._compiled is not None:
-            return self._compiled.loss(weights, tokens)
+            with _denormals_as_zero():
+                return self._compiled.loss(weights, tokens)
         mine = self.flat.clone()
         self.flat.copy_(weights)
         with _denormals_as_zero(), self._precision():

@@ -20,7 +20,7 @@ from claims_markdown import _met, markdown  # noqa: E402
 from claims_measures import wide_bytes  # noqa: E402
 from claims_methods import METHODS, OURS, updates_of_a_region, whole_steps  # noqa: E402
 from claims_report import Compared, plain, plot_curves, replace_block, speedup, summary, time_to  # noqa: E402
-from claims_runs import DIVERGED, NO_ROUND, Job, run  # noqa: E402
+from claims_runs import DIVERGED, NO_ROUND, Job, Results, run  # noqa: E402
 from claims_search import (  # noqa: E402
     TRIALS,
     TUNED,
@@ -318,6 +318,13 @@ def test_runs_that_diverged_are_told_and_break_nothing(failing, tmp_path):
     assert DIVERGED in confirm.markdown(
         confirm.summary([failed(method=OURS, **of), row((1, 2.0), method="halos", **of)])
     )
+
+
+def test_a_row_cut_off_by_a_kill_is_dropped_and_the_others_stay(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "a", "test": 1}\n{"key": "b", "te')
+    assert set(Results(path).rows) == {"a"}
+    assert path.read_text() == '{"key": "a", "test": 1}\n'
 
 
 def test_what_a_study_costs_is_told():

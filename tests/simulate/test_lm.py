@@ -7,7 +7,7 @@ import torch
 
 from geotrain.canonical import canonical_parameters
 from geotrain.initial import initial_tensor
-from geotrain.simulate.compiled import library
+from geotrain.simulate.compiled import LIBRARY, library, torch_sgemm
 from geotrain.simulate.lm import FlatAdamW, InnerSettings, SmallLM, small_architecture
 
 
@@ -25,11 +25,19 @@ def both(hidden: int, layers: int, heads: int, ffn: int, length: int) -> tuple[S
 
 @pytest.mark.parametrize(
     ("shape", "batch"),
-    [((64, 2, 4, 176, 32), 4), ((64, 1, 4, 176, 64), 5), ((48, 2, 3, 40, 20), 9), ((16, 1, 2, 32, 7), 2)],
+    [
+        ((64, 2, 4, 176, 32), 4),
+        ((64, 1, 4, 176, 64), 5),
+        ((48, 2, 3, 40, 20), 9),
+        ((16, 1, 2, 32, 7), 2),
+        ((LIBRARY, 2, 2, 344, 48), 5),
+        ((LIBRARY + 4, 1, 3, 24, 7), 2),
+    ],
 )
 def test_loss_and_gradient_are_torchs(shape, batch):
     """Also where nothing is a multiple of a vector, and a batch is more than one chunk or less."""
     compiled, plain = both(*shape)
+    assert (compiled._compiled.sgemm is not None) == (shape[0] >= LIBRARY and torch_sgemm() is not None)
     tokens = torch.randint(0, 256, (batch, shape[-1] + 1), generator=torch.Generator().manual_seed(1))
     assert compiled.backward(tokens) == pytest.approx(plain.backward(tokens), rel=1e-5)
     for name, leaf in plain._leaves.items():
