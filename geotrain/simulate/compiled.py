@@ -1,6 +1,6 @@
 """The compiled part of the small byte model (`lm.c`), called through ctypes: the same loss, gradient and AdamW as
-`lm.py` states in torch, within fp32 rounding, faster: no operation has an overhead of its own. A larger model's matrices
-are multiplied by the BLAS that torch brings."""
+`lm.py` states in torch, within fp32 rounding, faster: no operation has an overhead of its own. A larger model's
+matrices are multiplied by the BLAS that torch brings."""
 
 from __future__ import annotations
 
