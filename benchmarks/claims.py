@@ -2,7 +2,8 @@
 
     python benchmarks/claims.py --search-only     each method's settings, kept in benchmarks/data
     python benchmarks/claims.py                   with these, the reduced setting
-    python benchmarks/claims.py --full            longer runs, a search of its own, more seeds
+    python benchmarks/claims.py --full            the search, longer runs, three seeds in harsher worlds, too
+    python benchmarks/claims.py --full --trials 0 the same with the settings found before
     python benchmarks/claims.py --methods diloco region-momentum --steps 2048 --seeds 1 --no-harsh     a look
 
 Rows are kept in the results file (JSON lines) and never run twice: an interrupted study goes on where it was.
@@ -23,7 +24,7 @@ from claims_markdown import markdown
 from claims_methods import DATA, METHODS, OURS, ROOT
 from claims_report import plain, plot_curves, replace_block
 from claims_runs import Results
-from claims_search import TRIALS, TUNED, TUNED_FULL, merge, search, settings_found
+from claims_search import TRIALS, TUNED, merge, search, settings_found
 from claims_study import FULL, REDUCED, TARGET, Plan, Study
 from common import record
 
@@ -34,7 +35,7 @@ def main() -> None:
     arguments = parse_arguments()
     full, methods = arguments.full, tuple(arguments.methods)
     plan = plan_of(arguments)
-    tuned = Path(arguments.tuned or (TUNED_FULL if full else TUNED))
+    tuned = Path(arguments.tuned)
     results = Results(Path(arguments.results or ROOT / f"runs/claims-{'full' if full else 'reduced'}.jsonl"))
     print(plan.told(methods, arguments.search_only, arguments.harsh), flush=True)
     if plan.trials:
@@ -81,7 +82,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="longer runs, a search of its own, more seeds (hours)")
+    parser.add_argument("--full", action="store_true", help="the search, longer runs, more seeds (hours)")
     parser.add_argument("--search-only", action="store_true", help="find the settings, and stop")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--steps", type=int, help="inner steps of all workers together")
@@ -92,7 +93,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--harsh-seeds", type=int)
     parser.add_argument("--no-harsh", dest="harsh", action="store_false")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--tuned", help="file of the settings found; default benchmarks/data/claims_tuned*.json")
+    parser.add_argument("--tuned", default=str(TUNED), help="file of the settings found")
     parser.add_argument("--results", help="JSON lines; default runs/claims-*.jsonl")
     parser.add_argument("--docs", action="store_true", help="renew docs/evidence.md and what is committed beside it")
     parser.add_argument("--out", default=str(ROOT / "runs/claims"), help="folder for tables and plots")

@@ -41,12 +41,9 @@ def _goals(report: dict[str, Any]) -> str:
     rows = []
     for name, found in report["speedup"].items():
         goal, published = GOALS[name]
-        value, low = _times(found["mean"]), found["low"]
-        if low is not None:
-            value += f" [{low:.2f}, {found['high']:.2f}]"
         told = NONE if goal is None else f"≥ {goal:g}"
-        met = NONE if goal is None else _met(found["mean"], low, lambda x, goal=goal: x >= goal)
-        rows.append((f"`{name}`", value, told, published, met, str(found["reached"])))
+        met = NONE if goal is None else _met(found["mean"], found["low"], lambda x, goal=goal: x >= goal)
+        rows.append((f"`{name}`", _speedup(found), told, published, met, str(found["reached"])))
     gap = report["loss_gap_to_synchronous"]
     if gap is not None:
         middle, half = gap["mean"], gap["half_width"]
@@ -107,7 +104,7 @@ def _harsh(report: dict[str, Any]) -> str:
     rows = [
         (
             world,
-            *(_times(found["speedup"][name]) for name in names),
+            *(_speedup(found["speedup"][name]) for name in names),
             *(
                 _number(found["loss_at_equal_tokens"][m], 3) if m not in found["failed"] else found["failed"][m][0]
                 for m in methods
@@ -139,8 +136,11 @@ def _settings(report: dict[str, Any], titles: dict[str, str]) -> str:
     return table(rows, ("method", "settings found (the rest: its run file)"))
 
 
-def _times(ratio: float | None) -> str:
-    return NONE if ratio is None else f"{ratio:.2f}×"
+def _speedup(found: dict[str, Any]) -> str:
+    if found["mean"] is None:
+        return NONE
+    interval = "" if found["low"] is None else f" [{found['low']:.2f}, {found['high']:.2f}]"
+    return f"{found['mean']:.2f}×{interval}"
 
 
 def _number(value: float | None, digits: int, sign: str = "") -> str:

@@ -15,7 +15,6 @@ from claims_runs import Job
 from geotrain.files import whole_file
 
 TUNED = ROOT / "benchmarks/data/claims_tuned.json"
-TUNED_FULL = TUNED.with_name("claims_tuned_full.json")
 SEED = 1000  # of the runs that settings are chosen by; never one of the seeds that are compared
 TRIALS = 12  # of each method
 START_LR, RUNGS = 1.6e-2, 5
