@@ -53,6 +53,9 @@ def main() -> None:
 
     starts = {m: {**s, "lr": RATE * s["lr"]} for m, s in settings_found(tuple(arguments.methods)).items()}
     trials = ladders(starts, RUNGS, trial, complete)
+    if arguments.search_only:
+        print(json.dumps(plain({m: rates(mine) for m, mine in trials.items()})))
+        return
     rows = complete(
         [Job(m, best(mine)["settings"], "published", 0, steps, size, arguments.points) for m, mine in trials.items()]
     )
@@ -81,6 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
     parser.add_argument("--tokens", type=float, default=20e6, help="bytes of text, of each method")
     parser.add_argument("--search-tokens", type=float, default=2e6, help="of a run that a learning rate is chosen by")
+    parser.add_argument("--search-only", action="store_true", help="find the learning rates, and stop")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda; several methods share it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--points", type=int, default=48, help="evaluations of a run")
