@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from claims_methods import METHODS, ROOT, Settings
+from claims_methods import METHODS, OURS, ROOT, Settings
 from claims_report import plain, plot_curves, replace_block, table, time_to
 from claims_runs import Job, Results, run
 from claims_search import RUNGS, SEED, best, ladders, rates, settings_found
@@ -29,7 +29,7 @@ from common import hardware
 from geotrain.files import whole_file
 from geotrain.simulate.learner import Point
 
-COMPARED = ("data-parallel", "diloco-fair", "halos", "region-momentum")
+COMPARED = ("data-parallel", "diloco-fair", "halos", OURS)
 RESULTS = ROOT / "benchmarks/data/confirm.jsonl"
 SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128}
 WARMUP = 0.05  # of the whole run's tokens
@@ -59,9 +59,7 @@ def main() -> None:
     rows = complete(
         [Job(m, best(mine)["settings"], "published", 0, steps, size, arguments.points) for m, mine in trials.items()]
     )
-    report = summary(rows)
-    for m, mine in trials.items():
-        report["methods"][m]["tried"] = rates(mine)
+    report = summary(rows, {m: rates(mine) for m, mine in trials.items()})
     text = markdown(report)
     with whole_file(folder / "confirm.md") as file:
         file.write(text)
@@ -109,23 +107,29 @@ def run_told(folder: Path, job: Job) -> dict[str, Any]:
         return {**run(job, tell), "hardware": hardware()}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """target_loss: fair DiLoCo's last, if it is among the methods; else the worst last loss. A method that came to
-    nothing has no losses, and says why in `failed`."""
+def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) -> dict[str, Any]:
+    """target_loss: fair DiLoCo's last, if it is among the methods; else the worst last loss. tried: by method, rate →
+    loss of the trials. A method that came to nothing has no losses, and says why in `failed`."""
     by_method = {row["method"]: row for row in rows}
-    losses = [row["test"] for row in rows if row["test"] is not None]
-    target = by_method.get("diloco-fair", {"test": max(losses, default=None)})["test"]
+    losses = {m: row["test"] for m, row in by_method.items()}
+    target = losses.get("diloco-fair", max((loss for loss in losses.values() if loss is not None), default=None))
+    times = {m: time_to(row, target) for m, row in by_method.items()}
+    ours_s, ours, synchronous = times.get(OURS), losses.get(OURS), losses.get("data-parallel")
     return {
         "parameters": rows[0]["numel"],
         "tokens": rows[0]["steps"] * SIZE["batch"] * SIZE["length"],
         "target_loss": target,
+        "speedup": {m: s / ours_s for m, s in times.items() if m != OURS and s and ours_s},
+        "loss_gap_to_synchronous": ours / synchronous - 1 if ours and synchronous else None,
         "methods": {
             m: {
                 "failed": row.get("failed"),
                 "lr": row["settings"]["lr"],
+                "tried": tried[m],
                 "test": row["test"],
                 "end_s": row["seconds"],
-                "time_to_target_s": time_to(row, target),
+                "time_to_target_s": times[m],
+                "hardware": row["hardware"],
                 **speed(row),
             }
             for m, row in by_method.items()
@@ -149,16 +153,24 @@ def markdown(report: dict[str, Any]) -> str:
         (
             METHODS[m].title,
             _number(r["time_to_target_s"], 0),
-            _number(r["lr"], 5),
+            "1" if m == OURS else _number(report["speedup"].get(m), 2),
             r["failed"] or _number(r["test"], 4),
             _number(r["end_s"], 0),
-            _number(r["tokens_per_s"], 0),
-            _number(r["gflops_per_cpu_s"], 0),
+            _number(r["lr"], 5),
+            ", ".join(f"{rate:.5f}: {_number(loss, 3)}" for rate, loss in sorted(r["tried"].items())),
+            f"{_number(r['tokens_per_s'], 0)}, {_number(r['gflops_per_cpu_s'], 0)}",
         )
         for m, r in report["methods"].items()
     ]
-    header = ("method", "s to target", "rate", "test loss", "end, s", "tokens/s here", "GFLOP/s a core")
-    return f"Target: {_number(report['target_loss'], 4)} nats a byte.\n\n{table(rows, header)}\n"
+    header = (
+        "method", "s to target", "over ours", "test loss", "end, s", "rate", "rates tried: loss after a tenth",
+        "tokens/s, GFLOP/s of the core that trained it",
+    )  # fmt: skip
+    intro = (
+        f"{report['parameters']:,} parameters, {report['tokens'] / 1e6:.1f} M tokens, one seed. "
+        f"Target: {_number(report['target_loss'], 4)} nats a byte."
+    )
+    return f"{intro}\n\n{table(rows, header)}\n"
 
 
 def _number(value: float | None, digits: int) -> str:
