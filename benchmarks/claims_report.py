@@ -154,7 +154,7 @@ def plot_curves(rows: Sequence[Row], titles: dict[str, str], target: float | Non
     figure.suptitle(title)
     handles, labels = by_tokens.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
