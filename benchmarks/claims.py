@@ -82,7 +82,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the search, longer runs, more seeds (hours)")
+    parser.add_argument("--full", action="store_true", help="the search, longer runs, more seeds (an hour or two)")
     parser.add_argument("--search-only", action="store_true", help="find the settings, and stop")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--steps", type=int, help="inner steps of all workers together")

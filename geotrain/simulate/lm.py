@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from geotrain.canonical import Architecture, Parameter, canonical_parameters
-from geotrain.simulate.compiled import CompiledLM, adamw, library
+from geotrain.simulate.compiled import LIBRARY, CompiledLM, adamw, library, torch_sgemm
 
 EVALUATED = 256  # samples at once: their logits must fit
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # neighbours in the vector: one matrix each
@@ -59,7 +59,7 @@ class SmallLM:
         device: str = "cpu",
         gradient: Tensor | None = None,
     ) -> None:
-        """compiled: where it can be, on a CPU; device: on others torch computes in bf16, from fp32
+        """compiled: where it can be and is faster, on a CPU; device: on others torch computes in bf16, from fp32
         weights. gradient: where it is to lie, when models that step one after another share it."""
         self.a, self.device = architecture, device
         self.parameters = canonical_parameters(architecture)
@@ -70,7 +70,8 @@ class SmallLM:
         self._place()
         cosine, sine = _rotary_angles(architecture)
         self._angles = cosine.to(device), sine.to(device)
-        loaded = library() if compiled and device == "cpu" else None
+        fast = architecture.hidden_size < LIBRARY or torch_sgemm() is not None  # else torch's own products are faster
+        loaded = library() if compiled and device == "cpu" and fast else None
         self._compiled = CompiledLM(loaded, architecture, self._angles) if loaded else None
 
     def decays(self) -> Tensor:
@@ -112,15 +113,14 @@ class SmallLM:
     @torch.no_grad()
     def evaluate(self, weights: Tensor, tokens: Tensor) -> float:
         """The loss of other weights (1-D, fp32) on tokens."""
-        if self._compiled is not None:
-            with _denormals_as_zero():
-                return self._compiled.loss(weights, tokens)
-        mine = self.flat.clone()
-        self.flat.copy_(weights)
         with _denormals_as_zero(), self._precision():
+            if self._compiled is not None:
+                return self._compiled.loss(weights, tokens)
+            mine = self.flat.clone()
+            self.flat.copy_(weights)
             losses = [float(self.loss(part.to(self.device))) * len(part) for part in tokens.split(EVALUATED)]
-        self.flat.copy_(mine)
-        return sum(losses) / len(tokens)
+            self.flat.copy_(mine)
+            return sum(losses) / len(tokens)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.device != "cpu")
