@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,15 @@ def with_away(world: WorldSpec, away: dict[str, tuple[tuple[float, float], ...]]
             replace(r, workers=tuple(replace(w, away=away.get(w.name, ())) for w in r.workers)) for r in world.regions
         ),
     )
+
+
+def test_garbage_is_collected_rarely_only_while_a_timing_run_lasts():
+    before, seen = gc.get_threshold(), set()
+    timing = timing_task(OURS, one_block(10**8), 400, 1)
+    for task in (timing, replace(timing, tensors=True)):
+        World(two_regions(), task, lambda world: seen.add((world.task.tensors, gc.get_threshold()[0]))).run()
+        assert gc.get_threshold() == before
+    assert seen == {(False, 100_000), (True, before[0])}
 
 
 @pytest.mark.parametrize("method", ["region-momentum", "diloco-fair", "async-local-sgd", "streaming-diloco"])
