@@ -8,11 +8,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 _MARKER = ".geotrain.json"
+_PARTIAL, _ASIDE = ".partial", ".old"
 
 
 class OutputError(OSError):
@@ -45,13 +46,19 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
     Raises OutputError, before the block is run when that can be known.
     """
     final = final.absolute()
-    _check_replaceable(final, kind)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        for left in final.parent.glob(f".{final.name}.*.partial"):
-            _remove_if_abandoned(left)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
+        for aside in _left_beside(final, _ASIDE):
+            with suppress(FileNotFoundError):  # its writer lives, and is done
+                _bring_back_if_abandoned(aside, final)
+        _check_replaceable(final, kind)
+        for partial in _left_beside(final, _PARTIAL):
+            with suppress(FileNotFoundError):
+                _remove_if_abandoned(partial)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=_PARTIAL, dir=final.parent))
         lock = os.open(temporary, os.O_RDONLY)
+    except OutputError:
+        raise
     except OSError as error:
         raise OutputError(f"{final}: cannot be created: {error.strerror}") from None
     try:
@@ -72,14 +79,45 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
         os.close(lock)
 
 
+def _left_beside(final: Path, suffix: str) -> list[Path]:
+    """What other writers of this very folder have there: `.<name>.<random><suffix>`."""
+    begin = f".{final.name}."
+    return [
+        path
+        for path in final.parent.iterdir()
+        if path.name.startswith(begin)
+        and path.name.endswith(suffix)
+        and "." not in path.name.removeprefix(begin).removesuffix(suffix)
+    ]
+
+
 def _remove_if_abandoned(partial: Path) -> None:
     """Remove what a killed process left: nobody holds the lock on it any more."""
-    descriptor = os.open(partial, os.O_RDONLY)
+    with _locked(partial) as abandoned:
+        if abandoned:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _bring_back_if_abandoned(aside: Path, final: Path) -> None:
+    """A process was killed while it replaced a folder: the older one returns unless the new one is in place."""
+    with _locked(aside) as abandoned:
+        if abandoned and not final.exists():
+            aside.rename(final)
+        elif abandoned:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether this process has it to itself during the block; another's lock is not waited for."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(partial, ignore_errors=True)
+        alone = True
     except BlockingIOError:
-        pass
+        alone = False
+    try:
+        yield alone
     finally:
         os.close(descriptor)
 
@@ -108,17 +146,20 @@ def _check_replaceable(final: Path, kind: str) -> None:
 
 def _swap(temporary: Path, final: Path) -> None:
     """Rename; an older folder stands aside until the new one is in place."""
-    aside = temporary.with_suffix(".old")
-    if final.exists():
-        final.rename(aside)
-    try:
+    if not final.exists():
         temporary.rename(final)
-    except OSError:
-        if aside.exists():
+        _sync(final.parent)
+        return
+    aside = temporary.with_suffix(_ASIDE)
+    with _locked(final):  # nobody brings it back meanwhile
+        final.rename(aside)
+        try:
+            temporary.rename(final)
+        except OSError:
             aside.rename(final)
-        raise
-    _sync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+            raise
+        _sync(final.parent)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync_tree(folder: Path) -> None:

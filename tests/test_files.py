@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,39 @@ def test_a_failure_leaves_the_older_folder_as_it_was(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == [".geotrain.json", "2"]
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from geotrain.files import whole_folder
+rename, renames = Path.rename, int(sys.argv[2])
+def dying(self, target):
+    global renames
+    rename(self, target)
+    renames -= 1
+    if not renames:
+        os._exit(9)
+Path.rename = dying
+with whole_folder(Path(sys.argv[1]), "export") as folder:
+    (folder / "2").write_text("2")
+"""
+
+
+@pytest.mark.parametrize(("renames", "kept"), [(1, "1"), (2, "2")])
+def test_a_kill_while_a_folder_is_replaced_leaves_one_of_the_two(tmp_path: Path, renames: int, kept: str) -> None:
+    """The older stands aside at the first rename, the new one is in place after the second."""
+    target = tmp_path / "out.new"
+    with whole_folder(target, "export") as folder:
+        (folder / "1").write_text("1")
+    dead = subprocess.run([sys.executable, "-c", DYING, str(target), str(renames)], timeout=60, check=False)
+    assert dead.returncode == 9
+    with whole_folder(tmp_path / "out", "export"):  # what was left is not this folder's
+        assert any(n.endswith(".old") for n in names(tmp_path)) and not (tmp_path / "out").exists()
+    with pytest.raises(KeyboardInterrupt), whole_folder(target, "export"):
+        assert names(target) == [".geotrain.json", kept]
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["out", "out.new"] and names(target) == [".geotrain.json", kept]
 
 
 def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:

@@ -106,10 +106,8 @@ def begin_snapshot(server: AnyServer, journal: Journal, ended: bool) -> tuple[di
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
-    for (
-        name,
-        member,
-    ) in server.members.items():  # what the state leaves out is said again: joins, and halves of updates
+    for name, member in server.members.items():
+        # What the state leaves out is said again: joins, and halves of updates.
         for join in member.joined.values():
             journal.append(join)
         if member.silent:  # a join would say otherwise
