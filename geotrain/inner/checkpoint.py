@@ -26,6 +26,7 @@ from geotrain.inner.reshard import Piece, Reader
 from geotrain.inner.shards import OwnedShard
 
 _MANIFEST = "manifest.json"
+_REPLACED = ".replaced.tmp"  # after the name of a checkpoint that makes room for a newer one of its name
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -120,6 +121,7 @@ def _words(error: Exception) -> str:
 
 def _prepare(temporary: Path) -> None:
     temporary.parent.mkdir(parents=True, exist_ok=True)
+    _bring_back(temporary.parent)
     for left_over in temporary.parent.glob("*.tmp"):  # of a save that was killed
         shutil.rmtree(left_over)
     temporary.mkdir()
@@ -185,13 +187,21 @@ def _finish(
     _sync(path)
     _sync(temporary)
     if final.exists():
-        final.rename(final.with_name(f"{final.name}.old.tmp"))
+        final.rename(final.with_name(final.name + _REPLACED))
     temporary.rename(final)
     _sync(final.parent)
     for old in [path for _, path in _whole(final.parent)][max(1, keep) :]:
         old.rename(old.with_name(f"{old.name}.old.tmp"))
-    for dropped in final.parent.glob("*.old.tmp"):
+    for dropped in final.parent.glob("*.tmp"):
         shutil.rmtree(dropped, ignore_errors=True)
+
+
+def _bring_back(folder: Path) -> None:
+    """After a kill while a checkpoint was replaced, the older one."""
+    for replaced in folder.glob(f"*{_REPLACED}"):
+        final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+        if not final.exists():
+            replaced.rename(final)
 
 
 def _layout(engine: GeoEngine) -> dict[str, Any]:
@@ -227,6 +237,7 @@ def _whole(folder: Path) -> list[tuple[dict[str, Any], Path]]:
 
 
 def _find(engine: GeoEngine, folder: Path, tag: str | None) -> dict[str, Any] | None:
+    _bring_back(folder)
     whole = [manifest for manifest, path in _whole(folder) if tag in (None, path.name)]
     if not whole:
         if tag is None:

@@ -123,6 +123,7 @@ def misuse(folder: str) -> dict[str, Any]:
 
     if engine.rank == 0:
         (place / "five.tmp").mkdir()
+        (place / "two").rename(place / "two.replaced.tmp")  # as a kill leaves it when "two" is saved once more
         file = place / "three" / "rank-00001.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
     dist.barrier()
