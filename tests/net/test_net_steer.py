@@ -99,7 +99,9 @@ def test_a_drained_region_leaves_and_the_rest_trains_everything(make: Callable[.
 
 
 def end_and_resume(cluster: Cluster) -> None:
-    """As the server's process does: a last snapshot that says so, and a start from it."""
+    """As the server's process does: once it is over, a last snapshot that says so, and a start from it."""
+    for region in cluster.regions.values():
+        wait_for(lambda server=region.server: server.done)  # its workers are told before its own goodbye is answered
     for name in (*cluster.regions, "top"):
         running = cluster.top if name == "top" else cluster.regions[name]
         r = running.recovered
