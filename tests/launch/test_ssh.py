@@ -62,9 +62,11 @@ def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
             assert server.stderr and b"listening" in server.stderr.readline()
             yield psutil.Process(server.pid)
         finally:
-            for child in psutil.Process(server.pid).children(recursive=True):
-                child.kill()
+            sessions = psutil.Process(server.pid).children(recursive=True)
             server.kill()
+            for session in sessions:
+                with suppress(psutil.NoSuchProcess):  # one whose connection has ended goes on its own
+                    session.kill()
 
 
 def fall_silent(server: psutil.Process) -> None:
