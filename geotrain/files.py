@@ -30,7 +30,7 @@ def whole_file(final: Path) -> Iterator[TextIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(final)
-        _sync(final.parent)
+        sync(final.parent)
     except OSError as error:
         raise OutputError(f"{final}: cannot be written: {error.strerror or error}") from None
     finally:
@@ -77,6 +77,15 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
+
+
+def sync(path: Path) -> None:
+    """What a file or folder (its names) holds is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _left_beside(final: Path, suffix: str) -> list[Path]:
@@ -148,7 +157,7 @@ def _swap(temporary: Path, final: Path) -> None:
     """Rename; an older folder stands aside until the new one is in place."""
     if not final.exists():
         temporary.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
         return
     aside = temporary.with_suffix(_ASIDE)
     with _locked(final):  # nobody brings it back meanwhile
@@ -158,19 +167,11 @@ def _swap(temporary: Path, final: Path) -> None:
         except OSError:
             aside.rename(final)
             raise
-        _sync(final.parent)
+        sync(final.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)

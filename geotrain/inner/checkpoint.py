@@ -7,7 +7,6 @@ metadata) and `manifest.json`. The folder appears whole or not at all; its hosts
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from geotrain.canonical import canonical_parameters, digest
+from geotrain.files import sync
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
 from geotrain.inner.optimizer import moments, set_step_count, step_count
@@ -144,7 +144,7 @@ def _write_rank(engine: GeoEngine, folder: Path, with_masters: bool) -> None:
         runs.append([[r.parameter, r.start, r.length, r.stride, r.count] for r in shard.runs])
     path = folder / _rank_file(engine.rank)
     save_file(tensors, path, metadata={"shards": json.dumps(runs, separators=(",", ":"))})
-    _sync(path)
+    sync(path)
 
 
 def _state(engine: GeoEngine, shard: OwnedShard, with_masters: bool, predicted: bool) -> dict[str, torch.Tensor]:
@@ -184,12 +184,12 @@ def _finish(
     }
     path = temporary / _MANIFEST
     path.write_text(json.dumps(manifest, indent=1))
-    _sync(path)
-    _sync(temporary)
+    sync(path)
+    sync(temporary)
     if final.exists():
         final.rename(final.with_name(final.name + _REPLACED))
     temporary.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     for old in [path for _, path in _whole(final.parent)][max(1, keep) :]:
         old.rename(old.with_name(f"{old.name}.old.tmp"))
     for dropped in final.parent.glob("*.tmp"):
@@ -207,14 +207,6 @@ def _bring_back(folder: Path) -> None:
 def _layout(engine: GeoEngine) -> dict[str, Any]:
     mesh = engine.mesh
     return {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "data": mesh.dp_size, "cuda": platform.HAS_CUDA}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------------- reading

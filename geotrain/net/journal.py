@@ -24,6 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from geotrain.files import sync
 from geotrain.net import wire
 
 MAGIC = b"GeoTrnJ1"
@@ -207,7 +208,7 @@ class Journal:
             self.folder.mkdir(parents=True)
             self._begin_segment(segment)
             self.folder.rename(final)
-            _sync_folder(final.parent)
+            sync(final.parent)
         finally:
             self.folder = final
 
@@ -219,7 +220,7 @@ class Journal:
             file.write(_segment_head_bytes(self._number + 1, self._number))
             os.fsync(file.fileno())
             partial.rename(path)
-            _sync_folder(self.folder)
+            sync(self.folder)
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise _full(error, path) from error
@@ -271,11 +272,3 @@ def _full(error: OSError, path: Path) -> OSError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return JournalFull(error.errno, f"no room for the journal {path}")
     return error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

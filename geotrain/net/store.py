@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geotrain.files import sync
 from geotrain.outer.layout import Layout, LayoutError
 
 SNAPSHOTS = "snapshots"  # within a server's folder
@@ -82,9 +83,9 @@ class Store:
             temporary.mkdir(parents=True)
             files = {name: _write(temporary / _file(name), tensor) for name, tensor in tensors.items()}
             _write_bytes(temporary / META, json.dumps({"files": files, "meta": meta}).encode())
-            _sync(temporary)
+            sync(temporary)
             temporary.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise StoreError(
@@ -114,10 +115,10 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise DamagedSnapshot(str(error)) from error
         for path in (*folder.iterdir(), folder):
-            _sync(path)
+            sync(path)
         shutil.rmtree(self.path(number), ignore_errors=True)
         folder.rename(self.path(number))
-        _sync(self.folder)
+        sync(self.folder)
         return snapshot
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
@@ -257,11 +258,3 @@ def _write_bytes(path: Path, content: bytes) -> None:
         file.write(b"%08x\n" % zlib.crc32(content) + content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
