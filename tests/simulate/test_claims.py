@@ -35,6 +35,7 @@ from claims_search import (  # noqa: E402
 )
 from claims_study import FULL, HARSH_METHODS, REDUCED, RIVALS, Study  # noqa: E402
 from claims_worlds import WORLDS  # noqa: E402
+from common import flat  # noqa: E402
 
 from geotrain.simulate.learner import Curve  # noqa: E402
 from geotrain.simulate.learner import Study as Small  # noqa: E402
@@ -331,6 +332,8 @@ def test_the_confirmation_compares_times_to_fair_dilocos_loss():
     told = confirm.summary(rows, {r["method"]: {0.01: 2.5} for r in rows})
     assert told["target_loss"] == 2.0 and told["speedup"] == {"diloco-fair": 5.0, "data-parallel": 25.0}
     assert told["loss_gap_to_synchronous"] == pytest.approx(1.8 / 1.6 - 1)
+    kept = dict(flat(confirm.figures(told)))
+    assert (kept["over_ours.diloco-fair"], kept[f"{OURS}.test"], kept["data-parallel.end_s"]) == (5.0, 1.8, 1000)
     assert "| 5.00 |" in confirm.markdown(told) and "0.01000: 2.500" in confirm.markdown(told)
 
 
