@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import claims  # noqa: E402
 import claims_runs  # noqa: E402
 import confirm  # noqa: E402
+import gap  # noqa: E402
 from claims_markdown import _met, markdown  # noqa: E402
 from claims_measures import wide_bytes  # noqa: E402
 from claims_methods import METHODS, OURS, updates_of_a_region, whole_steps  # noqa: E402
@@ -335,6 +336,20 @@ def test_the_confirmation_compares_times_to_fair_dilocos_loss():
     kept = dict(flat(confirm.figures(told)))
     assert (kept["over_ours.diloco-fair"], kept[f"{OURS}.test"], kept["data-parallel.end_s"]) == (5.0, 1.8, 1000)
     assert "| 5.00 |" in confirm.markdown(told) and "0.01000: 2.500" in confirm.markdown(told)
+
+
+def test_the_gap_compares_both_methods_at_their_best_rates(monkeypatch, tmp_path):
+    def losses(job: Job) -> dict:
+        away = abs(math.log2(job.settings["lr"] / (0.016 if job.method == OURS else 0.004)))
+        loss = (3.0 if job.method == OURS else 2.0) + away
+        return {**asdict(job), "key": job.key, "selection": loss, "test": loss}
+
+    results = Results(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(results, "complete", lambda jobs, processes: [losses(job) for job in jobs])
+    found = gap.measured(results, 8, 10, 1)
+    assert found["gap"] == 0.5 and found["tokens"] == 8 * 32 * 10
+    assert found["lr"] == {"data-parallel": 0.004, OURS: 0.016} and all(found["bracketed"].values())
+    assert "| 256 | 10 | 0.0 | 2.0000 (0.004) | 3.0000 (0.016) | 50.0 % |" in gap.markdown([found])
 
 
 def test_a_row_cut_off_by_a_kill_is_dropped_and_the_others_stay(tmp_path):

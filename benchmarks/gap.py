@@ -1,0 +1,98 @@
+"""What the gap between ours and data parallelism at equal tokens follows from: the batch, or the length of the run.
+
+    python benchmarks/gap.py                        a batch eight times as large, and a run eight times as long
+    python benchmarks/gap.py --runs 4x3072 8x3072   others: sequences of a worker's step x steps of all workers
+
+The small model of claims.py, its settings but for the inner learning rate: each method's is found anew by factors of
+two, until it is bracketed, by the selection slice. One seed. Finished runs are kept in the results file (JSON lines)
+and not done again. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from claims_methods import OURS, ROOT, Settings
+from claims_report import Row, plain, replace_block, table
+from claims_runs import Job, Results
+from claims_search import RUNGS, SEED, best, is_bracketed, ladders, rates, settings_found
+from common import record
+
+LENGTH = 32  # bytes of a sequence, as in claims.py
+SYNCHRONOUS = "data-parallel"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    results = Results(Path(arguments.results))
+    results.path.parent.mkdir(parents=True, exist_ok=True)
+    found = [measured(results, *map(int, name.split("x")), arguments.jobs) for name in arguments.runs]
+    text = markdown(found)
+    print(text)
+    if arguments.docs:
+        replace_block(ROOT / "docs/evidence.md", "gap", text)
+        gaps = {f"batch_{f['batch']}.steps_{f['steps']}": f["gap"] for f in found}
+        record("gap", gaps, lambda _: "", "the small model, one seed")
+    print(json.dumps(plain({"gaps": found})))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=["4x15360", "32x15360", "4x122880"], help="batch x steps")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--results", default=str(ROOT / "runs/gap/rows.jsonl"), help="JSON lines")
+    parser.add_argument("--docs", action="store_true", help="renew docs/evidence.md and results.csv")
+    return parser.parse_args()
+
+
+def measured(results: Results, batch: int, steps: int, jobs: int) -> dict[str, Any]:
+    """Ours over data parallelism, each at its best rate. batch: sequences of a step. steps: of all workers."""
+
+    def trial(method: str, settings: Settings) -> Job:
+        return Job(method, settings, "published", SEED, steps, {"length": LENGTH, "batch": batch}, points=4)
+
+    def complete(due: list[Job]) -> list[Row]:
+        return results.complete(due, jobs)
+
+    rows = ladders(settings_found((SYNCHRONOUS, OURS)), RUNGS, trial, complete)
+    chosen = {method: best(mine) for method, mine in rows.items()}
+    losses = {method: row["test"] for method, row in chosen.items()}
+    return {
+        "batch": batch,
+        "steps": steps,
+        "tokens": batch * LENGTH * steps,
+        "gap": losses[OURS] / losses[SYNCHRONOUS] - 1 if None not in losses.values() else None,
+        "losses": losses,
+        "lr": {method: row["settings"]["lr"] for method, row in chosen.items()},
+        "bracketed": {method: is_bracketed(rates(mine)) for method, mine in rows.items()},
+    }
+
+
+def markdown(found: list[dict[str, Any]]) -> str:
+    def of(f: dict[str, Any], method: str) -> str:
+        loss = "–" if f["losses"][method] is None else f"{f['losses'][method]:.4f}"
+        return f"{loss} ({f['lr'][method]:.3g}{'' if f['bracketed'][method] else ', not bracketed'})"
+
+    rows = [
+        (
+            f"{f['batch'] * LENGTH:,}",
+            f"{f['steps']:,}",
+            f"{f['tokens'] / 1e6:.1f}",
+            of(f, SYNCHRONOUS),
+            of(f, OURS),
+            "–" if f["gap"] is None else f"{100 * f['gap']:.1f} %",
+        )
+        for f in found
+    ]
+    header = (
+        "bytes of a worker's step", "steps of all workers", "M tokens", "data parallel (rate)", "ours (rate)", "gap",
+    )  # fmt: skip
+    return f"{table(rows, header)}\n"
+
+
+if __name__ == "__main__":
+    main()
