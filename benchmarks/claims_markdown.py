@@ -32,7 +32,7 @@ def _setting(report: dict[str, Any]) -> str:
     return (
         f"Model of {s['parameters']:,} parameters, bytes of Python's standard library (digest {s['text']}); "
         f"{s['steps']} inner steps of all 16 workers together, {seeds}. "
-        f"Target: {_number(report['target_loss'], 4)} nats a byte (mean), for each seed DiLoCo's final test loss. "
+        f"Target: {number(report['target_loss'], 4)} nats a byte (mean), for each seed DiLoCo's final test loss. "
         "± and brackets: 95 % confidence (Student's t over seeds)."
     )
 
@@ -48,7 +48,7 @@ def _goals(report: dict[str, Any]) -> str:
     if gap is not None:
         middle, half = gap["mean"], gap["half_width"]
         high = None if half is None else middle + half
-        value = _number(middle, 4, "+") + ("" if half is None else f" ± {half:.4f}")
+        value = number(middle, 4, "+") + ("" if half is None else f" ± {half:.4f}")
         met = _met(middle, high, lambda x: x <= GAP_GOAL)
         rows.append(("`loss_gap_to_synchronous`", value, f"≤ {GAP_GOAL}", NONE, met, NONE))
     kept = report["goodput"]["ours"]
@@ -65,13 +65,13 @@ def _methods(report: dict[str, Any], titles: dict[str, str]) -> str:
         rows.append(
             (
                 title,
-                _number(report["time_to_target_s"][m], 0),
+                number(report["time_to_target_s"][m], 0),
                 _loss(s),
-                _number(report["loss_at_our_time"][m], 4),
-                _number(s["steps"], 0),
-                _number(s["end_s"], 0),
+                number(report["loss_at_our_time"][m], 4),
+                number(s["steps"], 0),
+                number(s["end_s"], 0),
                 NONE if used is None else f"{100 * used:.0f} %",
-                _number(s["wide_gigabytes"], 1),
+                number(s["wide_gigabytes"], 1),
             )
         )
     header = (
@@ -106,7 +106,7 @@ def _harsh(report: dict[str, Any]) -> str:
             world,
             *(_speedup(found["speedup"][name]) for name in names),
             *(
-                _number(found["loss_at_equal_tokens"][m], 3) if m not in found["failed"] else found["failed"][m][0]
+                number(found["loss_at_equal_tokens"][m], 3) if m not in found["failed"] else found["failed"][m][0]
                 for m in methods
             ),
         )
@@ -143,7 +143,7 @@ def _speedup(found: dict[str, Any]) -> str:
     return f"{found['mean']:.2f}×{interval}"
 
 
-def _number(value: float | None, digits: int, sign: str = "") -> str:
+def number(value: float | None, digits: int, sign: str = "") -> str:
     return NONE if value is None else f"{value:{sign}.{digits}f}"
 
 

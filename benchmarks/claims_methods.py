@@ -166,10 +166,11 @@ def _momentum(random: Random) -> Settings:
 
 
 OURS = "region-momentum"
+SYNCHRONOUS = "data-parallel"  # what losses at equal tokens are held against
 METHODS = {
     m.name: m
     for m in (
-        Method("data-parallel", "data parallel, fp32 flat ring", _data_parallel),
+        Method(SYNCHRONOUS, "data parallel, fp32 flat ring", _data_parallel),
         Method("diloco", "DiLoCo H 32, fp32 flat ring", _diloco),
         Method("diloco-dylu", "DiLoCo + DyLU, fp32 flat ring", _diloco),
         Method("diloco-fair", "DiLoCo + DyLU, hierarchical, 4 bit (fair)", _diloco),

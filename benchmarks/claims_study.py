@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from claims_methods import DATA, METHODS, OURS, Settings, whole_steps
+from claims_methods import DATA, METHODS, OURS, SYNCHRONOUS, Settings, whole_steps
 from claims_report import Compared, Row, mean, summary
 from claims_runs import Job
 from claims_search import TRIALS
@@ -92,7 +92,7 @@ class Study:
             "loss_at_equal_tokens": {m: s["loss"] for m, s in summaries.items()},
             "loss_at_our_time": self._losses_at_our_time(compared),
             "speedup": compared.speedups(RIVALS, OURS),
-            "loss_gap_to_synchronous": compared.gap(OURS, "data-parallel"),
+            "loss_gap_to_synchronous": compared.gap(OURS, SYNCHRONOUS),
             "with_a_schedule_twice_as_long": compared.longer_runs(),
             "methods": summaries,
         }

@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from claims_methods import METHODS, OURS, ROOT, Settings
+from claims_markdown import number
+from claims_methods import METHODS, OURS, ROOT, SYNCHRONOUS, Settings
 from claims_report import plain, plot_curves, replace_block, table, time_to
 from claims_runs import Job, Results, run
 from claims_search import RUNGS, SEED, best, ladders, rates, settings_found
@@ -29,7 +30,7 @@ from common import hardware, record
 from geotrain.files import whole_file
 from geotrain.simulate.learner import Point
 
-COMPARED = ("data-parallel", "diloco-fair", "halos", OURS)
+COMPARED = (SYNCHRONOUS, "diloco-fair", "halos", OURS)
 RESULTS = ROOT / "benchmarks/data/confirm.jsonl"
 SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128}
 WARMUP = 0.05  # of the whole run's tokens
@@ -117,7 +118,7 @@ def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) ->
     losses = {m: row["test"] for m, row in by_method.items()}
     target = losses.get("diloco-fair", max((loss for loss in losses.values() if loss is not None), default=None))
     times = {m: time_to(row, target) for m, row in by_method.items()}
-    ours_s, ours, synchronous = times.get(OURS), losses.get(OURS), losses.get("data-parallel")
+    ours_s, ours, synchronous = times.get(OURS), losses.get(OURS), losses.get(SYNCHRONOUS)
     return {
         "parameters": rows[0]["numel"],
         "tokens": rows[0]["steps"] * SIZE["batch"] * SIZE["length"],
@@ -161,13 +162,13 @@ def markdown(report: dict[str, Any]) -> str:
     rows = [
         (
             METHODS[m].title,
-            _number(r["time_to_target_s"], 0),
-            "1" if m == OURS else _number(report["speedup"].get(m), 2),
-            r["failed"] or _number(r["test"], 4),
-            _number(r["end_s"], 0),
-            _number(r["lr"], 5),
-            ", ".join(f"{rate:.5f}: {_number(loss, 3)}" for rate, loss in sorted(r["tried"].items())),
-            f"{_number(r['tokens_per_s'], 0)}, {_number(r['gflops_per_cpu_s'], 0)}",
+            number(r["time_to_target_s"], 0),
+            "1" if m == OURS else number(report["speedup"].get(m), 2),
+            r["failed"] or number(r["test"], 4),
+            number(r["end_s"], 0),
+            number(r["lr"], 5),
+            ", ".join(f"{rate:.5f}: {number(loss, 3)}" for rate, loss in sorted(r["tried"].items())),
+            f"{number(r['tokens_per_s'], 0)}, {number(r['gflops_per_cpu_s'], 0)}",
         )
         for m, r in report["methods"].items()
     ]
@@ -177,13 +178,9 @@ def markdown(report: dict[str, Any]) -> str:
     )  # fmt: skip
     intro = (
         f"{report['parameters']:,} parameters, {report['tokens'] / 1e6:.1f} M tokens, one seed. "
-        f"Target: {_number(report['target_loss'], 4)} nats a byte."
+        f"Target: {number(report['target_loss'], 4)} nats a byte."
     )
     return f"{intro}\n\n{table(rows, header)}\n"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

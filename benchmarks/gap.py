@@ -4,8 +4,8 @@
     python benchmarks/gap.py --runs 4x3072 8x3072   others: sequences of a worker's step x steps of all workers
 
 The small model of claims.py, its settings but for the inner learning rate: each method's is found anew by factors of
-two, until it is bracketed, by the selection slice. One seed. Finished runs are kept in the results file (JSON lines)
-and not done again. The last line printed is one JSON object.
+two, until it is bracketed, by the selection slice. One seed. Finished runs are kept in the results file (JSON lines),
+which is committed, and not done again. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from claims_methods import OURS, ROOT, Settings
+from claims_markdown import number
+from claims_methods import OURS, ROOT, SYNCHRONOUS, Settings
 from claims_report import Row, plain, replace_block, table
 from claims_runs import Job, Results
 from claims_search import RUNGS, SEED, best, is_bracketed, ladders, rates, settings_found
+from claims_study import FULL
 from common import record
 
-LENGTH = 32  # bytes of a sequence, as in claims.py
-SYNCHRONOUS = "data-parallel"
+LENGTH = FULL.size["length"]  # bytes of a sequence
+RESULTS = ROOT / "benchmarks/data/gap.jsonl"
 
 
 def main() -> None:
     arguments = parse_arguments()
     results = Results(Path(arguments.results))
-    results.path.parent.mkdir(parents=True, exist_ok=True)
     found = [measured(results, *map(int, name.split("x")), arguments.jobs) for name in arguments.runs]
     text = markdown(found)
     print(text)
@@ -44,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["4x15360", "32x15360", "4x122880"], help="batch x steps")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--results", default=str(ROOT / "runs/gap/rows.jsonl"), help="JSON lines")
+    parser.add_argument("--results", default=str(RESULTS), help="JSON lines")
     parser.add_argument("--docs", action="store_true", help="renew docs/evidence.md and results.csv")
     return parser.parse_args()
 
@@ -53,29 +54,32 @@ def measured(results: Results, batch: int, steps: int, jobs: int) -> dict[str, A
     """Ours over data parallelism, each at its best rate. batch: sequences of a step. steps: of all workers."""
 
     def trial(method: str, settings: Settings) -> Job:
-        return Job(method, settings, "published", SEED, steps, {"length": LENGTH, "batch": batch}, points=4)
+        return Job(method, settings, "published", SEED, steps, {**FULL.size, "batch": batch}, points=4)
 
     def complete(due: list[Job]) -> list[Row]:
         return results.complete(due, jobs)
 
     rows = ladders(settings_found((SYNCHRONOUS, OURS)), RUNGS, trial, complete)
     chosen = {method: best(mine) for method, mine in rows.items()}
-    losses = {method: row["test"] for method, row in chosen.items()}
     return {
         "batch": batch,
         "steps": steps,
         "tokens": batch * LENGTH * steps,
-        "gap": losses[OURS] / losses[SYNCHRONOUS] - 1 if None not in losses.values() else None,
-        "losses": losses,
+        "gap": {s: _gap(chosen[OURS][s], chosen[SYNCHRONOUS][s]) for s in ("test", "selection")},
+        "losses": {method: row["test"] for method, row in chosen.items()},
         "lr": {method: row["settings"]["lr"] for method, row in chosen.items()},
         "bracketed": {method: is_bracketed(rates(mine)) for method, mine in rows.items()},
     }
 
 
+def _gap(loss: float | None, reference: float | None) -> float | None:
+    return loss / reference - 1 if loss and reference else None
+
+
 def markdown(found: list[dict[str, Any]]) -> str:
     def of(f: dict[str, Any], method: str) -> str:
-        loss = "–" if f["losses"][method] is None else f"{f['losses'][method]:.4f}"
-        return f"{loss} ({f['lr'][method]:.3g}{'' if f['bracketed'][method] else ', not bracketed'})"
+        edge = "" if f["bracketed"][method] else ", not bracketed"
+        return f"{number(f['losses'][method], 4)} ({f['lr'][method]:.3g}{edge})"
 
     rows = [
         (
@@ -84,12 +88,13 @@ def markdown(found: list[dict[str, Any]]) -> str:
             f"{f['tokens'] / 1e6:.1f}",
             of(f, SYNCHRONOUS),
             of(f, OURS),
-            "–" if f["gap"] is None else f"{100 * f['gap']:.1f} %",
+            *(number(gap and 100 * gap, 1) for gap in (f["gap"]["test"], f["gap"]["selection"])),
         )
         for f in found
     ]
     header = (
-        "bytes of a worker's step", "steps of all workers", "M tokens", "data parallel (rate)", "ours (rate)", "gap",
+        "bytes of a worker's step", "steps of all workers", "M tokens", "data parallel (rate)", "ours (rate)",
+        "gap, %", "by the selection slice, %",
     )  # fmt: skip
     return f"{table(rows, header)}\n"
 

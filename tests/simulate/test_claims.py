@@ -347,9 +347,9 @@ def test_the_gap_compares_both_methods_at_their_best_rates(monkeypatch, tmp_path
     results = Results(tmp_path / "rows.jsonl")
     monkeypatch.setattr(results, "complete", lambda jobs, processes: [losses(job) for job in jobs])
     found = gap.measured(results, 8, 10, 1)
-    assert found["gap"] == 0.5 and found["tokens"] == 8 * 32 * 10
+    assert found["gap"] == {"test": 0.5, "selection": 0.5} and found["tokens"] == 8 * 32 * 10
     assert found["lr"] == {"data-parallel": 0.004, OURS: 0.016} and all(found["bracketed"].values())
-    assert "| 256 | 10 | 0.0 | 2.0000 (0.004) | 3.0000 (0.016) | 50.0 % |" in gap.markdown([found])
+    assert "| 256 | 10 | 0.0 | 2.0000 (0.004) | 3.0000 (0.016) | 50.0 | 50.0 |" in gap.markdown([found])
 
 
 def test_a_row_cut_off_by_a_kill_is_dropped_and_the_others_stay(tmp_path):
