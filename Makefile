@@ -1,13 +1,19 @@
-# make train · make test · make lint · make bench · make docs; each installs what it needs into .venv first.
+# make train · make test · make test-fast · make lint · make bench · make docs; each installs what it needs first: into
+# .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
-# A benchmark is <name>.py; <name>_<part>.py are parts of it, which are not run by themselves, as the shared ones are not.
-BENCHMARKS := $(shell ls benchmarks/*.py | grep -v -e /common.py -e /real_delta.py $(foreach b,$(wildcard benchmarks/*.py),-e '^$(b:.py=)_'))
+# A program of benchmarks/ is a module with a main block, or a folder with __main__.py. loss_curve needs files of a run.
+BENCHMARKS := $(filter-out loss_curve,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))) \
+  $(notdir $(patsubst %/__main__.py,%,$(wildcard benchmarks/*/__main__.py))))
 KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 
-.PHONY: install train test lint bench docs clean
+# where Debian keeps sshd and tc; a shell that became root by a plain `su` does not look there
+export PATH := $(PATH):/usr/sbin:/sbin
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+
+.PHONY: install train test-packages test test-fast lint bench docs clean
 
 install: $(VENV)/.installed
 
@@ -18,9 +24,17 @@ $(VENV)/.installed: setup.py constraints.txt launch/install.sh
 train: install
 	$(BIN)/geotrain quickstart
 
-# Tests start many processes: the modules that they share are compiled once, also where the environment says otherwise.
-test: install
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
+test-packages:
+	bash launch/test_packages.sh
+
+# Packages come first: a C compiler builds the kernels at installation. Tests start many processes: the modules that they
+# share are compiled once, also where the environment says otherwise.
+test: test-packages install
+	$(PYTEST) $(PYTEST_ARGS)
+
+# What is marked slow is left out; the run ends with its number.
+test-fast: test-packages install
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install
@@ -31,14 +45,14 @@ lint: install
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 bench: install
-	for b in $(BENCHMARKS); do echo "== $$b" && $(BIN)/python $$b || exit 1; done
+	for b in $(sort $(BENCHMARKS)); do echo "== $$b" && $(BIN)/python -m benchmarks.$$b || exit 1; done
 
 # The API reference, in build/docs. pdoc warns of what it cannot read or resolve: warnings are errors. kernels lists what
-# it exports, so its modules are named one by one. _lm is called through ctypes and cannot be imported.
+# it exports, so its modules are named one by one.
 docs: install
 	rm -rf build/docs
 	DS_ACCELERATOR=cpu $(BIN)/python -W error::UserWarning -m pdoc --no-show-source -o build/docs \
-	  geotrain geotrain.launch geotrain.kernels $(addprefix geotrain.,$(subst /,.,$(KERNELS:.py=))) '!geotrain.__main__' '!geotrain.simulate._lm'
+	  geotrain geotrain.launch geotrain.kernels $(addprefix geotrain.,$(subst /,.,$(KERNELS:.py=))) '!geotrain.__main__'
 
 clean:
 	rm -rf $(VENV) build runs *.egg-info

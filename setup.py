@@ -30,24 +30,6 @@ CPU_KERNELS = Extension(
     optional=True,
 )
 
-# Training in the simulator, where bits need not be those of another machine.
-SMALL_LM = Extension(
-    "geotrain.simulate._lm",
-    sources=["geotrain/simulate/lm.c"],
-    extra_compile_args=[
-        "-O3",
-        "-g0",
-        "-ffp-contract=fast",
-        "-fassociative-math",
-        "-fno-signed-zeros",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fno-wrapv",  # which CPython's own flags hold; it forbids what makes these loops fast
-    ],
-    libraries=["m"],
-    optional=True,
-)
-
 PACKAGES = [
     *find_packages(include=["geotrain", "geotrain.*"]),
     "geotrain.kernels",
@@ -63,7 +45,7 @@ setup(
     packages=PACKAGES,
     package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch"},
     package_data={"geotrain": ["py.typed", "monitor/web/*"]},
-    ext_modules=[CPU_KERNELS, SMALL_LM],
+    ext_modules=[CPU_KERNELS],
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",
@@ -96,6 +78,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.14",
+            "vulture>=2.14",
             "pre-commit>=4",
             "pdoc>=15",
             "s3fs>=2025.1",

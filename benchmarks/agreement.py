@@ -3,14 +3,13 @@
 Three workers in two regions, whose paces (`min_step_s`) and links set the order of all updates. They wait until the
 last has joined, and begin together.
 
-    python benchmarks/agreement.py [--record]
+    python -m benchmarks.agreement [--record]
 
 Needs root, for the network namespaces. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -20,22 +19,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from common import record
-
+from benchmarks.common import command_line, report, units_by_ending
+from benchmarks.small_runs import cluster_file, run_file, write_files
+from geotrain.commands.operate import LiveRun
 from geotrain.config import load_cluster, load_run
-from geotrain.launch import wan
-from geotrain.launch.operate import Run
-from geotrain.outer.layout import layout_of
-from geotrain.simulate.agreement import Applied, least_gap_s, real, simulated
+from geotrain.emulate import wan
+from geotrain.layout import layout_of
+from geotrain.outer.messages import Message, UpdatePart
+from geotrain.outer.server import Handled, Server
+from geotrain.simulate.clock import Clock
+from geotrain.simulate.spec import world_of_cluster
+from geotrain.simulate.world import VirtualWorld, timing_task
 
-MODEL = {
-    "model_type": "qwen3", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
 PACE_S = {"eu": {"eu-0": 0.7, "eu-1": 1.7}, "us": {"us-0": 1.3}}  # least seconds of an inner step
 LINKS = {"eu": (0.01, 100.0), "us": (0.01, 300.0)}  # Gbit/s, round trip in ms
 STEPS, BATCH, LOCAL_STEPS = 20, 4, 2  # STEPS: of all workers
@@ -45,65 +45,91 @@ STOP_S = 30.0  # for an orderly end, before the run is killed
 POLL_S = 0.1
 
 
+@dataclass(frozen=True)
+class Applied:
+    """seconds: Unix time of a real run; virtual ones since training began in a simulated run. site: the server."""
+
+    seconds: float
+    site: str
+    member: str
+    sequence: int
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="append to results.csv")
-    args = parser.parse_args()
+    args = command_line(__doc__).parse_args()
     why_not = wan.cannot_emulate()
     if why_not:
         print(f"agreement: {why_not}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="geotrain-agreement-") as folder:
         files = make_world(Path(folder))
-        result = compared(expected(files), launched(files))
-    if args.record:
-        record("agreement", result, lambda metric: "s" if metric.endswith("_s") else "")
-    print(json.dumps(result))
+        result = compared(simulated(files), launched(files))
+    report("agreement", result, args, units_by_ending({"_s": "s"}))
     return 0
 
 
 def make_world(folder: Path) -> tuple[Path, Path]:
     """Data, run file and cluster file."""
-    from geotrain.data.prepare import prepare
-    from geotrain.data.tokenizer import byte_tokenizer
-    from geotrain.inner.dataset import TokenWriter
-
-    (folder / "text.txt").write_text(Path(np.__file__).read_text() * 4)
-    prepare([folder / "text.txt"], folder / "data", byte_tokenizer(), TokenWriter)
-    run = {
-        "name": "agreement", "folder": str(folder / "run"), "model": {"config": MODEL},
-        "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": BATCH * STEPS},
-        "deepspeed": {
-            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}},
-            "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": STEPS, "warmup_num_steps": 4}},
-        },
-        "outer": {
-            "rule": "halos", "local_steps": LOCAL_STEPS, "updates_per_send": 2, "scale_local_steps": False,
-            "up": {"name": "int4"}, "down": {"name": "int4"},
-        },
+    run = run_file(folder, "agreement", BATCH * STEPS, (BATCH, BATCH), (4, STEPS))
+    run["outer"] = {
+        "rule": {"name": "halos", "updates_per_send": 2}, "local_steps": LOCAL_STEPS, "scale_local_steps": False,
+        "up": {"name": "int4"}, "down": {"name": "int4"},
     }  # fmt: skip
-    regions = [
-        {
-            "name": name,
-            "workers": [
-                {"name": worker, "hosts": [{"host": "localhost", "slots": 1}], "min_step_s": pace}
-                for worker, pace in paces.items()
-            ],
-        }
-        for name, paces in PACE_S.items()
+    workers = {region: {name: (1, pace_s) for name, pace_s in paces.items()} for region, paces in PACE_S.items()}
+    return write_files(folder, run, cluster_file("agreement", workers, LINKS))
+
+
+def simulated(files: tuple[Path, Path]) -> list[Applied]:
+    """Every update that the servers of this run would apply, in order of time.
+
+    Inner steps take as long as each worker's `min_step_s` says. Time counts from the first worker's first job.
+    """
+    run, cluster = load_run(files[0]), load_cluster(files[1])
+    paces = {w.name: w.min_step_s for region in cluster.regions for w in region.workers}
+    steps = run.data.train_samples // run.samples_per_step
+    world = VirtualWorld(
+        world_of_cluster(cluster, paces), timing_task(run.outer, layout_of(run), steps, run.samples_per_step)
+    )
+    applied: list[Applied] = []
+    _note("global", world.top.server, world.clock, applied)
+    for name, node in world.regions.items():
+        _note(name, node.server, world.clock, applied)
+    world.run()
+    begin_s = min(worker.job_starts_s[0] for worker in world.workers.values())
+    return [Applied(a.seconds - begin_s, a.site, a.member, a.sequence) for a in applied]
+
+
+def real(folder: Path, event: str = "UpdateApplied") -> list[Applied]:
+    """Every update that the servers of a real run applied, from their event logs. Workers must have one rank each."""
+    found = []
+    for path in sorted((folder / "servers").glob("*/events.jsonl")):
+        for said in map(json.loads, path.read_text().splitlines()):
+            if said["event"] == event:
+                found.append(Applied(said["time_s"], path.parent.name, said["member"], said.get("sequence", 0)))
+    return sorted(found, key=lambda a: a.seconds)
+
+
+def least_gap_s(applied: list[Applied]) -> float:
+    """The shortest time between two updates of different members at one server. A real run that is late by less than
+    this still has the same order."""
+    gaps = [
+        later.seconds - sooner.seconds
+        for site in {a.site for a in applied}
+        for sooner, later in pairwise([a for a in applied if a.site == site])
+        if sooner.member != later.member
     ]
-    links = [{"regions": [name, "global"], "gbps": gbps, "rtt_ms": rtt_ms} for name, (gbps, rtt_ms) in LINKS.items()]
-    cluster = {"name": "agreement", "regions": regions, "links": links, "emulate_links": True}
-    for name, content in (("run", run), ("cluster", cluster)):
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder / "run.json", folder / "cluster.json"
+    return min(gaps, default=float("inf"))
 
 
-def expected(files: tuple[Path, Path]) -> list[Applied]:
-    run = load_run(files[0])
-    return simulated(run, load_cluster(files[1]), layout_of(run))
+def _note(site: str, server: Server, clock: Clock, applied: list[Applied]) -> None:
+    original = server.handle
+
+    def handle(message: Message) -> Handled:
+        if isinstance(message, UpdatePart):
+            applied.append(Applied(clock.now, site, message.member, message.sequence))
+        return original(message)
+
+    server.handle = handle  # type: ignore[method-assign]
 
 
 def launched(files: tuple[Path, Path], env: dict[str, str] | None = None) -> list[Applied]:
@@ -126,7 +152,7 @@ def launched(files: tuple[Path, Path], env: dict[str, str] | None = None) -> lis
     everybody = {worker for paces in PACE_S.values() for worker in paces}
     try:
         wait("up", lambda: (folder / "servers/global/listening.json").exists(), START_S)
-        live = Run(folder)
+        live = LiveRun(folder)
         live.steer("pause")
         wait("joined by all", lambda: everybody <= {a.member for a in real(folder, "Joined")}, START_S)
         if real(folder):

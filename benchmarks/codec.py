@@ -3,7 +3,8 @@
 bits_per_parameter                  of a large payload
 encode_vs_memcpy, decode_vs_memcpy  speed over a memory copy that touches the same bytes, alternating in one run:
                                     encoding reads anchor, weights and residual, writes residual and payload;
-                                    decoding checks and reads the payload and writes fp32 (accumulating also reads)
+                                    decoding checks and reads the payload and writes fp32 (accumulating also reads);
+                                    decode_measured also sums the squares of what it wrote
 relative_rmse                       |decoded − delta| / |delta| of a real delta, without error feedback
 triton                              registers and spilled bytes a thread, compiled ahead of time for each target
 *_vs_copy_bandwidth                 on a GPU: the same as *_vs_memcpy, against a copy on the device
@@ -11,25 +12,23 @@ triton                              registers and spilled bytes a thread, compil
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import real_delta
 import torch
-from common import alternate, ratio, record
 from torch import Tensor
 
-from geotrain.config import CodecConfig
-from geotrain.kernels import triton_aot, triton_ops
+from benchmarks import real_delta
+from benchmarks.common import alternate, command_line, ratio, report, triton_resources, units_by_ending
+from geotrain.config import CodecConfig, codec_config
+from geotrain.kernels import triton_ops
 from geotrain.kernels.layout import Spec
 from geotrain.outer.codec import Codec, make_codec
 
 CONFIGS = {
-    **{name: CodecConfig(name=name) for name in ("fp32", "bf16", "int8", "int4", "e3m0", "e2m1")},
-    "topk2": CodecConfig(name="topk2", block=1024, density=0.1),
+    **{name: codec_config(name) for name in ("fp32", "bf16", "int8", "int4", "e3m0", "e2m1")},
+    "topk2": codec_config("topk2", block=1024, density=0.1),
 }
 
 
@@ -38,24 +37,24 @@ def speed(codec: Codec, numel: int, rounds: int, device: str) -> dict[str, float
     anchor = torch.randn(numel, device=device)
     weights, residual = anchor + 1e-3 * torch.randn(numel, device=device), torch.zeros(numel, device=device)
     out = torch.zeros(numel, device=device)
-    payload = codec.encode_delta(anchor, weights, residual=residual).payload
+    payload = codec.encode(weights, anchor=anchor, residual=residual).payload
     touched = {
         "encode": 16 * numel + len(payload),
         "decode": 4 * numel + len(payload),
+        "decode_measured": 4 * numel + len(payload),
         "accumulate": 8 * numel + len(payload),
     }
     on_host = device == "cpu"
     work: dict[str, Callable[[], object]] = {
-        "encode": lambda: codec.encode_delta(anchor, weights, residual=residual),
+        "encode": lambda: codec.encode(weights, anchor=anchor, residual=residual),
         "decode": lambda: codec.decode(payload, numel, out=out, checked=not on_host),
+        "decode_measured": lambda: codec.decode_measured(payload, out),
         "accumulate": lambda: codec.decode_accumulate(payload, out, 0.5, checked=not on_host),
     }
     for name, size in touched.items():
         source, target = (torch.ones(size // 2, dtype=torch.uint8, device=device) for _ in range(2))
         work[f"copy_{name}"] = lambda source=source, target=target: target.copy_(source)
-    if not on_host:
-        work = {name: (lambda call=call: (call(), torch.cuda.synchronize())) for name, call in work.items()}
-    times = alternate(work, rounds)
+    times = alternate(work, rounds, device)
     suffix = "vs_memcpy" if on_host else "vs_copy_bandwidth"
     result = {f"{name}_{suffix}": ratio(times[f"copy_{name}"], times[name]) for name in touched}
     result[f"{'memcpy' if on_host else 'copy'}_gb_s"] = touched["encode"] / median(times["copy_encode"]) / 1e9
@@ -73,38 +72,24 @@ def relative_rmse(codec: Codec, delta: dict[str, Tensor]) -> float:
     return (error / whole) ** 0.5
 
 
-def triton_resources(config: CodecConfig) -> dict[str, dict[str, dict[str, int]]]:
+def resources(config: CodecConfig) -> dict[str, dict[str, dict[str, int]]]:
     """What the kernels of a large, even tensor take on each target."""
     spec = Spec(config.name, block=config.block, density=config.density)
     values, anchor, residual = (torch.zeros(16 * config.block) for _ in range(3))
     payload = torch.zeros(spec.encoded_bytes(values.numel()), dtype=torch.uint8)
-    calls = {
-        "quantize": lambda: triton_ops.quantize(values, payload, spec, anchor, residual, 0),
-        "dequantize": lambda: triton_ops.dequantize(payload, residual, spec, 0.5),
+    taken = {
+        "quantize": triton_resources(lambda: triton_ops.quantize(values, payload, spec, anchor, residual, 0)),
+        "dequantize": triton_resources(lambda: triton_ops.dequantize(payload, residual, spec, 0.5)),
     }
-    found: dict[str, dict[str, dict[str, int]]] = {}
-    for target in triton_aot.TARGETS:
-        found[target] = {}
-        for name, call in calls.items():
-            (launch,) = triton_aot.launches(call)
-            resources = triton_aot.compile_launch(launch, target)
-            found[target][name] = {"registers": resources.registers, "spilled": resources.spilled}
-    return found
-
-
-def unit(metric: str) -> str:
-    endings = {"bits_per_parameter": "bit", "gb_s": "GB/s", "registers": "registers", "spilled": "bytes"}
-    return next((name for ending, name in endings.items() if metric.endswith(ending)), "ratio")
+    return {target: {name: by_target[target] for name, by_target in taken.items()} for target in taken["quantize"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the timed tensors")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--delta", type=Path, help="a saved delta; without it a small model is trained")
     parser.add_argument("--no-triton", action="store_true", help="do not compile the Triton kernels")
-    parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/results.csv")
-    parser.add_argument("--note", default="", help="goes into the recorded rows")
     options = parser.parse_args()
 
     delta = real_delta.load(options.delta) if options.delta else real_delta.train()
@@ -117,7 +102,7 @@ def main() -> None:
             result |= speed(codec, options.numel * 8, options.rounds, "cuda")
         result["relative_rmse"] = relative_rmse(codec, delta)
         if not options.no_triton:
-            result["triton"] = triton_resources(config)
+            result["triton"] = resources(config)
         results[name] = result
         shown = (
             "bits_per_parameter",
@@ -127,9 +112,8 @@ def main() -> None:
             "relative_rmse",
         )
         print(f"{name:6}", *(f"{key} {result[key]:.4g}" for key in shown), flush=True)
-    if options.record:
-        record("codec", results, unit, options.note)
-    print(json.dumps(results))
+    endings = {"bits_per_parameter": "bit", "gb_s": "GB/s", "registers": "registers", "spilled": "bytes"}
+    report("codec", results, options, units_by_ending(endings, "ratio"))
 
 
 if __name__ == "__main__":

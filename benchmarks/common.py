@@ -1,9 +1,11 @@
-"""Shared by the benchmarks: what machine this is, alternating timings, and rows of results.csv."""
+"""Shared by the benchmarks: command lines, alternating timings, what machine this is, and rows of results.csv."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
+import json
 import os
 import platform
 import time
@@ -12,11 +14,70 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results.csv"
+from benchmarks import ROOT
+from geotrain.files import whole_file
+
+RESULTS = ROOT / "benchmarks" / "results.csv"
 COLUMNS = ("date", "benchmark", "metric", "value", "unit", "hardware", "versions", "note")
+
+
+def command_line(doc: str | None, recorded: bool = True) -> argparse.ArgumentParser:
+    """A parser that shows the module's docstring. recorded: with the options that `report` reads."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if recorded:
+        parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/results.csv")
+        parser.add_argument("--note", default="", help="goes into the recorded rows")
+    return parser
+
+
+def report(
+    benchmark: str,
+    results: dict[str, Any],
+    options: argparse.Namespace,
+    units: Callable[[str], str],
+    note: str = "",
+    left_out: Sequence[str] = (),
+) -> None:
+    """Record the results if the command line asks for it, all but the keys in left_out, and print them as JSON.
+
+    note: what the rows say in any case, before the --note of the command line.
+    """
+    if options.record:
+        kept = {key: value for key, value in results.items() if key not in left_out}
+        record(benchmark, kept, units, "; ".join(filter(None, (note, options.note))))
+    print(json.dumps(results), flush=True)
+
+
+def record(benchmark: str, results: dict[str, Any], units: Callable[[str], str], note: str = "") -> None:
+    """Append one row for each number to results.csv; the file is replaced in one step."""
+    kept = RESULTS.read_text() if RESULTS.exists() else ",".join(COLUMNS) + "\n"
+    rows = io.StringIO()
+    writer = csv.writer(rows, lineterminator="\n")
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ")
+    for metric, value in flat(results):
+        writer.writerow([now, benchmark, metric, f"{value:.6g}", units(metric), hardware(), versions(), note])
+    with whole_file(RESULTS) as file:
+        file.write(kept + rows.getvalue())
+
+
+def flat(results: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Nested results as (dotted metric, number)."""
+    found = []
+    for key, value in results.items():
+        if isinstance(value, dict):
+            found += flat(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            found.append((f"{prefix}{key}", value))
+    return found
+
+
+def units_by_ending(endings: dict[str, str], otherwise: str = "") -> Callable[[str], str]:
+    """The unit of a metric from how its name ends; the first ending that fits counts."""
+    return lambda metric: next((unit for ending, unit in endings.items() if metric.endswith(ending)), otherwise)
 
 
 def hardware() -> str:
@@ -42,13 +103,20 @@ def versions(*packages: str) -> str:
     return ", ".join(found)
 
 
-def alternate(functions: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each function, once a round: what loads the machine meanwhile loads all of them alike."""
+def alternate(
+    functions: dict[str, Callable[[], object]], rounds: int, device: str = "cpu", warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each function, once a round: what loads the machine meanwhile loads all of them alike.
+
+    device: what the functions compute on; calls to a GPU return before it is done, so that it is waited for.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_index in range(warmup + rounds):
         for name, function in functions.items():
             begin = time.perf_counter()
             function()
+            if device != "cpu":
+                torch.cuda.synchronize()
             if round_index >= warmup:
                 times[name].append(time.perf_counter() - begin)
     return times
@@ -59,28 +127,11 @@ def ratio(slower_is_less: Sequence[float], times: Sequence[float]) -> float:
     return median(reference / own for reference, own in zip(slower_is_less, times, strict=True))
 
 
-def flat(results: dict, prefix: str = "") -> list[tuple[str, float]]:
-    """Nested results as (dotted metric, number)."""
-    found = []
-    for key, value in results.items():
-        if isinstance(value, dict):
-            found += flat(value, f"{prefix}{key}.")
-        elif isinstance(value, int | float):
-            found.append((f"{prefix}{key}", value))
-    return found
+def triton_resources(call: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """Of the one Triton kernel that `call` launches: registers and spilled bytes a thread, by target that it is
+    compiled for ahead of time."""
+    from benchmarks import triton_aot
 
-
-def record(benchmark: str, results: dict, units: Callable[[str], str], note: str = "") -> None:
-    """Append one row for each number to results.csv; the file is replaced in one step."""
-    kept = RESULTS.read_text() if RESULTS.exists() else ",".join(COLUMNS) + "\n"
-    rows = io.StringIO()
-    writer = csv.writer(rows, lineterminator="\n")
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ")
-    for metric, value in flat(results):
-        writer.writerow([now, benchmark, metric, f"{value:.6g}", units(metric), hardware(), versions(), note])
-    temporary = RESULTS.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(kept + rows.getvalue())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(RESULTS)
+    (launch,) = triton_aot.launches(call)
+    found = {target: triton_aot.compile_launch(launch, target) for target in triton_aot.TARGETS}
+    return {target: {"registers": r.registers, "spilled": r.spilled} for target, r in found.items()}

@@ -1,8 +1,9 @@
-"""The claims once more with a larger model: 5.1 M parameters, 20 M tokens, four methods, in HALoS's environment.
+"""The claims once more with a larger model: 5.1 M parameters, 20 M tokens, in HALoS's environment.
 
-    python benchmarks/confirm.py                                  20 M tokens a method: hours on a CPU, one core each
-    python benchmarks/confirm.py --methods halos --device cuda    one of them, on a GPU, in bf16
-    python benchmarks/confirm.py --tokens 200e3 --search-tokens 50e3 --results /tmp/look.jsonl      a look
+    python -m benchmarks.confirm                                  20 M tokens a method: hours on a CPU, one core each
+    python -m benchmarks.confirm --methods halos --device cuda    one of them, on a GPU, in bf16
+    python -m benchmarks.confirm --methods data-parallel data-parallel-muon region-momentum-2bit-muon --tokens 100e6
+    python -m benchmarks.confirm --tokens 200e3 --search-tokens 50e3 --results /tmp/look.jsonl      a look
 
 Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
 of a tenth of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
@@ -20,15 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from claims_markdown import number
-from claims_methods import METHODS, OURS, ROOT, SYNCHRONOUS, Settings
-from claims_report import plain, plot_curves, replace_block, table, time_to
-from claims_runs import Job, Results, run
-from claims_search import RUNGS, SEED, best, ladders, rates, settings_found
-from common import hardware, record
-
+from benchmarks import ROOT
+from benchmarks.claims.markdown import number
+from benchmarks.claims.methods import METHODS, ONE_WORKER_2BIT, OURS, OURS_2BIT, SYNCHRONOUS, Settings, muon
+from benchmarks.claims.report import plain, plot_curves, replace_block, table, time_to
+from benchmarks.claims.runs import Job, Results, run
+from benchmarks.claims.search import RUNGS, SEED, best, ladders, rates, settings_found
+from benchmarks.common import command_line, hardware, record
+from benchmarks.learner.training import Point
 from geotrain.files import whole_file
-from geotrain.simulate.learner import Point
 
 COMPARED = (SYNCHRONOUS, "diloco-fair", "halos", OURS)
 RESULTS = ROOT / "benchmarks/data/confirm.jsonl"
@@ -36,6 +37,11 @@ SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length"
 WARMUP = 0.05  # of the whole run's tokens
 UNITS = {"test": "nats", "end_s": "virtual s", "time_to_target_s": "virtual s"}  # of a method, in results.csv
 RATE = 1 / 6  # of the small model's learning rate, as its width is of this one's: where the search begins
+
+
+def both(method: str) -> tuple[str, str]:
+    """Its names with AdamW and with Muon."""
+    return method, muon(method)
 
 
 def main() -> None:
@@ -82,7 +88,7 @@ def steps_of(tokens: float) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, recorded=False)
     parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
     parser.add_argument("--tokens", type=float, default=20e6, help="bytes of text, of each method")
     parser.add_argument("--search-tokens", type=float, default=2e6, help="of a run that a learning rate is chosen by")
@@ -112,19 +118,28 @@ def run_told(folder: Path, job: Job) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) -> dict[str, Any]:
-    """target_loss: fair DiLoCo's last, if it is among the methods; else the worst last loss. tried: by method, rate →
-    loss of the trials. A method that came to nothing has no losses, and says why in `failed`."""
+    """target_loss: fair DiLoCo's last, in its better optimizer, if it is among the methods; else the worst last loss.
+    speedup: of ours, with Muon if that is among them. tried: by method, rate → loss of the trials. A method that came
+    to nothing has no losses, and says why in `failed`."""
     by_method = {row["method"]: row for row in rows}
     losses = {m: row["test"] for m, row in by_method.items()}
-    target = losses.get("diloco-fair", max((loss for loss in losses.values() if loss is not None), default=None))
+    known = {m: loss for m, loss in losses.items() if loss is not None}
+    fair = [known[m] for m in ("diloco-fair", muon("diloco-fair")) if m in known]
+    target = min(fair, default=max(known.values(), default=None))
     times = {m: time_to(row, target) for m, row in by_method.items()}
-    ours_s, ours, synchronous = times.get(OURS), losses.get(OURS), losses.get(SYNCHRONOUS)
+    ours = muon(OURS_2BIT) if muon(OURS_2BIT) in by_method else OURS
+    ours_s = times.get(ours)
     return {
         "parameters": rows[0]["numel"],
         "tokens": rows[0]["steps"] * SIZE["batch"] * SIZE["length"],
         "target_loss": target,
-        "speedup": {m: s / ours_s for m, s in times.items() if m != OURS and s and ours_s},
-        "loss_gap_to_synchronous": ours / synchronous - 1 if ours and synchronous else None,
+        "ours": ours,
+        "speedup": {m: s / ours_s for m, s in times.items() if m != ours and s and ours_s},
+        "gaps": {
+            m: {reference: known[m] / known[reference] - 1 for reference in both(SYNCHRONOUS) if reference in known}
+            for m in (OURS, muon(OURS_2BIT), muon(ONE_WORKER_2BIT))
+            if m in known
+        },
         "methods": {
             m: {
                 "failed": row.get("failed"),
@@ -144,7 +159,7 @@ def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) ->
 def figures(report: dict[str, Any]) -> dict[str, Any]:
     """What results.csv keeps of a summary."""
     methods = {m: {name: r[name] for name in UNITS} for m, r in report["methods"].items()}
-    return {**methods, "over_ours": report["speedup"], "loss_gap_to_synchronous": report["loss_gap_to_synchronous"]}
+    return {**methods, "over_ours": report["speedup"], "gap": report["gaps"]}
 
 
 def speed(row: dict[str, Any]) -> dict[str, float]:
@@ -163,7 +178,7 @@ def markdown(report: dict[str, Any]) -> str:
         (
             METHODS[m].title,
             number(r["time_to_target_s"], 0),
-            "1" if m == OURS else number(report["speedup"].get(m), 2),
+            "1" if m == report["ours"] else number(report["speedup"].get(m), 2),
             r["failed"] or number(r["test"], 4),
             number(r["end_s"], 0),
             number(r["lr"], 5),
@@ -180,6 +195,13 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['parameters']:,} parameters, {report['tokens'] / 1e6:.1f} M tokens, one seed. "
         f"Target: {number(report['target_loss'], 4)} nats a byte."
     )
+    gaps = [
+        f"{METHODS[m].title} ends {number(100 * gap, 1, '+')} % from {METHODS[reference].title}"
+        for m, of in report["gaps"].items()
+        for reference, gap in of.items()
+    ]
+    if gaps:
+        intro += f" At equal tokens: {'; '.join(gaps)}."
     return f"{intro}\n\n{table(rows, header)}\n"
 
 

@@ -8,27 +8,28 @@ triton             registers and spilled bytes a thread, compiled ahead of time 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from common import alternate, ratio, record
 from torch import Tensor
 
-from geotrain.kernels import AdamStep, OuterStep, cpu, reference_update, triton_aot, triton_ops
+from benchmarks.common import alternate, command_line, ratio, report, triton_resources, units_by_ending
+from geotrain.kernels import AdamStep, OuterStep, cpu, reference, triton_ops
 
-OUTER = OuterStep.delayed_nesterov(0.2, 0.9, 16, moves_momentum=True)
+OUTER = OuterStep(keep=0.9, gain=1 / 16, from_momentum=2.88, from_delta=0.2, moves_momentum=True)
+AVERAGE = OuterStep(from_delta=0.25)
 ADAM = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10)
 NEXT = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=11)
 
 # name: (bytes touched for each element, call(ops, four fp32 tensors, gradients in bf16, weights in bf16))
 OPS: dict[str, tuple[int, Callable]] = {
     "outer_update": (28, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], t[2], t[3], OUTER)),
+    "average": (12, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], None, None, AVERAGE)),
     "merge": (20, lambda ops, t, grad, low: ops.merge(t[0], t[1], t[2], t[3], 0.25)),
-    "adam_step": (28, lambda ops, t, grad, low: ops.adam_step(t[0], t[1], t[2], grad, ADAM, low, None)),
-    "adam_step_look_ahead": (28, lambda ops, t, grad, low: ops.adam_step(t[0], t[1], t[2], grad, ADAM, low, NEXT)),
-    "adam_estimate": (16, lambda ops, t, grad, low: ops.adam_estimate(t[0], t[1], t[2], grad, ADAM, low)),
+    "adam_step": (28, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, None, True)),
+    "adam_step_look_ahead": (28, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, NEXT, True)),
+    "adam_estimate": (16, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, None, False)),
 }
 
 
@@ -44,33 +45,18 @@ def speed(name: str, numel: int, rounds: int, device: str) -> dict[str, float]:
     copy = lambda: target.copy_(source)  # noqa: E731
     if device == "cpu":
         own = {"copy": copy, "own": lambda: call(cpu, *arguments)}
-        times = alternate({**own, "torch": lambda: call(reference_update, *arguments)}, rounds)
+        times = alternate({**own, "torch": lambda: call(reference, *arguments)}, rounds)
         compared = {"vs_torch": ratio(times["torch"], times["own"])}
         return {"vs_memcpy": ratio(times["copy"], times["own"]), **compared}
-    timed = {"copy": copy, "own": lambda: call(triton_ops, *arguments)}
-    timed = {key: (lambda work=work: (work(), torch.cuda.synchronize())) for key, work in timed.items()}
-    times = alternate(timed, rounds)
+    times = alternate({"copy": copy, "own": lambda: call(triton_ops, *arguments)}, rounds, device)
     return {"vs_copy_bandwidth": ratio(times["copy"], times["own"])}
 
 
-def triton_resources(name: str) -> dict[str, dict[str, int]]:
-    arguments = tensors(1 << 14, "cpu")
-    (launch,) = triton_aot.launches(lambda: OPS[name][1](triton_ops, *arguments))
-    found = {target: triton_aot.compile_launch(launch, target) for target in triton_aot.TARGETS}
-    return {target: {"registers": r.registers, "spilled": r.spilled} for target, r in found.items()}
-
-
-def unit(metric: str) -> str:
-    return {"registers": "registers", "spilled": "bytes"}.get(metric.rsplit(".", 1)[-1], "ratio")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1 << 23, help="elements of the timed tensors")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-triton", action="store_true", help="do not compile the Triton kernels")
-    parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/results.csv")
-    parser.add_argument("--note", default="", help="goes into the recorded rows")
     options = parser.parse_args()
     results: dict[str, dict] = {}
     for name in OPS:
@@ -78,11 +64,10 @@ def main() -> None:
         if torch.cuda.is_available():
             results[name] |= speed(name, options.numel * 8, options.rounds, "cuda")
         if not options.no_triton:
-            results[name]["triton"] = triton_resources(name)
+            small, call = tensors(1 << 14, "cpu"), OPS[name][1]
+            results[name]["triton"] = triton_resources(partial(call, triton_ops, *small))
         print(f"{name:21}", *(f"{k} {v:.3g}" for k, v in results[name].items() if k != "triton"), flush=True)
-    if options.record:
-        record("kernels", results, unit, options.note)
-    print(json.dumps(results))
+    report("kernels", results, options, units_by_ending({"registers": "registers", "spilled": "bytes"}, "ratio"))
 
 
 if __name__ == "__main__":

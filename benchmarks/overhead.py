@@ -3,12 +3,11 @@
 One rank (this process) trains the quickstart's model; a real region server and global server run beside it, joined by
 real sockets. Jobs with and without exchange alternate; the figure is the median of the pairs' ratios.
 
-    python benchmarks/overhead.py [--pairs 12]
+    python -m benchmarks.overhead [--pairs 12] [--record]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -16,30 +15,41 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks import ROOT
+from benchmarks.common import command_line, report, units_by_ending
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch.check import free_ports
+from geotrain.layout import layout_of
 from geotrain.outer.exchange import wait_for
-from geotrain.outer.layout import layout_of
 from geotrain.outer.messages import Lease, LeaseRequest
 from geotrain.outer.server import identity_of
 
-ROOT = Path(__file__).parent.parent
+if TYPE_CHECKING:  # they take seconds to import, and the environment must be set before
+    from geotrain.data.loader import LeasedLoader
+    from geotrain.inner.engine import GeoEngine
+    from geotrain.trainer import Trainer
+
 TEXT_BYTES = 1_500_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--pairs", type=int, default=12, help="jobs timed with and without the outer loop")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, servers(Path(folder), args.local_steps) as (run, cluster):
         result = measure(run, cluster, args.pairs)
-    print(json.dumps(result))
+    report(
+        "overhead",
+        result,
+        args,
+        units_by_ending({"_with": "tokens/s", "_without": "tokens/s", "ratio": "ratio"}, "count"),
+    )
 
 
 @contextmanager
@@ -48,10 +58,9 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
     from geotrain.data.corpus import write_jsonl
     from geotrain.data.prepare import prepare
     from geotrain.data.tokenizer import byte_tokenizer
-    from geotrain.inner.dataset import TokenWriter
 
     write_jsonl(folder / "text.jsonl", TEXT_BYTES)
-    prepare([folder / "text.jsonl"], folder / "data", byte_tokenizer(), TokenWriter)
+    prepare([folder / "text.jsonl"], folder / "data", byte_tokenizer())
     raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
     raw["model"]["config"] = json.loads((ROOT / "configs/models/llama-tiny.json").read_text())
     raw["folder"] = str(folder / "run")
@@ -89,28 +98,58 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
                 process.wait(10)
 
 
-def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
+@contextmanager
+def only_rank(run: RunConfig, **deepspeed: Any) -> Iterator[tuple[GeoEngine, LeasedLoader]]:
+    """This process as the only rank of a worker: its engine and its data. deepspeed: laid over the run's block."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(free_ports(1)[0])
     from geotrain.data.loader import LeasedLoader, open_source
-    from geotrain.inner.dataset import open_tokens
-    from geotrain.inner.engine import build_engine
-    from geotrain.net.client import MemberClient
+    from geotrain.inner.build import build_engine
+
+    with closing(build_engine(run, run.parallel, {**run.deepspeed, **deepspeed})) as engine:
+        vocab_size, length = engine.architecture.vocab_size, run.data.sequence_length
+        source = open_source(Path(run.data.train), length, vocab_size, run.seed)
+        micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
+        yield engine, LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
+
+
+@contextmanager
+def joined(
+    run: RunConfig,
+    cluster: ClusterConfig,
+    engine: GeoEngine,
+    loader: LeasedLoader,
+    report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+) -> Iterator[tuple[Trainer, int]]:
+    """The product's training loop, joined to the region server, and the number of its first job. report: called with
+    the figures of each job."""
+    from geotrain.net.worker_client import WorkerClient
     from geotrain.trainer import Trainer
 
-    engine = build_engine(run, run.parallel, run.deepspeed)
-    vocab_size, length = engine.architecture.vocab_size, run.data.sequence_length
-    source = open_source(Path(run.data.train), open_tokens, length, vocab_size, run.seed)
-    loader = LeasedLoader(source, run.samples_per_step, run.deepspeed["train_micro_batch_size_per_gpu"], 0, 1)
-    layout = layout_of(run)
-    with closing(MemberClient(str(cluster.region("eu").server))) as client:
-        folder = run.run_folder / "checkpoints"
-        trainer = Trainer(run, "eu-0", identity_of(run, layout), layout, engine, loader, client, folder)
-        job = wait_for(trainer.exchange.start(trainer.identity, f"eu-0-{time.time_ns():x}"))
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(2 * (pairs + 1)):
-            exchanging = bool(turn % 2) ^ bool(turn // 2 % 2)  # on off, off on, …: drift cancels
-            lease = client.lease(LeaseRequest("eu-0", job)).result()
+    layout, folder = layout_of(run), run.run_folder / "checkpoints"
+    identity = identity_of(run, layout)
+    with closing(WorkerClient(str(cluster.region("eu").server))) as client:
+        trainer = Trainer(run, "eu-0", identity, layout, engine, loader, client, folder, report=report)
+        yield trainer, wait_for(trainer.exchange.start(identity, f"eu-0-{time.time_ns():x}"))
+
+
+def by_turns(pairs: int) -> Iterator[bool]:
+    """On off, off on, …: what drifts meanwhile cancels. One pair more than are counted, for warming up."""
+    return (bool(turn % 2) ^ bool(turn // 2 % 2) for turn in range(2 * (pairs + 1)))
+
+
+def speeds(seconds: dict[bool, list[float]], run: RunConfig) -> dict[str, float]:
+    """Tokens a second of the median job with (True) and without what was measured. The first job does not count."""
+    tokens = run.outer.local_steps * run.samples_per_step * run.data.sequence_length
+    names = {"tokens_per_s_with": True, "tokens_per_s_without": False}
+    return {name: round(tokens / statistics.median(seconds[which][1:]), 1) for name, which in names.items()}
+
+
+def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with only_rank(run) as (engine, loader), joined(run, cluster, engine, loader) as (trainer, job):
+        for exchanging in by_turns(pairs):
+            lease = trainer.client.lease(LeaseRequest("eu-0", job)).result()
             assert isinstance(lease, Lease)
             begin = time.perf_counter()
             if exchanging:
@@ -121,15 +160,12 @@ def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, flo
                     engine.train_step(batches, step)
             seconds[exchanging].append(time.perf_counter() - begin)
             print(f"{'with' if exchanging else 'without'} the outer loop: {seconds[exchanging][-1]:.3f} s a job")
-    engine.close()
     ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
-    tokens = run.outer.local_steps * run.samples_per_step * length
     return {
         "throughput_ratio": round(statistics.median(ratios), 4),
-        "tokens_per_s_with": round(tokens / statistics.median(seconds[True][1:]), 1),
-        "tokens_per_s_without": round(tokens / statistics.median(seconds[False][1:]), 1),
+        **speeds(seconds, run),
         "local_steps": run.outer.local_steps,
-        "parameters": layout.numel,
+        "parameters": layout_of(run).numel,
         "pairs": pairs,
     }
 

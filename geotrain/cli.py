@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from geotrain import cli_operate
+from geotrain.cli_operate import RunFolder
 
 app = typer.Typer(
     name="geotrain",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -23,25 +24,47 @@ app = typer.Typer(
 )
 serve = typer.Typer(no_args_is_help=True, help="Run one server by hand; `launch` does it for you.")
 app.add_typer(serve, name="serve")
-cli_operate.register(app)
+app.add_typer(cli_operate.app)
 
+PICTURES = (".png", ".svg", ".pdf")
+
+# What more than one command takes.
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, as in runs/NAME.")]
 RunOption = Annotated[Path, typer.Option("--run", help="The run file.")]
 ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="Default: cluster.json beside the run file.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a key of the run file: outer.local_steps=64. As often as wanted."
+    ),
+]
+DType = Literal["float32", "bfloat16", "float16"]
+Objective = Literal["speed", "cost"]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
 
 
-class DType(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+def _drawn(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in PICTURES:
+        raise typer.BadParameter(f"{path}: use {', '.join(PICTURES)}")
+    return path
 
 
-class Objective(StrEnum):
-    speed = "speed"
-    cost = "cost"
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from geotrain import __version__
+
+        print(f"geotrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pretrain language models on GPU clusters in different regions, joined by slow links."""
 
 
 def main() -> None:
@@ -67,7 +90,7 @@ def quickstart(
 
     Leaves logs, a checkpoint, the export and summary.json in runs/quickstart.
     """
-    from geotrain.quickstart import quickstart as start
+    from geotrain.commands.quickstart import quickstart as start
 
     raise typer.Exit(start(run, cluster, resume))
 
@@ -85,11 +108,17 @@ def prepare(
     text_key: Annotated[str, typer.Option(help="Key or column of the text in .jsonl and .parquet.")] = "text",
     end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A broken line of JSON is an error.")] = False,
 ) -> None:
-    """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet) into a Megatron data set."""
-    from geotrain.launch.preparing import prepare_files
+    """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet) into a Megatron data set.
 
-    prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, text_key, end_of_document, processes)
+    Lines that are no JSON object with a text are passed over and counted.
+    """
+    from geotrain.commands.prepare import prepare_files
+
+    settings = text_key, end_of_document, processes, overwrite, strict
+    prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
 
 
 @app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
@@ -101,6 +130,7 @@ def launch(
         list[str] | None,
         typer.Option(metavar="SITE", help="Start only this region, or 'global', and here. May be given again."),
     ] = None,
+    changes: Changes = None,
 ) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
@@ -108,15 +138,15 @@ def launch(
     log file a process. With --only, each region is started by hand or by a job of its own, also long after the
     others; --resume then begins what has not begun, so that one command line serves a job that is requeued.
     """
-    from geotrain.launch.region import launch as start
+    from geotrain.launch.launcher import launch as start
 
-    raise typer.Exit(start(run, cluster, resume, tuple(only or ())))
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ())))
 
 
 @app.command("launch-site", hidden=True)
 def launch_site() -> None:
     """What `launch` starts on another machine: reads what to do from standard input."""
-    from geotrain.launch.region import launch_site as start
+    from geotrain.launch.launcher import launch_site as start
 
     raise typer.Exit(start())
 
@@ -130,9 +160,9 @@ def before_serving() -> None:
 @serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
 def serve_global(run: RunOption, cluster: ClusterOption = None, resume: Resume = False) -> None:
     """Run the global server until every region has left."""
-    from geotrain.launch.serving import run_global
+    from geotrain.commands.serve import run_server
 
-    raise typer.Exit(run_global(run, cluster, resume))
+    raise typer.Exit(run_server(None, run, cluster, resume))
 
 
 @serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
@@ -143,21 +173,21 @@ def serve_region(
     resume: Resume = False,
 ) -> None:
     """Run a region's server until its workers have left and all they did is sent."""
-    from geotrain.launch.serving import run_region
+    from geotrain.commands.serve import run_server
 
-    raise typer.Exit(run_region(region, run, cluster, resume))
+    raise typer.Exit(run_server(region, run, cluster, resume))
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")
 def export(
     folder: RunFolder,
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
-    dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = DType.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
 ) -> None:
     """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive."""
     from geotrain.export import export_run
 
-    export_run(folder, output, dtype.value)
+    export_run(folder, output, dtype)
     print(output)
 
 
@@ -170,7 +200,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
 ) -> None:
     """Write text with an exported model."""
-    from geotrain.sample import sample as write
+    from geotrain.commands.sample import sample as write
 
     print(write(folder, prompt, tokens, temperature, seed))
 
@@ -178,7 +208,7 @@ def sample(
 @app.command(epilog="Example: geotrain picture runs/quickstart quickstart.svg")
 def picture(
     folder: RunFolder,
-    output: Annotated[Path, typer.Argument(metavar="FILE", help=".png, .svg or .pdf.")],
+    output: Annotated[Path, typer.Argument(metavar="FILE", help=".png, .svg or .pdf.", callback=_drawn)],
 ) -> None:
     """Draw what a run's events tell: losses over tokens, and what its links carried."""
     from geotrain.config import load_run
@@ -193,21 +223,17 @@ def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
     data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
     tasks: Annotated[str, typer.Option(metavar="TASK,…", help="Of lm-evaluation-harness: pip install lm-eval.")] = "",
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample, with --data.")] = 1024,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a sample, with --data; default: the model's positions, at most 1024."),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Samples, or examples a task, at most.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="At a time.")] = 16,
 ) -> None:
     """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
-    from geotrain import evaluate as measure
+    from geotrain.commands.evaluate import measure
 
-    if data is None and not tasks:
-        raise typer.BadParameter("say what to measure: --data PREFIX, --tasks TASK,…, or both")
-    said: dict[str, object] = {}
-    if data is not None:
-        said["loss"] = measure.evaluate(folder, data, limit, sequence_length, batch)
-    if tasks:
-        said["tasks"] = measure.run_tasks(folder, tasks.split(","), limit, batch)
-    print(json.dumps(said, indent=2))
+    print(json.dumps(measure(folder, data, tasks, sequence_length, limit, batch), indent=2))
 
 
 @app.command(
@@ -223,13 +249,15 @@ def simulate(
     updates: Annotated[int | None, typer.Option("--updates-per-send", "-K", min=1, help="What if: K.")] = None,
     codec: Annotated[str | None, typer.Option(help="What if: codec of both directions between regions.")] = None,
     without: Annotated[str | None, typer.Option(metavar="REGION", help="What if: one region less.")] = None,
-    loss_curve: Annotated[bool, typer.Option("--loss-curve", help="Also train a stand-in model: minutes.")] = False,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.", callback=_drawn)
+    ] = None,
+    changes: Changes = None,
     as_json: Annotated[bool, typer.Option("--json", help="All figures, as JSON.")] = False,
 ) -> None:
     """Run a run in a simulated world: hours, utilization, bytes of each link; and what if. Nothing is started."""
-    from geotrain.simulate.run import WhatIf, told
-    from geotrain.simulate.run import simulate as start
+    from geotrain.commands.simulate import WhatIf, told
+    from geotrain.commands.simulate import simulate as start
 
     report = start(
         run,
@@ -237,7 +265,7 @@ def simulate(
         step_s=step_s,
         tflops=tflops,
         what_if=WhatIf(local_steps, updates, codec, without),
-        loss_curve=loss_curve,
+        changes=tuple(changes or ()),
         picture=picture,
     )
     print(json.dumps(report, indent=2) if as_json else told(report))
@@ -259,8 +287,8 @@ def probe(
     Every pair of regions is measured over the channel that training uses, one after another. The servers' ports must
     be free: probe before the run, not during it.
     """
-    from geotrain.launch.probe import probe as measure
-    from geotrain.net.probe import Limits
+    from geotrain.commands.probe import probe as measure
+    from geotrain.net.link_probe import Limits
 
     measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True))
 
@@ -268,21 +296,31 @@ def probe(
 @app.command("probe-site", hidden=True)
 def probe_site() -> None:
     """What `probe` starts on each machine: reads what to measure from standard input."""
-    from geotrain.launch.probe_site import serve_site
+    from geotrain.commands.probe_site import serve_site
 
     raise typer.Exit(serve_site())
 
 
 @app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
-def dry_run(run: RunFile, cluster: ClusterFile) -> None:
-    """Check both files together; print memory a rank and bytes an exchange. Builds no weights."""
+def dry_run(
+    run: RunFile,
+    cluster: ClusterFile,
+    ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Try also whether ssh reaches the hosts.")] = False,
+    changes: Changes = None,
+) -> None:
+    """Check both files together; print memory a rank, bytes an exchange, and all that `launch` would refuse here.
+
+    Builds no weights, starts nothing. Exit code 2: it would be refused.
+    """
     from geotrain.config import load_cluster, load_run
 
-    files = load_run(run), load_cluster(cluster)
-    from geotrain.launch.dry_run import needs, show
-    from geotrain.launch.progress import new_console
+    files = load_run(run, changes or ()), load_cluster(cluster)  # a mistake in them is told before torch is imported
+    from geotrain.commands.dry_run import needs, report, show
+    from geotrain.launch.terminal import new_console
 
-    show(needs(*files), new_console())
+    console = new_console()
+    show(needs(*files), console)
+    raise typer.Exit(0 if report(*files, console, ask_hosts) else 2)
 
 
 @app.command(epilog="Example: geotrain plan model.json configs/clusters/world-inventory.json --out planned")
@@ -294,7 +332,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
     tokens: Annotated[float | None, typer.Option(min=1, help="To train, as in 1e11.")] = None,
-    objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = Objective.speed,
+    objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = "speed",
     within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
     utilization: Annotated[float, typer.Option(min=0.01, max=1, help="That workers are to reach.")] = 0.95,
@@ -303,19 +341,9 @@ def plan(
 
     What the run file says under parallel, outer and model.recompute is kept.
     """
-    from geotrain.launch.planning import plan as make_plan
+    from geotrain.commands.plan import plan as make_plan
 
-    make_plan(
-        run,
-        cluster,
-        out,
-        explain=explain,
-        tokens=tokens,
-        objective=objective.value,
-        within_days=within_days,
-        pin_global=pin_global,
-        utilization=utilization,
-    )
+    make_plan(run, cluster, out, explain, tokens, objective, within_days, pin_global, utilization)
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")
@@ -340,9 +368,9 @@ def schema(
     docs: Annotated[Path, typer.Option(help="The reference to write.")] = Path("docs/configuration.md"),
 ) -> None:
     """Write the JSON Schema of run and cluster files, for editors, and their reference as Markdown."""
+    from geotrain.commands.schema_page import reference
     from geotrain.config import ClusterConfig, RunConfig, json_schema
-    from geotrain.files import whole_file
-    from geotrain.reference import reference
+    from geotrain.files import write_whole
 
     texts = {
         out / "run.json": json.dumps(json_schema(RunConfig), indent=2),
@@ -351,6 +379,5 @@ def schema(
     }
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
-            file.write(text + "\n")
+        write_whole(path, text + "\n")
         print(path)

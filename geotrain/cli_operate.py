@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from geotrain.launch.operate import Run
+app = typer.Typer()
+command = partial(app.command, rich_help_panel="A live run")
 
 RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, as in runs/NAME.")]
 Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="Return only when it is done.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command, example in (
-        (status, "geotrain status runs/mine; geotrain status runs/mine --json | jq .state"),
-        (logs, "geotrain logs runs/mine eu-0 --follow"),
-        (pause, "geotrain pause runs/mine"),
-        (resume, "geotrain resume runs/mine"),
-        (drain, "geotrain drain runs/mine eu --wait 600"),
-        (pardon, "geotrain pardon runs/mine eu-0"),
-        (snapshot, "geotrain snapshot runs/mine"),
-        (stop, "geotrain stop runs/mine --wait 600"),
-    ):
-        app.command(epilog=f"Example: {example}", rich_help_panel="A live run")(command)
-
-
+@command(epilog="Example: geotrain status runs/mine; geotrain status runs/mine --json | jq .state")
 def status(
     folder: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="One table, also on a terminal.")] = False,
@@ -41,20 +29,21 @@ def status(
     Exit codes: 0 running (also paused, draining, stopping), 3 finished, 4 failed, 5 no server answers, 6 stopped
     before its data was trained, 2 no such run.
     """
-    from geotrain.launch.operate import Run, draw, watch
-    from geotrain.launch.progress import new_console
+    from geotrain.commands.operate import LiveRun, picture, watch
+    from geotrain.launch.terminal import new_console
 
-    run, console = Run(folder), new_console()
+    run, console = LiveRun(folder), new_console()
     if console.is_terminal and not once and not as_json:
         raise typer.Exit(int(watch(run, console, every)))
     seen = run.see()
     if as_json:
         print(json.dumps(seen.as_json(), indent=2))
     else:
-        console.print(draw(run, seen), highlight=False)
+        console.print(picture(run, seen), highlight=False)
     raise typer.Exit(int(seen.state))
 
 
+@command(epilog="Example: geotrain logs runs/mine eu-0 --follow")
 def logs(
     folder: RunFolder,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Processes; none: all.")] = None,
@@ -65,29 +54,34 @@ def logs(
 
     Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says.
     """
-    from contextlib import suppress
-
-    from geotrain.launch.logs import stream
-    from geotrain.launch.operate import launcher_runs
+    from geotrain.commands.logs import stream
+    from geotrain.commands.operate import launcher_runs
 
     with suppress(KeyboardInterrupt):
         for line in stream(folder, names or (), lines, lambda: follow and launcher_runs(folder) is True):
             print(line, flush=follow)
 
 
+@command(epilog="Example: geotrain pause runs/mine")
 def pause(folder: RunFolder) -> None:
     """Hand out no more data: workers finish the job that they have (and the next one they hold), then wait.
 
     Nothing is lost, and it outlives restarts of the servers. `geotrain resume` lets the run go on.
     """
-    _steer(folder, "pause")
+    from geotrain.commands.operate import LiveRun
+
+    print(LiveRun(folder).steer("pause"))
 
 
+@command(epilog="Example: geotrain resume runs/mine")
 def resume(folder: RunFolder) -> None:
     """Let a paused run go on. (One that has ended: geotrain launch … --resume.)"""
-    _steer(folder, "resume")
+    from geotrain.commands.operate import LiveRun
+
+    print(LiveRun(folder).steer("resume"))
 
 
+@command(epilog="Example: geotrain drain runs/mine eu --wait 600")
 def drain(
     folder: RunFolder,
     region: Annotated[str, typer.Argument(metavar="REGION", help="Its name in the cluster file.")],
@@ -97,53 +91,48 @@ def drain(
 
     It takes part again when its processes are started again, with --resume.
     """
-    from functools import partial
+    from geotrain.commands.operate import LiveRun
 
-    from geotrain.launch.operate import has_left
-
-    run = _steer(folder, "drain", region)
+    run = LiveRun(folder)
+    print(run.steer("drain", region))
     if wait:
-        print(run.wait(partial(has_left, run.cluster, region), wait).headline)
+        print(run.wait(lambda seen: run.has_left(region, seen), wait).headline)
 
 
+@command(epilog="Example: geotrain pardon runs/mine eu-0")
 def pardon(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
 ) -> None:
     """End the quarantine of a worker or region whose updates were refused too often; its next life may join."""
-    from geotrain.launch.operate import Run
+    from geotrain.commands.operate import LiveRun
 
-    print(Run(folder).pardon(member))
+    print(LiveRun(folder).pardon(member))
 
 
+@command(epilog="Example: geotrain snapshot runs/mine")
 def snapshot(folder: RunFolder) -> None:
     """Have the servers write a snapshot now; prints where each lies.
 
     Exit code 1 when a region's server has not: it may be cut off, and what it lacks is with the global server.
     """
-    from geotrain.launch.operate import Run
+    from geotrain.commands.operate import LiveRun
 
-    written = Run(folder).snapshot()
+    written = LiveRun(folder).snapshot()
     for site, where in written.items():
         print(f"{site}: {where}")
     raise typer.Exit(0 if all("/snapshots/" in where for where in written.values()) else 1)
 
 
+@command(epilog="Example: geotrain stop runs/mine --wait 600")
 def stop(folder: RunFolder, wait: Wait = 0.0) -> None:
     """End the run in good order: workers finish their job, everything is sent and written, all processes end.
 
     `geotrain launch … --resume` goes on as if it had never stopped, but for the time.
     """
-    from geotrain.launch.operate import State
+    from geotrain.commands.operate import LiveRun, RunState
 
-    run = _steer(folder, "stop")
+    run = LiveRun(folder)
+    print(run.steer("stop"))
     if wait:
-        print(run.wait(lambda seen: seen.state is not State.RUNNING, wait).headline)
-
-
-def _steer(folder: Path, what: str, region: str = "") -> Run:
-    from geotrain.launch.operate import Run
-
-    run = Run(folder)
-    print(run.steer(what, region))
-    return run
+        print(run.wait(lambda seen: seen.state is not RunState.RUNNING, wait).headline)

@@ -1,7 +1,11 @@
-"""Output that appears whole or not at all: it is written under a temporary name beside its place and then renamed."""
+"""Output that appears whole or not at all: it is written under a temporary name beside its place and then renamed.
+
+A process that is killed, or a power failure, thus leaves either the older output or the new one, never a part of it.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,75 +16,98 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-_MARKER = ".geotrain.json"
-_PARTIAL, _ASIDE = ".partial", ".old"
+_MARKER = ".geotrain.json"  # lists the files that were written here, so that no others are ever deleted
+_PARTIAL, _ASIDE = ".partial", ".old"  # suffixes of temporary folders, behind a random word
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
 class OutputError(OSError):
     """An output cannot be written or may not be replaced. Says which, why and what to do."""
 
 
+def out_of_room(error: BaseException | None) -> bool:
+    """Whether a disk or a quota was full, or the table of open files: this error says so, or one from which it was
+    made. Nothing is wrong then but the lack of room, so the same can be tried again later."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, with those above it, and bring each new name to the disk. Raises OSError.
+
+    Without that a power failure could take a new folder away, with everything that was carefully synced in it.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+    if not missing and not folder.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+
+
 @contextmanager
 def whole_file(final: Path) -> Iterator[TextIO]:
-    """Give a text file to write, which takes the place of `final` at the end of the block. Raises OutputError."""
+    """Give a text file to write, which takes the place of `final` at the end of the block.
+
+    If the block raises, `final` stays as it was. Raises OutputError.
+    """
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(final)
-        sync(final.parent)
-    except OSError as error:
-        raise OutputError(f"{final}: cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _output_errors(final, "cannot be written"):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(final)  # only now that the content is on disk
+            sync(final.parent)  # the folder holds the names: until it is on disk, the renaming is not
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_whole(final: Path, text: str) -> None:
+    """Write a text as `whole_file` does. Raises OutputError."""
+    with whole_file(final) as file:
+        file.write(text)
 
 
 @contextmanager
 def whole_folder(final: Path, kind: str) -> Iterator[Path]:
     """Give a temporary folder beside `final` to write into; at the end of the block it becomes `final`.
 
-    kind: what is written ("export", "dataset"). An existing `final` is replaced only when it is empty or was
-    written here before as the same kind and holds nothing else. When the block raises, nothing is left behind.
-    Raises OutputError, before the block is run when that can be known.
+    kind: what is written ("export", "dataset"). An existing `final` is replaced only if it is empty, or if it was
+    written by this function as the same kind and holds nothing else. If the block raises, nothing is left behind.
+    Raises OutputError, if possible before the block is run.
     """
     final = final.absolute()
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        for aside in _left_beside(final, _ASIDE):
-            with suppress(FileNotFoundError):  # its writer lives, and is done
-                _bring_back_if_abandoned(aside, final)
+    with _output_errors(final, "cannot be created"):
+        make_folder(final.parent)
+        _clear_up_after_killed_writers(final)
         _check_replaceable(final, kind)
-        for partial in _left_beside(final, _PARTIAL):
-            with suppress(FileNotFoundError):
-                _remove_if_abandoned(partial)
         temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=_PARTIAL, dir=final.parent))
         lock = os.open(temporary, os.O_RDONLY)
-    except OutputError:
-        raise
-    except OSError as error:
-        raise OutputError(f"{final}: cannot be created: {error.strerror}") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as this process lives
-        yield temporary
-        names = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
-        (temporary / _MARKER).write_text(json.dumps({"kind": kind, "files": names}, indent=1) + "\n")
-        temporary.chmod(0o755)  # mkdtemp's folders are private
-        _sync_tree(temporary)
-        _check_replaceable(final, kind)
-        _swap(temporary, final)
-    except OutputError:
-        raise
-    except OSError as error:
-        raise OutputError(f"{final}: cannot be written: {error.strerror or error}; nothing was kept") from None
+        with _output_errors(final, "cannot be written", "; nothing was kept"):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # shows others that this writer lives: the kernel releases it at its end
+            yield temporary
+            names = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
+            (temporary / _MARKER).write_text(json.dumps({"kind": kind, "files": names}, indent=1) + "\n")
+            temporary.chmod(0o755)  # mkdtemp's folders are private
+            for path in (*sorted(temporary.rglob("*")), temporary):
+                sync(path)
+            _check_replaceable(final, kind)  # once more: writing may have taken hours
+            _swap(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
 
 
 def sync(path: Path) -> None:
-    """What a file or folder (its names) holds is on the disk when this returns."""
+    """Bring a file's content, or a folder's list of names, to the disk before this returns (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,45 +115,49 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _left_beside(final: Path, suffix: str) -> list[Path]:
-    """What other writers of this very folder have there: `.<name>.<random><suffix>`."""
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Try to lock a file (flock), without waiting; returns whether it worked. Closing the descriptor unlocks it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _output_errors(final: Path, what: str, then: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{final}: {what}: {error.strerror or error}{then}") from None
+
+
+def _clear_up_after_killed_writers(final: Path) -> None:
+    """Remove what killed writers of this very folder left beside it, and bring back the folder they had moved aside.
+
+    A writer has `.<name>.<random>.partial` there, and the older folder as `.old` while it replaces it. The latter
+    gets its name back, unless the new one is in place already.
+    """
     begin = f".{final.name}."
-    return [
-        path
-        for path in final.parent.iterdir()
-        if path.name.startswith(begin)
-        and path.name.endswith(suffix)
-        and "." not in path.name.removeprefix(begin).removesuffix(suffix)
-    ]
-
-
-def _remove_if_abandoned(partial: Path) -> None:
-    """Remove what a killed process left: nobody holds the lock on it any more."""
-    with _locked(partial) as abandoned:
-        if abandoned:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _bring_back_if_abandoned(aside: Path, final: Path) -> None:
-    """A process was killed while it replaced a folder: the older one returns unless the new one is in place."""
-    with _locked(aside) as abandoned:
-        if abandoned and not final.exists():
-            aside.rename(final)
-        elif abandoned:
-            shutil.rmtree(aside, ignore_errors=True)
+    for path in sorted(final.parent.iterdir()):
+        _, _, suffix = path.name.removeprefix(begin).partition(".")
+        if not path.name.startswith(begin) or f".{suffix}" not in (_PARTIAL, _ASIDE):
+            continue
+        with suppress(FileNotFoundError), _locked(path) as abandoned:  # not found: its writer has just finished
+            if abandoned and f".{suffix}" == _ASIDE and not final.exists():
+                path.rename(final)
+            elif abandoned:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process has it to itself during the block; another's lock is not waited for."""
+    """Lock a folder during the block, if no other process has locked it; gives whether it worked. It never waits."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        alone = True
-    except BlockingIOError:
-        alone = False
-    try:
-        yield alone
+        yield try_lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -154,13 +185,13 @@ def _check_replaceable(final: Path, kind: str) -> None:
 
 
 def _swap(temporary: Path, final: Path) -> None:
-    """Rename; an older folder stands aside until the new one is in place."""
+    """Rename the folder. An older one is moved aside first, and deleted when the new one is in place."""
     if not final.exists():
         temporary.rename(final)
         sync(final.parent)
         return
     aside = temporary.with_suffix(_ASIDE)
-    with _locked(final):  # nobody brings it back meanwhile
+    with _locked(final):  # so that no other writer takes it for abandoned and brings it back
         final.rename(aside)
         try:
             temporary.rename(final)
@@ -169,9 +200,3 @@ def _swap(temporary: Path, final: Path) -> None:
             raise
         sync(final.parent)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        sync(path)
-    sync(folder)

@@ -1,11 +1,10 @@
-"""THE loop of one rank: lease → H inner steps → delta → weights."""
+"""The training loop of one rank: ask for a lease, train its H inner steps, send the delta, adopt the answer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,19 +13,19 @@ from torch import Tensor
 from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner import checkpoint
-from geotrain.inner.acco_engine import AccoEngine
 from geotrain.inner.engine import GeoEngine, StepResult
-from geotrain.monitor.laps import Laps
+from geotrain.inner.staging import CudaStaging
+from geotrain.layout import Layout, fragments_due
+from geotrain.monitor.utilization import PhaseTimer
 from geotrain.outer import exchange
 from geotrain.outer.exchange import Exchange, wait_for
-from geotrain.outer.layout import Layout, fragments_due
 from geotrain.outer.messages import Answer, Finished, Lease, LeaseRequest, Validated
 from geotrain.outer.server import Identity
-from geotrain.outer.worker import Piece, WorkerRank
+from geotrain.outer.worker import OwnedSlices, SynchronousStaging, WorkerRank
 
 
-class Client(exchange.Client, Protocol):
-    """This rank's connection to the server above (`geotrain.net.client.MemberClient`). Futures have deadlines."""
+class TrainerClient(exchange.Client, Protocol):
+    """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
@@ -35,7 +34,14 @@ class Client(exchange.Client, Protocol):
 
 
 class Trainer:
-    """One rank of a worker. `report` is called on the metrics rank after every job, with plain numbers."""
+    """One rank of a worker. All ranks make the same calls of engine and exchange, which contain collectives.
+
+    name: of the worker. identity: of the run, for the join. loader: this rank's batches. checkpoints: the worker's
+    folder for them. validation: this rank's micro-batches of the validation set, empty where there is none.
+    min_step_s: seconds that an inner step takes at least, for rehearsals. report: called on the metrics rank after
+    every job. trouble: called there with what a person should know. peak_flops_per_token_s: the worker's peak FLOP/s
+    over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known.
+    """
 
     def __init__(
         self,
@@ -45,56 +51,65 @@ class Trainer:
         layout: Layout,
         engine: GeoEngine,
         loader: LeasedLoader,
-        client: Client,
+        client: TrainerClient,
         checkpoints: Path,
+        *,
+        validation: Sequence[Tensor] = (),
+        min_step_s: float = 0.0,
+        report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+        trouble: Callable[[str], None] = lambda what: None,
+        peak_flops_per_token_s: float | None = None,
     ) -> None:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.engine, self.loader, self.client = engine, loader, client
-        self.checkpoints = checkpoints
-        self.validation: Sequence[Tensor] = ()  # this rank's micro-batches of the validation set
-        self.life = ""  # of this worker: the same on all its ranks, new whenever it is started
-        self.min_step_s = 0.0  # an inner step takes at least so long
-        self.report: Callable[[dict[str, Any]], None] = lambda numbers: None
-        self.peak_flops_per_token_s: float | None = None  # the worker's peak over the FLOPs of one token
-        self.laps = Laps(time.perf_counter, "compute", "communication", "waiting", "checkpoint")
-        pieces = [Piece(s.runs, s.master, s.pushes) for s in engine.shards()]
-        self.worker = WorkerRank(layout, run.outer, pieces)
-        self.exchange = Exchange(
-            name, run.outer, engine, self.worker, client, len(layout.fragments), time.perf_counter
-        )
+        self.checkpoints, self.validation = checkpoints, validation
+        self.min_step_s, self.report, self.trouble = min_step_s, report, trouble
+        self.peak_flops_per_token_s = peak_flops_per_token_s
+        clock = time.perf_counter
+        self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
+        pieces = [OwnedSlices(s.runs, s.master, s.pushes) for s in engine.shards()]
+        staging = CudaStaging if engine.device.type == "cuda" else SynchronousStaging
+        self.worker = WorkerRank(layout, run.outer, pieces, staging(engine.device))
+        self.exchange = Exchange(name, run.outer, engine, self.worker, client, len(layout.fragments), clock)
 
     def train(self, resume: bool) -> None:
-        """Until no data is left. resume: with the optimizer state of the newest checkpoint, if there is one."""
+        """Train until no data is left for this worker. resume: begin with the optimizer state of the newest
+        checkpoint, if there is one. Weights always come from the server, where others' training is part of them."""
         if resume:
             checkpoint.load(self.engine, self.checkpoints)
-        self.life = self.engine.from_rank_0(f"{self.name}-{time.time_ns():x}")
-        job = wait_for(self.exchange.start(self.identity, self.life))
+        # Names this life of the worker: the time tells it from earlier ones, and all ranks must say the same.
+        incarnation = self.engine.from_rank_0(f"{self.name}-{time.time_ns():x}")
+        job = wait_for(self.exchange.start(self.identity, incarnation))
         self.laps.restart()
         lease = self.client.lease(LeaseRequest(self.name, job)).result()
         while isinstance(lease, Lease):
             if lease.validate:
                 self.validate(lease.validate)
+            # One job ahead, so that no job begins with waiting for a round trip (through the region to the global
+            # server). The speed that it tells is that of the job before.
             following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
             self.train_job(lease)
             if lease.job % self.run.checkpoint.every_jobs == 0:
                 self.save(lease.job)
                 self.laps.lap("checkpoint")
             lease = following.result()
+        # No data is left. Nothing more is expected of a worker that has left, so all it has must be sent before.
         wait_for(self.exchange.finish())
         self.save(lease.job - 1)
         self.client.leave()
 
     def train_job(self, lease: Lease) -> None:
-        """The inner steps of one lease; deltas leave, and weights are adopted, when they are due."""
+        """Train the inner steps of one lease; deltas leave, and answers are adopted, when they are due."""
         begin = time.perf_counter()
         results: list[StepResult] = []
         self.exchange.begin(lease)
-        for step, train in enumerate(self._steps(lease), 1):
-            # The rate follows the run's dispatched samples: one schedule step is one batch, whoever trains it.
+        for step, batch in enumerate(self.loader.steps(lease.start, lease.samples), 1):
+            # The learning rate follows the run's progress and not this worker's: a schedule step is one batch of the
+            # run, whoever trains it. So a worker that joins late begins at the rate of the others.
             schedule_step = lease.start // self.run.samples_per_step + step - 1
             ends_s = time.perf_counter() + self.min_step_s
-            self.laps.lap("waiting")
-            results.append(train(schedule_step))
+            self.laps.lap("waiting")  # for the loader, at the first step also for the lease
+            results.append(self.engine.train_step(batch, schedule_step))
             time.sleep(max(0.0, ends_s - time.perf_counter()))
             self.laps.lap("compute")
             due = fragments_due(len(self.layout.fragments), lease.steps, step)
@@ -106,23 +121,15 @@ class Trainer:
             self.report({"job": lease.job, "start": lease.start, **metrics})
         self.laps.restart()
 
-    def _steps(self, lease: Lease) -> Iterator[Callable[[int], StepResult]]:
-        """The inner steps, each to be called with its schedule step."""
-        if isinstance(self.engine, AccoEngine) and self.engine.balances:
-            for read in self.loader.shared_steps(lease.start, lease.samples):
-                yield partial(self.engine.train_step_shared, read)
-        else:
-            for micro_batches in self.loader.steps(lease.start, lease.samples):
-                yield partial(self.engine.train_step, micro_batches)
-
     def validate(self, number: int) -> None:
-        """Evaluate the global weights between two jobs; left out when they are not the same for all ranks (a server
-        was restarted meanwhile)."""
+        """Evaluate the global weights between two jobs; afterwards the masters are as they were, bit for bit."""
         begin = time.perf_counter()
         answer = self.client.global_weights(number).result()
         versions = [w.version for w in answer.weights]
         words = f"{answer.life} {versions}"
         same = self.engine.from_rank_0(words) == words
+        # Evaluation is a collective: all ranks take part or none. None do if the server was restarted between their
+        # requests and gave them different weights, or has no global weights; then this validation is left out.
         if not self.engine.agree(same and bool(versions) and bool(self.validation)):
             return
         loss = self.engine.evaluate_lent(self.worker.lent(answer.weights), self.validation)
@@ -131,14 +138,23 @@ class Trainer:
             self.client.validated(Validated(self.name, number, max(versions), loss, seconds))
 
     def save(self, job: int) -> None:
-        keep = self.run.checkpoint.keep
-        checkpoint.save(self.engine, self.checkpoints, f"job-{job:08d}", {"job": job}, keep)
+        """Save the worker's optimizer state after this job, for a resume.
+
+        Without room on the disk the worker trains on and tries again at the next save: the older checkpoints are
+        there, and a death would cost more than the state of a few jobs. Raises CheckpointError.
+        """
+        try:
+            checkpoint.save(self.engine, self.checkpoints, f"job-{job:08d}", {"job": job}, self.run.checkpoint.keep)
+        except checkpoint.CheckpointError as error:
+            if not error.no_room:
+                raise
+            if self.engine.is_metrics_rank:
+                self.trouble(f"{error}; training goes on without this checkpoint")
 
     def _metrics(self, results: Sequence[StepResult], begin_s: float) -> dict[str, float]:
-        """Of the job so far, as in `geotrain.monitor.events.JobTrained`. Where ACCO's last step is still under way,
-        this waits for it."""
-        tokens = sum(r.tokens for r in results)
-        spent = self.laps.seconds
+        """Metrics of the job so far, as in `geotrain.monitor.events.JobTrained`. Where ACCO's last step is still
+        under way, this waits for it: so it is called only where a delta leaves, and at the end of a job."""
+        tokens, spent = sum(r.tokens for r in results), self.laps.seconds
         metrics = {
             "loss": sum(r.loss for r in results) / len(results),
             "lr": results[-1].lr,

@@ -2,29 +2,31 @@
 
 layout, steps    what the ops take: payload layouts, coefficients (no tensors)
 dispatch         the ops, and which implementation runs them
-reference*       torch: the truth that the others reproduce bit for bit
-triton_*         Triton, one file an op
-cpu, csrc/       C with OpenMP
+reference*       torch: the truth that the others reproduce bit for bit; `orthogonalize` alone has bounds instead
+triton_*         Triton; triton_ops lists the ops
+cpu, csrc/       C with OpenMP, and the calls into it; matrix products go to torch's BLAS
 """
 
 from geotrain.kernels.dispatch import (
-    adam_estimate,
     adam_step,
     dequantize,
     merge,
+    orthogonalize,
     outer_update,
     payload_ok,
     quantize,
 )
-from geotrain.kernels.steps import AdamStep, OuterStep
+from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
 
 __all__ = [
+    "QUINTIC",
     "AdamStep",
+    "Coefficients",
     "OuterStep",
-    "adam_estimate",
     "adam_step",
     "dequantize",
     "merge",
+    "orthogonalize",
     "outer_update",
     "payload_ok",
     "quantize",

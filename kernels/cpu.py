@@ -1,6 +1,7 @@
 """The CPU kernels: C with OpenMP in `csrc/`, compiled at installation, called through ctypes.
 
-The functions are those of `reference` and `reference_update`, with the same bits, in one pass over memory.
+The functions are those of `reference`, with the same bits, in one pass over memory. `orthogonalize` is the exception:
+it is all matrix products, which torch's BLAS makes near the processor's peak, as C of our own would not.
 """
 
 from __future__ import annotations
@@ -17,77 +18,57 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_SHIFT, Spec
-from geotrain.kernels.steps import AdamStep, OuterStep
+from geotrain.kernels.steps import AdamStep, Coefficients, OuterStep
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
-class _Record(ctypes.Structure):
-    _fields_ = [(name, _int) for name in ("length", "kept", "low_bits", "lows_at", "highs_at", "values_at", "bytes")]
+def _struct(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
+    """The C struct of that name: fields in its order, those of one type together."""
+    members = [(field, kind) for kind, names in fields for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
-_BLOCKS = [(name, _int) for name in ("format", "block", "scale_shift", "scale_bytes", "max_scale_bits")]
-
-
-class _QuantizeJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _pointer) for name in ("anchor", "values", "residual", "payload")),
-        *((name, _long) for name in ("numel", "codes_offset")),
-        ("seed", ctypes.c_uint64),
-        *((name, _float) for name in ("decay", "inverse_level")),
-        ("values_are_bf16", _int),
-        *_BLOCKS,
-        ("stochastic", _int),
-        ("threads", _int),
-        ("record", _Record * 2),
-    ]
-
-
-class _DequantizeJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _pointer) for name in ("payload", "out")),
-        *((name, _long) for name in ("numel", "codes_offset")),
-        ("weight", _float),
-        ("accumulate", _int),
-        *_BLOCKS,
-        ("threads", _int),
-        ("record", _Record * 2),
-    ]
-
-
-class _OuterJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _pointer) for name in ("weights", "momentum", "accumulator", "delta")),
-        ("numel", _long),
-        *((name, _float) for name in ("keep", "gain", "from_momentum", "from_delta")),
-        *((name, _int) for name in ("moves_momentum", "threads")),
-    ]
-
-
-class _MergeJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _pointer) for name in ("weights", "base", "incoming", "sent")),
-        ("numel", _long),
-        *((name, _float) for name in ("keep", "alpha")),
-        ("threads", _int),
-    ]
-
-
-class _AdamStep(ctypes.Structure):
-    _fields_ = [
-        (name, _float)
-        for name in ("grad_scale", "beta1", "rest1", "beta2", "rest2", "root_scale", "eps", "rate", "shrink")
-    ]
-
-
-class _AdamJob(ctypes.Structure):
-    _fields_ = [
-        *((name, _pointer) for name in ("weights", "exp_avg", "exp_avg_sq", "grad", "out")),
-        ("numel", _long),
-        ("step", _AdamStep),
-        ("next", _AdamStep),
-        *((name, _int) for name in ("commit", "look_ahead", "grad_is_bf16", "out_is_bf16", "threads")),
-    ]
+_Record = _struct("record", (_int, "length kept low_bits lows_at highs_at values_at bytes"))
+_CodecJob = _struct(
+    "codec_job",
+    (_pointer, "anchor values residual out squares payload"),
+    (_long, "numel codes_offset"),
+    (ctypes.c_uint64, "seed"),
+    (_float, "decay inverse_level weight"),
+    (_int, "values_are_bf16 stochastic accumulate format block scale_shift scale_bytes max_scale_bits threads"),
+    (_Record * 2, "record"),
+)
+_OuterJob = _struct(
+    "outer_job",
+    (_pointer, "weights momentum accumulator delta"),
+    (_long, "numel"),
+    (_float, "keep gain from_momentum from_delta"),
+    (_int, "moves_momentum threads"),
+)
+_MergeJob = _struct(
+    "merge_job",
+    (_pointer, "weights base incoming sent"),
+    (_long, "numel"),
+    (_float, "keep alpha"),
+    (_int, "threads"),
+)
+_AdamStep = _struct("adam_step", (_float, "grad_scale beta1 rest1 beta2 rest2 root_scale eps rate shrink"))
+_AdamJob = _struct(
+    "adam_job",
+    (_pointer, "weights exp_avg exp_avg_sq grad out"),
+    (_long, "numel"),
+    (_AdamStep, "step next"),
+    (_int, "commit look_ahead grad_is_bf16 out_is_bf16 threads"),
+)
+_FUNCTIONS = {  # name: (job, result)
+    "quantize": (_CodecJob, _int),
+    "dequantize": (_CodecJob, None),
+    "payload_ok": (_CodecJob, _int),
+    "outer_update": (_OuterJob, None),
+    "merge": (_MergeJob, None),
+    "adam": (_AdamJob, None),
+}
 
 
 @cache
@@ -101,23 +82,14 @@ def library() -> ctypes.CDLL | None:
         _warn(f"cannot be loaded ({error})")
         return None
     loaded.geotrain_source.restype = ctypes.c_char_p
-    sources = sorted((folder / "csrc").glob("*.[ch]"))  # not in a wheel
+    sources = sorted((folder / "csrc").glob("*.[ch]"))  # a wheel carries none
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if sources and loaded.geotrain_source().decode() != digest:
         _warn("were built from other sources")
         return None
-    loaded.geotrain_quantize.argtypes = [ctypes.POINTER(_QuantizeJob), ctypes.POINTER(ctypes.c_double)]
-    loaded.geotrain_quantize.restype = _int
-    loaded.geotrain_payload_ok.argtypes = [ctypes.POINTER(_DequantizeJob)]
-    loaded.geotrain_payload_ok.restype = _int
-    for name, job in (
-        ("dequantize", _DequantizeJob),
-        ("outer_update", _OuterJob),
-        ("merge", _MergeJob),
-        ("adam", _AdamJob),
-    ):
+    for name, (job, result) in _FUNCTIONS.items():
         function = getattr(loaded, f"geotrain_{name}")
-        function.argtypes, function.restype = [ctypes.POINTER(job)], None
+        function.argtypes, function.restype = [ctypes.POINTER(job)], result
     return loaded
 
 
@@ -132,173 +104,126 @@ def _warn(reason: str) -> None:
 
 def quantize(
     values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """As `reference.quantize`."""
-    job = _QuantizeJob(
-        anchor=_at(anchor),
-        values=_at(values),
-        residual=_at(residual),
-        payload=_at(payload),
+    finite = _run(
+        "quantize",
+        **_tensors(anchor=anchor, values=values, residual=residual, payload=payload),
+        **_layout(spec, values.numel()),
         seed=seed & (2**64 - 1),
         decay=spec.error_decay,
         inverse_level=1.0 / GRIDS[spec.format].max_level if spec.format in GRIDS else 0.0,
         values_are_bf16=values.dtype == torch.bfloat16,
         stochastic=spec.stochastic,
-        **_blocks(spec, values.numel()),
     )
-    sum_of_squares = ctypes.c_double()
-    finite = _loaded().geotrain_quantize(ctypes.byref(job), ctypes.byref(sum_of_squares))
-    if finite < 0:
-        raise MemoryError("geotrain.kernels: no memory for the sums of a quantization")
-    return torch.tensor(sum_of_squares.value, dtype=torch.float64), torch.tensor(finite == 1)
+    return torch.tensor(finite == 1)
 
 
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None) -> None:
+def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
     """As `reference.dequantize`."""
     payload = _aligned(payload)
-    job = _DequantizeJob(
-        payload=_at(payload),
-        out=_at(out),
-        weight=0.0 if weight is None else weight,
+    _run(
+        "dequantize",
+        **_tensors(payload=payload, out=out, squares=squares),
+        **_layout(spec, out.numel()),
+        weight=weight or 0.0,
         accumulate=weight is not None,
-        **_blocks(spec, out.numel()),
     )
-    _loaded().geotrain_dequantize(ctypes.byref(job))
 
 
-def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
+def payload_ok(payload: Tensor, numel: int, spec: Spec) -> bool:
     """As `reference.payload_ok`."""
     payload = _aligned(payload)
-    job = _DequantizeJob(payload=_at(payload), **_blocks(spec, numel))
-    return torch.tensor(_loaded().geotrain_payload_ok(ctypes.byref(job)) == 1)
+    return _run("payload_ok", **_tensors(payload=payload), **_layout(spec, numel)) == 1
 
 
 def outer_update(
-    weights: Tensor, delta: Tensor, momentum: Tensor, accumulator: Tensor | None, step: OuterStep
+    weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep
 ) -> None:
-    """As `reference_update.outer_update`."""
-    job = _OuterJob(
-        weights=_at(weights),
-        momentum=_at(momentum),
-        accumulator=_at(accumulator),
-        delta=_at(delta),
-        numel=weights.numel(),
-        keep=step.keep,
-        gain=step.gain,
-        from_momentum=step.from_momentum,
-        from_delta=step.from_delta,
-        moves_momentum=step.moves_momentum,
-        threads=torch.get_num_threads(),
-    )
-    _loaded().geotrain_outer_update(ctypes.byref(job))
+    """As `reference.outer_update`."""
+    vectors = _tensors(weights=weights, momentum=momentum, accumulator=accumulator, delta=delta)
+    _run("outer_update", **vectors, numel=weights.numel(), **vars(step))
 
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, alpha: float) -> None:
-    """As `reference_update.merge`."""
-    job = _MergeJob(
-        weights=_at(weights),
-        base=_at(base),
-        incoming=_at(incoming),
-        sent=_at(sent),
-        numel=weights.numel(),
-        keep=1 - alpha,
-        alpha=alpha,
-        threads=torch.get_num_threads(),
-    )
-    _loaded().geotrain_merge(ctypes.byref(job))
+    """As `reference.merge`."""
+    vectors = _tensors(weights=weights, base=base, incoming=incoming, sent=sent)
+    _run("merge", **vectors, numel=weights.numel(), keep=1 - alpha, alpha=alpha)
 
 
-def adam_step(
+def adam(
     weights: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     grad: Tensor,
-    step: AdamStep,
     out: Tensor | None,
-    look_ahead: AdamStep | None,
-) -> None:
-    """As `reference_update.adam_step`."""
-    _adam(weights, exp_avg, exp_avg_sq, grad, step, out, look_ahead, commit=True)
-
-
-def adam_estimate(
-    weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, step: AdamStep, out: Tensor
-) -> None:
-    """As `reference_update.adam_estimate`."""
-    _adam(weights, exp_avg, exp_avg_sq, grad, step, out, None, commit=False)
-
-
-def _adam(
-    weights: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
     step: AdamStep,
-    out: Tensor | None,
     look_ahead: AdamStep | None,
     commit: bool,
 ) -> None:
-    job = _AdamJob(
-        weights=_at(weights),
-        exp_avg=_at(exp_avg),
-        exp_avg_sq=_at(exp_avg_sq),
-        grad=_at(grad),
-        out=_at(out),
+    """As `reference.adam`."""
+    _run(
+        "adam",
+        **_tensors(weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, out=out),
         numel=weights.numel(),
-        step=_adam_coefficients(step),
-        next=_adam_coefficients(look_ahead or step),
+        step=_AdamStep(*step.coefficients),
+        next=_AdamStep(*(look_ahead or step).coefficients),
         commit=commit,
-        look_ahead=look_ahead is not None and out is not None,
+        look_ahead=look_ahead is not None,
         grad_is_bf16=grad.dtype == torch.bfloat16,
         out_is_bf16=out is not None and out.dtype == torch.bfloat16,
-        threads=torch.get_num_threads(),
-    )
-    _loaded().geotrain_adam(ctypes.byref(job))
-
-
-def _adam_coefficients(step: AdamStep) -> _AdamStep:
-    return _AdamStep(
-        grad_scale=step.grad_scale,
-        beta1=step.beta1,
-        rest1=1 - step.beta1,
-        beta2=step.beta2,
-        rest2=1 - step.beta2,
-        root_scale=step.root_scale,
-        eps=step.eps,
-        rate=step.rate,
-        shrink=step.shrink,
     )
 
 
-def _blocks(spec: Spec, numel: int) -> dict[str, Any]:
-    dense = spec.format in GRIDS
+def orthogonalize(matrices: Tensor, coefficients: Coefficients) -> Tensor:
+    """As `reference.orthogonalize`, in fp32."""
+    flip = matrices.shape[1] > matrices.shape[2]
+    given = matrices.float()
+    # First by the largest magnitude, so that no square over- or underflows; infinity becomes NaN here, and spreads.
+    largest = torch.linalg.vector_norm(given, torch.inf, (1, 2), keepdim=True)
+    x = given / torch.where(largest == 0, 1.0, largest)
+    rows = torch.linalg.vector_norm(x, dim=2, keepdim=True)  # rows first: shorter sums round less
+    x /= torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1.0)  # below 1 only where all is zero
+    x = x.mT if flip else x  # BLAS reads either order: nothing is copied
+    after = torch.empty_like(x)
+    gram = x.new_empty(len(x), x.shape[1], x.shape[1])
+    polynomial = torch.empty_like(gram)
+    for a, b, c in coefficients:
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(x, polynomial, x, beta=a, out=after)
+        x, after = after, x
+    return (x.mT if flip else x).to(matrices.dtype)
+
+
+def _run(name: str, **fields: Any) -> Any:
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("geotrain.kernels: the CPU kernels are not built")
+    job = _FUNCTIONS[name][0](threads=torch.get_num_threads(), **fields)
+    return getattr(loaded, f"geotrain_{name}")(ctypes.byref(job))
+
+
+def _tensors(**tensors: Tensor | None) -> dict[str, int | None]:
+    """Addresses. The caller keeps the tensors alive until the kernel is done."""
+    return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def _layout(spec: Spec, numel: int) -> dict[str, Any]:
     records = [_Record(), _Record()]
     if spec.format == "topk2" and numel:
         for i, length in enumerate((spec.block, numel % spec.block or spec.block)):
-            r = spec.record(length)
-            records[i] = _Record(r.length, r.kept, r.low_bits, r.lows_at, r.highs_at, r.values_at, r.bytes)
+            records[i] = _Record(**vars(spec.record(length)))
     return {
         "numel": numel,
-        "codes_offset": spec.codes_offset(numel) if dense else 0,
+        "codes_offset": spec.codes_offset(numel) if spec.format in GRIDS else 0,
         "format": FORMATS.index(spec.format),
         "block": spec.block,
         "scale_shift": SCALE_SHIFT[spec.scale],
         "scale_bytes": spec.scale_bytes,
         "max_scale_bits": spec.max_scale_bits,
-        "threads": torch.get_num_threads(),
         "record": (_Record * 2)(*records),
     }
-
-
-def _loaded() -> ctypes.CDLL:
-    loaded = library()
-    if loaded is None:
-        raise RuntimeError("geotrain.kernels: the CPU kernels are not built")
-    return loaded
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _aligned(payload: Tensor) -> Tensor:

@@ -1,73 +1,97 @@
 """The one place that picks an implementation: Triton for CUDA tensors, C for CPU tensors, else the reference.
 
-Every op gives the same bits from each of them (sums of squares: to 1e-5).
+Every op gives the same bits from each of them, but `orthogonalize`: matrix products round in the order of their sums.
 """
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from geotrain.kernels import cpu, reference, reference_update
-from geotrain.kernels.layout import Spec
-from geotrain.kernels.steps import AdamStep, OuterStep
+from geotrain.kernels import cpu, reference
+from geotrain.kernels.layout import SQUARES_BLOCK, Spec
+from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
 
 LOW_PRECISION = (torch.float32, torch.bfloat16)
 
 
 def quantize(
     values: Tensor, spec: Spec, *, anchor: Tensor | None = None, residual: Tensor | None = None, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Code v = (anchor −) values + decay · residual in one pass; residual becomes v − decoded, in place.
 
-    values: fp32 or bf16; anchor and residual: fp32, of the same size. Returns (payload: uint8, 1-D; sum of v², 0-d;
-    whether all was finite, 0-d bool). A block that is not finite gets a NaN scale and keeps its residual.
+    values: fp32 or bf16; anchor and residual: fp32, of the same size. Returns (payload: uint8, 1-D; whether all was
+    finite, 0-d bool). A block that is not finite gets a NaN scale and keeps its residual.
     """
     values = values.detach()
     _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": residual})
     payload = torch.empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     flat_anchor, flat_residual = (None if t is None else t.view(-1) for t in (anchor, residual))
-    op = _pick(values, reference).quantize
-    return payload, *op(values.view(-1), payload, spec, flat_anchor, flat_residual, seed)
+    return payload, _pick(values).quantize(values.view(-1), payload, spec, flat_anchor, flat_residual, seed)
 
 
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, *, weight: float | None = None) -> None:
-    """out = decoded, or with a weight: out += weight · decoded. `out`: fp32, contiguous; may be a slice."""
+def dequantize(
+    payload: Tensor, out: Tensor, spec: Spec, *, weight: float | None = None, squares: Tensor | None = None
+) -> None:
+    """out = decoded, or with a weight: out += weight · decoded. `out`: fp32, contiguous; may be a slice.
+
+    squares: fp64; gets the sum of squares of each SQUARES_BLOCK elements that `out` then has, the last block being
+    shorter. They are finite exactly when these elements are. Bits depend on neither threads nor vector width.
+    """
     _check("dequantize", out, {"out": out})
     wanted = spec.encoded_bytes(out.numel())
     if payload.dtype != torch.uint8 or payload.numel() != wanted or payload.device != out.device:
         raise ValueError(f"dequantize: payload must be {wanted} bytes (uint8) on {out.device}, is {_tell(payload)}")
-    _pick(out, reference).dequantize(payload, out.view(-1), spec, weight)
+    if squares is not None:
+        like = out.view(-1)[::SQUARES_BLOCK]  # one for each of them
+        _check("dequantize", like, {"squares": (squares, (torch.float64,))})
+    _pick(out).dequantize(payload, out.view(-1), spec, weight, squares)
 
 
-def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
-    """0-d bool: every value that a payload (of the right size) decodes to is finite, every position exists."""
-    return _pick(payload, reference).payload_ok(payload, numel, spec)
+def payload_ok(payload: Tensor, numel: int, spec: Spec) -> bool:
+    """Whether every value that a payload (of the right size) decodes to is finite, and every position exists.
+
+    Payloads are checked in host memory, where they arrive; one on a GPU is copied there.
+    """
+    payload = payload.cpu()
+    return bool(_pick(payload).payload_ok(payload, numel, spec))
 
 
 def outer_update(
-    weights: Tensor, delta: Tensor, momentum: Tensor, step: OuterStep, accumulator: Tensor | None = None
+    weights: Tensor,
+    delta: Tensor,
+    momentum: Tensor | None,
+    step: OuterStep,
+    accumulator: Tensor | None = None,
 ) -> None:
     """One server update (see `OuterStep`) in place and in one pass; all fp32 and of one size.
 
-    accumulator: needed by steps that do not move the momentum; without it a step's own delta does.
+    momentum: None for steps that know none. accumulator: needed by a step that has a momentum and does not move it;
+    without one, a step's own delta moves it.
     """
+    if not weights.numel():
+        return
     _check(
         "outer_update",
         weights,
         {"weights": weights, "delta": delta, "momentum": momentum, "accumulator": accumulator},
     )
-    if accumulator is None and not step.moves_momentum:
+    if momentum is None and step.moves_momentum:
+        raise ValueError("outer_update: a step that moves the momentum needs one")
+    if momentum is not None and accumulator is None and not step.moves_momentum:
         raise ValueError("outer_update: a step that does not move the momentum needs an accumulator")
-    _pick(weights, reference_update).outer_update(weights, delta, momentum, accumulator, step)
+    _pick(weights).outer_update(weights, delta, momentum, accumulator, step)
 
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, alpha: float, sent: Tensor | None = None) -> None:
     """base = (1−α)·sent + α·incoming ; weights = base − (sent − weights); all fp32. Without `sent`: the weights."""
+    if not weights.numel():
+        return
     _check("merge", weights, {"weights": weights, "base": base, "incoming": incoming, "sent": sent})
-    _pick(weights, reference_update).merge(weights, base, incoming, sent, alpha)
+    _pick(weights).merge(weights, base, incoming, sent, alpha)
 
 
 def adam_step(
@@ -79,42 +103,54 @@ def adam_step(
     *,
     out: Tensor | None = None,
     look_ahead: AdamStep | None = None,
+    commit: bool = True,
 ) -> None:
-    """AdamW in place on fp32 weights and moments, in one pass; `grad` and `out` fp32 or bf16.
+    """AdamW on fp32 weights and moments, in one pass; `grad` and `out` fp32 or bf16. `out` may be `grad`.
 
     `out` gets the new weights, or with `look_ahead` what one more step with the same gradient would make of them.
+    commit: whether weights and moments change; without it only `out` does.
     """
-    _check_adam("adam_step", weights, exp_avg, exp_avg_sq, grad, out)
-    if look_ahead is not None and out is None:
-        raise ValueError("adam_step: look_ahead needs out")
-    _pick(weights, reference_update).adam_step(weights, exp_avg, exp_avg_sq, grad, step, out, look_ahead)
+    low = None if out is None else (out, LOW_PRECISION)
+    state = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    _check("adam_step", weights, {**state, "grad": (grad, LOW_PRECISION), "out": low})
+    if out is None and (look_ahead is not None or not commit):
+        raise ValueError("adam_step: look_ahead, or a step that is not committed, needs out")
+    _pick(weights).adam(weights, exp_avg, exp_avg_sq, grad, out, step, look_ahead, commit)
 
 
-def adam_estimate(
-    weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, step: AdamStep, out: Tensor
-) -> None:
-    """`out` (fp32 or bf16) gets the weights that AdamW would give; weights and moments stay as they are."""
-    _check_adam("adam_estimate", weights, exp_avg, exp_avg_sq, grad, out)
-    _pick(weights, reference_update).adam_estimate(weights, exp_avg, exp_avg_sq, grad, step, out)
+def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
+    """The nearly orthogonal factor of each matrix: its singular vectors, with all singular values near 1.
+
+    matrices: fp32 or bf16 [batch, rows, columns], contiguous; returns a new tensor like it. For each matrix G by
+    itself, X = G / ‖G‖ (Frobenius), then for each (a, b, c) of the coefficients X ← aX + (bA + cA²)X with A = XXᵀ; a
+    matrix that has more rows than columns is taken transposed (Bernstein and Newhouse, arXiv 2409.20325; Jordan,
+    https://kellerjordan.github.io/posts/muon). Coefficients that expect X = G / (s·‖G‖) take s in: their first step
+    becomes (a/s, b/s³, c/s⁵).
+
+    A matrix of zeros gives zeros; one that is not finite gives NaN everywhere; the others of the batch do not notice.
+    CPU tensors are computed in fp32; on a GPU products take bf16 and are summed in fp32, whatever the dtype given.
+    Raises ValueError for another shape, dtype or layout, and for coefficients that are none or not finite.
+    """
+    matrices = matrices.detach()
+    if matrices.dim() != 3:
+        raise ValueError(f"orthogonalize: matrices must be [batch, rows, columns], is {_tell(matrices)}")
+    _check("orthogonalize", matrices, {"matrices": (matrices, LOW_PRECISION)})
+    steps = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    if not steps or not all(math.isfinite(x) for step in steps for x in step):
+        raise ValueError(f"orthogonalize: coefficients must be finite triples, one a step, at least one; are {steps}")
+    if not matrices.numel():
+        return torch.empty_like(matrices)
+    return _pick(matrices).orthogonalize(matrices, steps)
 
 
-def _pick(tensor: Tensor, fallback: ModuleType) -> ModuleType:
+def _pick(tensor: Tensor) -> ModuleType:
     if tensor.device.type == "cuda":
         from geotrain.kernels import triton_ops  # imports triton, which not every machine has
 
         return triton_ops
     if tensor.device.type != "cpu":
         raise ValueError(f"geotrain.kernels: no kernels for device {tensor.device}; use cuda or cpu")
-    return fallback if cpu.library() is None else cpu
-
-
-def _check_adam(op: str, weights: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None) -> None:
-    low = None if out is None else (out, LOW_PRECISION)
-    _check(
-        op,
-        weights,
-        {"weights": weights, "exp_avg": m, "exp_avg_sq": v, "grad": (grad, LOW_PRECISION), "out": low},
-    )
+    return reference if cpu.library() is None else cpu
 
 
 def _check(op: str, like: Tensor, tensors: dict[str, Tensor | tuple[Tensor, tuple[torch.dtype, ...]] | None]) -> None:

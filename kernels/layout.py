@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import ceil
 
 MIN_BLOCK, MAX_BLOCK = 32, 4096
+SQUARES_BLOCK, SQUARES_LANES = 4096, 32  # of the sums of squares that decoding returns; CHUNK and LANES in csrc
 SCALE_BYTES = {"fp32": 4, "bf16": 2, "e8m0": 1}
 SCALE_SHIFT = {"fp32": 0, "bf16": 16, "e8m0": 23}  # a stored scale is the upper part of fp32's bits
 MAX_FP32_BITS = 0x7F7FFFFF
@@ -73,8 +74,12 @@ class Spec:
 
     @property
     def max_scale_bits(self) -> int:
-        """fp32 bits of the largest scale whose largest value is still finite."""
+        """fp32 bits of the largest scale at which every code decodes to a finite value.
+
+        Of int8 that includes −128, which no encoder writes, but a payload may hold.
+        """
         level = GRIDS[self.format].max_level if self.format in GRIDS else 1
+        level += self.format == "int8"
         largest = struct.unpack("<f", struct.pack("<I", MAX_FP32_BITS))[0]
         below = struct.unpack("<I", struct.pack("<f", largest / level))[0]
         if struct.unpack("<f", struct.pack("<I", below))[0] * level > largest:  # the quotient was rounded up
@@ -83,6 +88,12 @@ class Spec:
 
     def blocks(self, numel: int) -> int:
         return -(-numel // self.block)
+
+    def groups(self, numel: int) -> list[tuple[int, int, int]]:
+        """(first block, blocks, elements of each): the whole blocks, then a shorter last one. None is empty."""
+        full, tail = divmod(numel, self.block)
+        both = (0, full, self.block), (full, 1, tail)
+        return [(first, blocks, length) for first, blocks, length in both if blocks and length]
 
     def codes_offset(self, numel: int) -> int:
         """First byte of the codes: scales stand before them, padded so that wide loads stay aligned."""
@@ -102,7 +113,13 @@ class Spec:
 
     def record(self, length: int) -> TopkRecord:
         """Layout of one block of topk2 with `length` ≥ 1 elements."""
-        return topk_record(length, self.density, self.scale_bytes)
+        kept = min(length, max(1, ceil(self.density * length)))
+        low_bits = (length // kept).bit_length() - 1
+        lows_at = 2 * self.scale_bytes * 8
+        highs_at = lows_at + kept * low_bits
+        values_at = highs_at + (kept + ((length - 1) >> low_bits) if kept < length else 0)
+        words = -(-(values_at + 2 * kept) // 32)
+        return TopkRecord(length, kept, low_bits, lows_at, highs_at, values_at, 4 * words)
 
 
 @dataclass(frozen=True)
@@ -123,13 +140,3 @@ class TopkRecord:
     highs_at: int
     values_at: int
     bytes: int
-
-
-def topk_record(length: int, density: float, scale_bytes: int) -> TopkRecord:
-    kept = min(length, max(1, ceil(density * length)))
-    low_bits = (length // kept).bit_length() - 1
-    lows_at = 2 * scale_bytes * 8
-    highs_at = lows_at + kept * low_bits
-    values_at = highs_at + (kept + ((length - 1) >> low_bits) if kept < length else 0)
-    words = -(-(values_at + 2 * kept) // 32)
-    return TopkRecord(length, kept, low_bits, lows_at, highs_at, values_at, 4 * words)

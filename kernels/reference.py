@@ -1,8 +1,8 @@
-"""The plain torch truth of the coding kernels. Slow, several passes; Triton and C must give the same bits.
+"""The plain torch truth of the kernels. Slow, several passes; Triton and C must give the same bits.
 
 Rules that make bits reproducible: IEEE fp32 with one rounding an operation (no fused multiply-add, no estimated
 reciprocals), maxima and integer sums instead of ordered sums, rounding half to even written out on integers, and
-counter-based random numbers. Only the sum of squares may differ in its last digits.
+counter-based random numbers. The one ordered sum, of squares in fp64, has its order written down (`sum_of_squares`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import reference_topk
-from geotrain.kernels.layout import GRIDS, TINY_BITS, Spec
+from geotrain.kernels.layout import GRIDS, SQUARES_BLOCK, SQUARES_LANES, TINY_BITS, Spec
 from geotrain.kernels.reference_math import (
     NAN_BITS,
     as_float,
@@ -22,6 +22,7 @@ from geotrain.kernels.reference_math import (
     round_scale_up,
     widen_scale,
 )
+from geotrain.kernels.steps import AdamStep, Coefficients, OuterStep
 
 MAX_BF16 = 0x7F7F
 TO_INTEGER = 8388608.0  # 2^23: adding it rounds a small fp32 to an integer, half to even, in the low bits
@@ -29,12 +30,12 @@ TO_INTEGER = 8388608.0  # 2^23: adding it rounds a small fp32 to an integer, hal
 
 def quantize(
     values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """v = (anchor −) values + decay · residual, coded into `payload`; residual becomes v − decoded, in place.
 
-    All 1-D: values fp32 or bf16, anchor and residual fp32, payload uint8 of `spec.encoded_bytes`. Returns (sum of
-    v², 0-d fp64; whether all v are finite, 0-d bool). A block that is not finite is coded as zeros with a NaN scale
-    and keeps its residual; a fp32 or bf16 element that is not finite does so by itself.
+    All 1-D: values fp32 or bf16, anchor and residual fp32, payload uint8 of `spec.encoded_bytes`. Returns whether all
+    v are finite (0-d bool). A block that is not finite is coded as zeros with a NaN scale and keeps its residual; of
+    fp32 and bf16 a single element that is not finite keeps its own.
     """
     v = values.float() if anchor is None else anchor - values.float()
     if residual is not None:
@@ -43,18 +44,22 @@ def quantize(
         good = torch.isfinite(v)
         decoded = _write_plain(v, payload, spec, seed)
     else:
-        rows = _to_rows(v, spec.block)
+        rows = torch.zeros(spec.blocks(v.numel()), spec.block)
+        rows.view(-1)[: v.numel()] = v
         finite = torch.isfinite(rows).all(1, keepdim=True)
-        good = _from_rows(finite.expand_as(rows), v.numel())
+        good = finite.expand_as(rows).reshape(-1)[: v.numel()]
         code = reference_topk.encode if spec.format == "topk2" else _encode_dense
         decoded = code(torch.where(finite, rows, 0.0), finite, v.numel(), payload, spec, seed)
     if residual is not None:
         residual.copy_(torch.where(good, v - decoded, residual))
-    return v.double().square().sum(), good.all()
+    return good.all()
 
 
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None) -> None:
-    """out = decoded, or with a weight: out += weight · decoded. `out`: fp32, 1-D; may be a slice."""
+def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
+    """out = decoded, or with a weight: out += weight · decoded. `out`: fp32, 1-D; may be a slice.
+
+    squares: gets `sum_of_squares` of `out`.
+    """
     if spec.format == "fp32":
         decoded = _aligned(payload).view(torch.float32)
     elif spec.format == "bf16":
@@ -67,6 +72,26 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None) -
         out.copy_(decoded)
     else:
         out.copy_(out + torch.tensor(weight, dtype=torch.float32) * decoded)
+    if squares is not None:
+        squares.copy_(sum_of_squares(out))
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """fp64: the sum of squares of each SQUARES_BLOCK elements of `x` (fp32, 1-D), the last block being shorter.
+
+    The square of an fp32 number is exact in fp64. Element i of a block is added to lane i mod SQUARES_LANES, then the
+    upper half of the lanes to the lower half until one is left: an order that vectors of any width can follow.
+    """
+    blocks = -(-x.numel() // SQUARES_BLOCK)
+    padded = torch.zeros(blocks, SQUARES_BLOCK // SQUARES_LANES, SQUARES_LANES, dtype=torch.float64)
+    padded.view(-1)[: x.numel()] = x
+    lanes = torch.zeros(blocks, SQUARES_LANES, dtype=torch.float64)
+    for row in padded.square_().unbind(1):
+        lanes += row
+    while lanes.shape[1] > 1:
+        low, high = lanes.chunk(2, dim=1)
+        lanes = low + high
+    return lanes.view(-1)
 
 
 def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
@@ -102,7 +127,8 @@ def _write_plain(v: Tensor, payload: Tensor, spec: Spec, seed: int) -> Tensor:
 def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, spec: Spec, seed: int) -> Tensor:
     """int8 and the 4-bit formats. rows [blocks, block] fp32, zeros after the end. Returns the decoded values."""
     grid = GRIDS[spec.format]
-    rows = _fold_tail(rows, numel, grid.bits)
+    places = _places(numel, spec)
+    rows = torch.zeros_like(rows).view(-1).scatter_(0, places, rows.view(-1)[:numel]).view_as(rows)
     amax = magnitude_bits(rows).amax(1, keepdim=True)
     bits = round_scale_up(as_int(as_float(amax) * torch.tensor(1.0 / grid.max_level)), spec.scale)
     bits = torch.where(amax < TINY_BITS, 0, bits.clamp(max=spec.max_scale_bits))
@@ -122,7 +148,7 @@ def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, spe
         packed = nibble[:, : spec.block // 2] | (nibble[:, spec.block // 2 :] << 4)
     codes = payload[spec.codes_offset(numel) :]
     codes.copy_(packed.reshape(-1)[: codes.numel()])
-    return _from_rows(_unfold_tail(decoded, numel, grid.bits), numel)
+    return decoded.view(-1)[places]
 
 
 def _decode_dense(payload: Tensor, numel: int, spec: Spec) -> Tensor:
@@ -139,7 +165,7 @@ def _decode_dense(payload: Tensor, numel: int, spec: Spec) -> Tensor:
         nibble = torch.cat([packed & 15, packed >> 4], 1)
         code, negative = nibble & 7, nibble >= 8
     value = to_level(code, grid.mantissa) * scale
-    return _from_rows(_unfold_tail(torch.where(negative, -value, value), numel, grid.bits), numel)
+    return torch.where(negative, -value, value).view(-1)[_places(numel, spec)]
 
 
 def to_code(x: Tensor, mantissa: int, max_code: int, random: Tensor | None) -> Tensor:
@@ -167,39 +193,98 @@ def to_level(code: Tensor, mantissa: int) -> Tensor:
     return torch.where(code < (1 << mantissa), code.to(torch.float32), large)
 
 
-def _to_rows(v: Tensor, block: int) -> Tensor:
-    rows = torch.zeros(-(-v.numel() // block), block)
-    rows.view(-1)[: v.numel()] = v
-    return rows
-
-
-def _from_rows(rows: Tensor, numel: int) -> Tensor:
-    return rows.reshape(-1)[:numel]
-
-
-def _fold_tail(rows: Tensor, numel: int, bits: int) -> Tensor:
-    """4 bits: lay the second half of a shorter last block where the high nibbles are taken from."""
-    tail = numel % rows.shape[1] if rows.numel() else 0
-    if bits == 8 or not tail:
-        return rows
-    half, low = rows.shape[1] // 2, (tail + 1) // 2
-    folded = torch.zeros_like(rows)
-    folded[:-1] = rows[:-1]
-    folded[-1, :low] = rows[-1, :low]
-    folded[-1, half : half + tail - low] = rows[-1, low:tail]
-    return folded
-
-
-def _unfold_tail(rows: Tensor, numel: int, bits: int) -> Tensor:
-    tail = numel % rows.shape[1] if rows.numel() else 0
-    if bits == 8 or not tail:
-        return rows
-    half, low = rows.shape[1] // 2, (tail + 1) // 2
-    unfolded = rows.clone()
-    unfolded[-1, low:tail] = rows[-1, half : half + tail - low]
-    return unfolded
+def _places(numel: int, spec: Spec) -> Tensor:
+    """Where each element lies in the padded rows of blocks. Nibbles pair the two halves of a block: at 4 bits the
+    second half of a shorter last block begins where that of a whole one does."""
+    places, tail = torch.arange(numel), numel % spec.block
+    if GRIDS[spec.format].bits == 4 and tail:
+        low = (tail + 1) // 2
+        places[numel - tail + low :] += spec.block // 2 - low
+    return places
 
 
 def _aligned(payload: Tensor) -> Tensor:
     """Payloads may be slices of received buffers: a wider view needs its own alignment."""
     return payload if payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0 else payload.clone()
+
+
+# ------------------------------------------------------------------------------------------- updates
+
+
+def outer_update(
+    weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep
+) -> None:
+    """`OuterStep` on fp32 tensors of one size, in place. Without an accumulator acc is Δ itself."""
+    total = delta if accumulator is None else accumulator + delta
+    change = _f(step.from_delta) * delta
+    if step.moves_momentum:
+        assert momentum is not None
+        momentum.copy_(_f(step.keep) * momentum + _f(step.gain) * total)
+        change = _f(step.from_momentum) * momentum + change
+    if accumulator is not None:
+        accumulator.copy_(torch.zeros_like(total) if step.moves_momentum else total)
+    weights.sub_(change)
+
+
+def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, alpha: float) -> None:
+    """A region adopts global weights, in place on fp32 `weights` x and `base` (docs/algorithms.md, the ledger).
+
+    base = (1−α)·s + α·incoming ;  x = base − (s − x), where s is `sent`: the weights when the last update left, so
+    that what was committed since stays. Without `sent`, s = x: the published rule.
+    """
+    start = weights if sent is None else sent
+    pending = None if sent is None else sent - weights
+    base.copy_(_f(1 - alpha) * start + _f(alpha) * incoming)
+    weights.copy_(base if pending is None else base - pending)
+
+
+def adam(
+    weights: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    out: Tensor | None,
+    step: AdamStep,
+    look_ahead: AdamStep | None,
+    commit: bool,
+) -> None:
+    """AdamW on fp32 weights and moments, in place if `commit`; `grad` fp32 or bf16.
+
+    `out` (fp32 or bf16) gets the new weights; with `look_ahead` those after one more step with the same gradient.
+    """
+    result = _adamw(weights, exp_avg, exp_avg_sq, grad, step)
+    if commit:
+        for tensor, new in zip((weights, exp_avg, exp_avg_sq), result, strict=True):
+            tensor.copy_(new)
+    if out is not None:
+        out.copy_(_adamw(*result, grad, look_ahead)[0] if look_ahead else result[0])
+
+
+def orthogonalize(matrices: Tensor, coefficients: Coefficients) -> Tensor:
+    """[batch, rows, columns] in fp32 or bf16, computed in fp64: X = G / ‖G‖, then X ← aX + (bA + cA²)X, A = XXᵀ.
+
+    This is what the others come near to, within bounds that the tests state: they sum in other orders.
+    """
+    flip = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if flip else matrices).double()
+    norm = x.square().sum((1, 2), keepdim=True).sqrt()
+    x = x / torch.where(norm == 0, 1.0, norm)
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    x = torch.where(torch.isfinite(norm), x, torch.nan)
+    return (x.mT if flip else x).to(matrices.dtype).contiguous()
+
+
+def _adamw(x: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: AdamStep) -> tuple[Tensor, Tensor, Tensor]:
+    grad_scale, beta1, rest1, beta2, rest2, root_scale, eps, rate, shrink = map(_f, step.coefficients)
+    g = grad.float() * grad_scale
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * (g * g)
+    root = torch.sqrt(v.double()).float()  # fp32 torch.sqrt may come from MKL, which is an ulp off at times
+    return (x - shrink * x) - rate * (m / (root * root_scale + eps)), m, v
+
+
+def _f(x: float) -> Tensor:
+    """An fp32 scalar: a Python number would be applied in double precision."""
+    return torch.tensor(x, dtype=torch.float32)

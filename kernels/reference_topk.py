@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -26,31 +28,28 @@ def encode(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, spec: Spec
     """
     decoded = torch.zeros_like(rows)
     random = random_words(len(rows), spec.block, seed) if spec.stochastic else None
-    for first, last, record, offset in _groups(numel, spec):
-        part = rows[first:last, : record.length]
-        size = (last - first) * record.bytes
-        words = None if random is None else random[first:last, : record.length]
-        records, values = _encode_rows(part, finite[first:last], record, spec, words)
-        payload[offset : offset + size] = records.reshape(-1)
-        decoded[first:last, : record.length] = values
+    size = spec.record(spec.block).bytes
+    for first, count, length in spec.groups(numel):
+        record, group = spec.record(length), slice(first, first + count)
+        words = None if random is None else random[group, :length]
+        records, decoded[group, :length] = _encode_rows(rows[group, :length], finite[group], record, spec, words)
+        payload[first * size : first * size + records.numel()] = records.view(-1)
     return decoded.view(-1)[:numel]
 
 
 def decode(payload: Tensor, numel: int, spec: Spec) -> Tensor:
     out = torch.zeros(spec.blocks(numel), spec.block)
-    for first, last, record, offset in _groups(numel, spec):
-        records = payload[offset : offset + (last - first) * record.bytes].view(last - first, record.bytes)
+    for first, records, record in _records(payload, numel, spec):
         low, high = (as_float(bits) for bits in _scales(records, spec))
         position, which, negative = _positions(records, record)
         level = torch.where(which, high, low)
-        out[first:last].scatter_(1, position, torch.where(negative, -level, level))
+        out[first : first + len(records)].scatter_(1, position, torch.where(negative, -level, level))
     return out.view(-1)[:numel]
 
 
 def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
     ok = torch.tensor(True)
-    for first, last, record, offset in _groups(numel, spec):
-        records = payload[offset : offset + (last - first) * record.bytes].view(last - first, record.bytes)
+    for _, records, record in _records(payload, numel, spec):
         for bits in _scales(records, spec):
             ok = ok & ((bits >= 0) & (bits <= spec.max_scale_bits)).all()
         if record.kept == record.length:
@@ -61,13 +60,11 @@ def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
     return ok
 
 
-def _groups(numel: int, spec: Spec) -> list[tuple[int, int, TopkRecord, int]]:
-    """(first block, last block, record, first byte): the full blocks, then a shorter last one."""
-    full, tail = divmod(numel, spec.block)
-    groups = [(0, full, spec.record(spec.block), 0)] if full else []
-    if tail:
-        groups.append((full, full + 1, spec.record(tail), full * spec.record(spec.block).bytes))
-    return groups
+def _records(payload: Tensor, numel: int, spec: Spec) -> Iterator[tuple[int, Tensor, TopkRecord]]:
+    """(first block, records [blocks, bytes], their layout) for each group of blocks of one length."""
+    for first, count, length in spec.groups(numel):
+        record, begin = spec.record(length), first * spec.record(spec.block).bytes
+        yield first, payload[begin : begin + count * record.bytes].view(count, record.bytes), record
 
 
 def _encode_rows(
@@ -93,7 +90,10 @@ def _encode_rows(
     value_bits = torch.stack([which, as_int(kept) < 0], 2)
     scales = [narrow_scale(torch.where(finite, bits, NAN_BITS), spec.scale) for bits in (low, high)]
     strings = [_unpack(torch.cat(scales, 1)), *(b.reshape(len(rows), -1) for b in (low_bits, high_bits, value_bits))]
-    return _pack(torch.cat(strings, 1), record.bytes), decoded
+    bits = torch.zeros(len(rows), record.bytes * 8, dtype=torch.int32)  # zeros after the end
+    string = torch.cat(strings, 1)
+    bits[:, : string.shape[1]] = string
+    return (bits.view(len(rows), record.bytes, 8) << torch.arange(8)).sum(2).to(torch.uint8), decoded
 
 
 def _two_magnitudes(magnitude: Tensor, kept: int, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -135,13 +135,7 @@ def _positions(records: Tensor, record: TopkRecord) -> tuple[Tensor, Tensor, Ten
     return position, values[:, :, 0] == 1, values[:, :, 1] == 1
 
 
-def _pack(bits: Tensor, size_bytes: int) -> Tensor:
-    """[rows, n] of 0 and 1 → [rows, size_bytes], least significant bit first, zeros after the end."""
-    padded = torch.zeros(len(bits), size_bytes * 8, dtype=torch.int32)
-    padded[:, : bits.shape[1]] = bits
-    return (padded.view(len(bits), size_bytes, 8) << torch.arange(8)).sum(2).to(torch.uint8)
-
-
 def _unpack(packed: Tensor) -> Tensor:
+    """[rows, bytes] → [rows, 8 · bytes] of 0 and 1, least significant bit first."""
     bits = (packed[:, :, None].to(torch.int64) >> torch.arange(8)) & 1
     return bits.reshape(len(packed), packed.shape[1] * 8)

@@ -10,18 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels import triton_topk
-from geotrain.kernels.layout import GRIDS, SCALE_SHIFT, Spec
-from geotrain.kernels.triton_math import as_float, as_int, to_level
+from geotrain.kernels.layout import GRIDS, SCALE_SHIFT, SQUARES_BLOCK, SQUARES_LANES, Spec
+from geotrain.kernels.triton_math import as_float, as_int, put, to_level
 
 ELEMENTS = 4096  # of one program
 STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-@triton.jit
-def put(out, at, mask, value, weight, ACCUMULATE: tl.constexpr):
-    if ACCUMULATE:
-        value = tl.load(out + at, mask=mask, other=0.0) + weight * value
-    tl.store(out + at, value, mask=mask)
 
 
 @triton.jit
@@ -74,45 +67,47 @@ def dequantize_plain(codes, out, numel, weight, ELEMENTS: tl.constexpr, WIDE: tl
     put(out, at, at < numel, value, weight, ACCUMULATE)
 
 
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None) -> None:
+@triton.jit
+def sum_of_squares(x, numel, squares, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """Program b: the lanes' sums of block b; as `reference.sum_of_squares` before it adds the lanes."""
+    start, lane = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, LANES)
+    total = tl.zeros((LANES,), tl.float64)
+    for row in range(0, BLOCK, LANES):
+        at = start + row + lane
+        wide = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float64)
+        total += wide * wide
+    tl.store(squares + tl.program_id(0) * LANES + lane, total)
+
+
+def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
     """As `reference.dequantize`, on the current stream, without waiting for the device."""
     payload = payload if payload.data_ptr() % 16 == 0 else payload.clone()  # a slice of a received buffer
-    if spec.format == "topk2":
-        triton_topk.dequantize(payload, out, spec, weight)
-        return
     numel, rows_each = out.numel(), max(ELEMENTS // spec.block, 1)
-    factor, accumulate = 0.0 if weight is None else weight, weight is not None
-    if spec.format in ("fp32", "bf16"):
+    common = {"weight": weight or 0.0, "ACCUMULATE": weight is not None, "enable_fp_fusion": False}
+    if spec.format == "topk2":
+        triton_topk.launch_dequantize(payload, out, spec, common)
+    elif spec.format in ("fp32", "bf16"):
         wide = spec.format == "fp32"
         if numel:
             dequantize_plain[(triton.cdiv(numel, ELEMENTS),)](
-                payload.view(torch.int32 if wide else torch.int16), out, numel, factor,
-                ELEMENTS=ELEMENTS, WIDE=wide, ACCUMULATE=accumulate, enable_fp_fusion=False,
-            )  # fmt: skip
-        return
-    grid = GRIDS[spec.format]
-    scales = payload[: spec.blocks(numel) * spec.scale_bytes].view(STORED[spec.scale_bytes])
-    codes = payload[spec.codes_offset(numel) :]
-    full, tail = divmod(numel, spec.block)
-    for first, rows, rows_of, is_tail in ((0, full, rows_each, False), (full, int(tail > 0), 1, True)):
-        if rows:
+                payload.view(torch.int32 if wide else torch.int16), out, numel, ELEMENTS=ELEMENTS, WIDE=wide, **common
+            )
+    else:
+        grid = GRIDS[spec.format]
+        scales = payload[: spec.blocks(numel) * spec.scale_bytes].view(STORED[spec.scale_bytes])
+        codes = payload[spec.codes_offset(numel) :]
+        for first, rows, length in spec.groups(numel):
+            rows_of = rows_each if length == spec.block else 1
             dequantize_dense[(triton.cdiv(rows, rows_of),)](
-                scales, codes, out, first, rows, numel, factor,
-                BLOCK=spec.block, ROWS=rows_of, TAIL=is_tail, MANTISSA=grid.mantissa,
-                SCALE_SHIFT=SCALE_SHIFT[spec.scale], PACKED=grid.bits == 4, ACCUMULATE=accumulate,
-                enable_fp_fusion=False,
+                scales, codes, out, first, rows, numel, BLOCK=spec.block, ROWS=rows_of, TAIL=length < spec.block,
+                MANTISSA=grid.mantissa, SCALE_SHIFT=SCALE_SHIFT[spec.scale], PACKED=grid.bits == 4, **common,
             )  # fmt: skip
-
-
-def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
-    """As `reference.payload_ok`, with torch ops on the payload's device. For topk2 on a host copy."""
-    if spec.format == "topk2":
-        from geotrain.kernels import reference_topk
-
-        return reference_topk.payload_ok(payload.cpu(), numel, spec)
-    if spec.format in ("fp32", "bf16"):
-        values = payload.clone().view(torch.float32 if spec.format == "fp32" else torch.bfloat16)
-        return torch.isfinite(values).all()
-    stored = payload[: spec.blocks(numel) * spec.scale_bytes].clone().view(STORED[spec.scale_bytes])
-    bits = stored.to(torch.int32) << SCALE_SHIFT[spec.scale]
-    return ((bits >= 0) & (bits <= spec.max_scale_bits)).all()
+    if squares is not None and numel:
+        lanes = torch.empty(squares.numel(), SQUARES_LANES, dtype=torch.float64, device=out.device)
+        sum_of_squares[(squares.numel(),)](
+            out, numel, lanes, BLOCK=SQUARES_BLOCK, LANES=SQUARES_LANES, enable_fp_fusion=False, num_warps=1
+        )
+        while lanes.shape[1] > 1:
+            low, high = lanes.chunk(2, dim=1)
+            lanes = low + high
+        squares.copy_(lanes.view(-1))

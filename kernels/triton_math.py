@@ -44,6 +44,34 @@ def read_float(pointer, offset, mask, IS_BF16: tl.constexpr):
 
 
 @triton.jit
+def read_meant(
+    values, anchor, residual, at, mask, decay, VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr
+):
+    """What is to be coded: v = (anchor −) values + decay · residual."""
+    v = read_float(values, at, mask, VALUES_BF16)
+    if ANCHOR:
+        v = tl.load(anchor + at, mask=mask, other=0.0) - v
+    if RESIDUAL:
+        v = v + decay * tl.load(residual + at, mask=mask, other=0.0)
+    return v
+
+
+@triton.jit
+def put(out, at, mask, value, weight, ACCUMULATE: tl.constexpr):
+    """out = value, or out += weight · value."""
+    if ACCUMULATE:
+        value = tl.load(out + at, mask=mask, other=0.0) + weight * value
+    tl.store(out + at, value, mask=mask)
+
+
+@triton.jit
+def note_bad(bad, is_bad):
+    """Set the launch's one flag where any of is_bad is true."""
+    found = tl.max(tl.ravel(is_bad.to(tl.int32)), axis=0)
+    tl.atomic_or(bad, found, mask=found != 0, sem="relaxed")
+
+
+@triton.jit
 def to_bf16(x):
     """int16 bits of x rounded to bf16, half to even; NaN stays NaN."""
     bits = as_int(x)

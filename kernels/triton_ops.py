@@ -1,8 +1,8 @@
-"""The Triton kernels under the names of `reference` and `reference_update`, for dispatch and tests."""
+"""The Triton kernels under the names of `reference`, for dispatch and tests."""
 
-from geotrain.kernels.triton_adam import adam_estimate, adam_step
-from geotrain.kernels.triton_dequantize import dequantize, payload_ok
-from geotrain.kernels.triton_outer_update import merge, outer_update
+from geotrain.kernels.triton_dequantize import dequantize
+from geotrain.kernels.triton_orthogonalize import orthogonalize
 from geotrain.kernels.triton_quantize import quantize
+from geotrain.kernels.triton_update import adam, merge, outer_update
 
-__all__ = ["adam_estimate", "adam_step", "dequantize", "merge", "outer_update", "payload_ok", "quantize"]
+__all__ = ["adam", "dequantize", "merge", "orthogonalize", "outer_update", "quantize"]

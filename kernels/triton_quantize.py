@@ -23,27 +23,15 @@ from geotrain.kernels.triton_math import (
     as_float,
     as_int,
     copy_sign,
+    note_bad,
     random_words,
-    read_float,
+    read_meant,
     to_code,
     to_level,
 )
 
 ELEMENTS = 2048  # of one program: 16 a thread; with 32, sm_80 spills
 STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-@triton.jit
-def read_meant(
-    values, anchor, residual, at, mask, decay, VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr
-):
-    """v = (anchor −) values + decay · residual."""
-    v = read_float(values, at, mask, VALUES_BF16)
-    if ANCHOR:
-        v = tl.load(anchor + at, mask=mask, other=0.0) - v
-    if RESIDUAL:
-        v = v + decay * tl.load(residual + at, mask=mask, other=0.0)
-    return v
 
 
 @triton.jit
@@ -78,13 +66,13 @@ def nibble(code, v):
 
 @triton.jit(do_not_specialize=["first", "rows", "seed"])
 def quantize_dense(
-    values, anchor, residual, scales, codes, squares,
+    values, anchor, residual, scales, codes, bad,
     first, rows, numel, padding, decay, inverse_level, seed,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES_BF16: tl.constexpr,
     ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, first + rows). squares: one sum a program, NaN if a block was not finite."""
+    """Blocks [first, first + rows). bad: set where a block was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (first + row).to(tl.int64)
@@ -105,10 +93,7 @@ def quantize_dense(
     m23 = tl.maximum(as_int(v2) & MAGNITUDE, as_int(v3) & MAGNITUDE)
     largest = tl.max(tl.maximum(m01, m23), axis=1)[:, None]
     finite = largest < INFINITY_BITS
-    sums = tl.sum((v0 * v0 + v1 * v1) + (v2 * v2 + v3 * v3), axis=1)[:, None]
-    tl.store(
-        squares + tl.program_id(0), tl.sum(tl.where(finite, sums, as_float(tl.full(sums.shape, NAN_BITS, tl.int32))))
-    )
+    note_bad(bad, ~finite)
 
     rounding: tl.constexpr = (1 << SCALE_SHIFT) - 1
     bits = (as_int(as_float(largest) * inverse_level) + rounding) & ~rounding
@@ -169,11 +154,11 @@ def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "seed"])
 def quantize_plain(
-    values, anchor, residual, codes, squares, rows, numel, decay, seed,
+    values, anchor, residual, codes, bad, rows, numel, decay, seed,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """fp32 and bf16. squares: one sum a program, NaN if an element was not finite."""
+    """fp32 and bf16. bad: set where an element was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
     block = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     counter = block * QUARTER + tl.arange(0, QUARTER)[None, :]
@@ -181,7 +166,6 @@ def quantize_plain(
         words = random_words(seed, counter)
     else:
         words = 0, 0, 0, 0
-    total = tl.zeros((ROWS, QUARTER), tl.float32)
     for S in tl.static_range(4):
         at = block * BLOCK + S * QUARTER + tl.arange(0, QUARTER)[None, :]
         mask = (at < numel) & (block < rows)
@@ -191,51 +175,40 @@ def quantize_plain(
         tl.store(codes + at, code, mask=mask)
         if RESIDUAL:
             tl.store(residual + at, left, mask=mask & finite)
-        total += tl.where(finite, v * v, float("nan"))
-    tl.store(squares + tl.program_id(0), tl.sum(total))
+        note_bad(bad, mask & ~finite)
 
 
 def quantize(
     values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """As `reference.quantize`, on the current stream, without waiting for the device."""
-    if spec.format == "topk2":
-        return triton_topk.quantize(values, payload, spec, anchor, residual, seed)
-    numel, bf16 = values.numel(), values.dtype == torch.bfloat16
-    rows_each = max(ELEMENTS // spec.block, 1)
-    full, tail = divmod(numel, spec.block)
-    programs, blocks = triton.cdiv(full, rows_each), spec.blocks(numel)
-    squares = torch.zeros(programs + 1, dtype=torch.float32, device=values.device)
+    numel, bf16, blocks = values.numel(), values.dtype == torch.bfloat16, spec.blocks(values.numel())
     inputs = values.view(torch.int16) if bf16 else values, anchor, residual
+    bad = torch.zeros(1, dtype=torch.int32, device=values.device)
     common = {
-        "BLOCK": spec.block, "STOCHASTIC": spec.stochastic, "VALUES_BF16": bf16,
-        "ANCHOR": anchor is not None, "RESIDUAL": residual is not None, "enable_fp_fusion": False,
+        "decay": spec.error_decay, "seed": seed & (2**64 - 1), "BLOCK": spec.block, "STOCHASTIC": spec.stochastic,
+        "VALUES_BF16": bf16, "ANCHOR": anchor is not None, "RESIDUAL": residual is not None,
+        "enable_fp_fusion": False,
     }  # fmt: skip
-    seed &= 2**64 - 1
-    if spec.format in ("fp32", "bf16"):
+    rows_each = max(ELEMENTS // spec.block, 1)
+    if spec.format == "topk2":
+        triton_topk.launch_quantize(inputs, payload, bad, numel, spec, common)
+    elif spec.format in ("fp32", "bf16"):
         wide = spec.format == "fp32"
         codes = payload.view(torch.int32 if wide else torch.int16)
         if numel:
             quantize_plain[(triton.cdiv(blocks, rows_each),)](
-                *inputs, codes, squares, blocks, numel, spec.error_decay, seed, ROWS=rows_each, WIDE=wide, **common
+                *inputs, codes, bad, blocks, numel, ROWS=rows_each, WIDE=wide, **common
             )
-        return _summary(squares)
-    grid = GRIDS[spec.format]
-    scales = payload[: blocks * spec.scale_bytes].view(STORED[spec.scale_bytes])
-    codes = payload[spec.codes_offset(numel) :]
-    padding = spec.codes_offset(numel) - blocks * spec.scale_bytes
-    for first, rows, rows_of, is_tail in ((0, full, rows_each, False), (full, int(tail > 0), 1, True)):
-        if rows:
+    else:
+        grid, offset, scale_bytes = GRIDS[spec.format], spec.codes_offset(numel), blocks * spec.scale_bytes
+        scales, codes = payload[:scale_bytes].view(STORED[spec.scale_bytes]), payload[offset:]
+        for first, rows, length in spec.groups(numel):
+            rows_of = rows_each if length == spec.block else 1
             quantize_dense[(triton.cdiv(rows, rows_of),)](
-                *inputs, scales, codes, squares[programs:] if is_tail else squares,
-                first, rows, numel, padding, spec.error_decay, 1.0 / grid.max_level, seed,
-                ROWS=rows_of, TAIL=is_tail, MANTISSA=grid.mantissa, MAX_CODE=grid.max_code,
-                SCALE_SHIFT=SCALE_SHIFT[spec.scale], MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4,
-                **common,
+                *inputs, scales, codes, bad, first, rows, numel, offset - scale_bytes,
+                inverse_level=1.0 / grid.max_level, ROWS=rows_of, TAIL=length < spec.block,
+                MANTISSA=grid.mantissa, MAX_CODE=grid.max_code, SCALE_SHIFT=SCALE_SHIFT[spec.scale],
+                MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4, **common,
             )  # fmt: skip
-    return _summary(squares)
-
-
-def _summary(squares: Tensor) -> tuple[Tensor, Tensor]:
-    total = squares.double().sum()
-    return total, ~torch.isnan(total)
+    return bad[0] == 0

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +20,9 @@ from geotrain.kernels.triton_math import (
     as_float,
     as_int,
     copy_sign,
+    put,
     random_words,
-    read_float,
+    read_meant,
     uniform,
 )
 
@@ -53,27 +56,23 @@ def round_scale(x, SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "seed"])
 def quantize_topk(
-    values, anchor, residual, words, squares, first, decay, seed,
+    values, anchor, residual, words, bad, first, decay, seed,
     BLOCK: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, LOW_BITS: tl.constexpr, LOWS_AT: tl.constexpr,
     HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Block first + program. `words`: the payload as int32, zeros. squares: one sum a program, NaN if not finite."""
+    """Block first + program. `words`: the payload as int32, zeros. bad: set where a block was not finite."""
     block = (first + tl.program_id(0)).to(tl.int64)
     inside = tl.arange(0, BLOCK)
     mask = inside < LENGTH
     at = block * BLOCK + inside
     words += block * FULL_WORDS
 
-    v = read_float(values, at, mask, VALUES_BF16)
-    if ANCHOR:
-        v = tl.load(anchor + at, mask=mask, other=0.0) - v
-    if RESIDUAL:
-        v = v + decay * tl.load(residual + at, mask=mask, other=0.0)
+    v = read_meant(values, anchor, residual, at, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
     largest = tl.max(as_int(v) & MAGNITUDE, axis=0)
     finite = largest < INFINITY_BITS
-    tl.store(squares + block, tl.where(finite, tl.sum(v * v, axis=0), float("nan")))
+    tl.atomic_or(bad, 1, mask=largest >= INFINITY_BITS, sem="relaxed")
     v = tl.where(finite, v, 0.0)
     largest = tl.where(finite, largest, 0)
 
@@ -170,56 +169,37 @@ def dequantize_topk(
     code = get_bits(words, VALUES_AT + 2 * rank, kept, 2)
     value = tl.where(code % 2 == 1, high_level, low_level)
     value = as_float(as_int(value) ^ ((code >> 1) << 31))
-    at = out + block * BLOCK + position
-    if ACCUMULATE:
-        value = tl.load(at, mask=kept, other=0.0) + weight * value
-    tl.store(at, value, mask=kept)
+    put(out, block * BLOCK + position, kept, value, weight, ACCUMULATE)
 
 
-def quantize(
-    values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
-) -> tuple[Tensor, Tensor]:
-    """As `reference.quantize` for topk2."""
-    bf16 = values.dtype == torch.bfloat16
+def launch_quantize(
+    inputs: tuple[Tensor | None, ...], payload: Tensor, bad: Tensor, numel: int, spec: Spec, common: dict[str, Any]
+) -> None:
+    """The launches of `triton_quantize.quantize` for topk2."""
     payload.zero_()  # the kernel ors bits in
-    squares = torch.zeros(max(spec.blocks(values.numel()), 1), dtype=torch.float32, device=values.device)
-    for first, rows, record in groups(values.numel(), spec):
+    for first, rows, length in spec.groups(numel):
         quantize_topk[(rows,)](
-            values.view(torch.int16) if bf16 else values, anchor, residual, payload.view(torch.int32), squares,
-            first, spec.error_decay, seed & (2**64 - 1), BLOCK=spec.block, **constants(record, spec),
-            MAX_SCALE_BITS=spec.max_scale_bits, STOCHASTIC=spec.stochastic, VALUES_BF16=bf16,
-            ANCHOR=anchor is not None, RESIDUAL=residual is not None, enable_fp_fusion=False,
+            *inputs, payload.view(torch.int32), bad, first, MAX_SCALE_BITS=spec.max_scale_bits,
+            **_constants(spec.record(length), spec), **common,
         )  # fmt: skip
-    total = squares.double().sum()
-    return total, ~torch.isnan(total)
 
 
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None) -> None:
-    """As `reference.dequantize` for topk2."""
-    if weight is None:
+def launch_dequantize(payload: Tensor, out: Tensor, spec: Spec, common: dict[str, Any]) -> None:
+    """The launches of `triton_dequantize.dequantize` for topk2."""
+    if not common["ACCUMULATE"]:
         out.zero_()
-    for first, rows, record in groups(out.numel(), spec):
+    for first, rows, length in spec.groups(out.numel()):
+        record = spec.record(length)
+        high_bits = triton.next_power_of_2(max(record.values_at - record.highs_at, length))
         dequantize_topk[(rows,)](
-            payload.view(torch.int32), out, first, 0.0 if weight is None else weight,
-            BLOCK=spec.block, **constants(record, spec), HIGH_BITS=high_bits(record),
-            ACCUMULATE=weight is not None, enable_fp_fusion=False,
+            payload.view(torch.int32), out, first, BLOCK=spec.block, HIGH_BITS=high_bits,
+            **_constants(record, spec), **common,
         )  # fmt: skip
 
 
-def groups(numel: int, spec: Spec) -> list[tuple[int, int, TopkRecord]]:
-    """(first block, blocks, record): the full blocks, then a shorter last one."""
-    full, tail = divmod(numel, spec.block)
-    both = [(0, full, spec.block), (full, 1, tail)]
-    return [(first, rows, spec.record(length)) for first, rows, length in both if rows and length]
-
-
-def constants(record: TopkRecord, spec: Spec) -> dict[str, int]:
+def _constants(record: TopkRecord, spec: Spec) -> dict[str, int]:
     return {
         "LENGTH": record.length, "KEPT": record.kept, "LOW_BITS": record.low_bits, "LOWS_AT": record.lows_at,
-        "HIGHS_AT": record.highs_at, "VALUES_AT": record.values_at, 
+        "HIGHS_AT": record.highs_at, "VALUES_AT": record.values_at,
         "FULL_WORDS": spec.record(spec.block).bytes // 4, "SCALE_SHIFT": SCALE_SHIFT[spec.scale],
     }  # fmt: skip
-
-
-def high_bits(record: TopkRecord) -> int:
-    return triton.next_power_of_2(max(record.values_at - record.highs_at, record.length))

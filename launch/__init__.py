@@ -1,1 +1,1 @@
-"""What is started: the training script, a region, a world of processes, emulated links."""
+"""Starts the processes of a run on this and other machines, watches them, and shows how the run goes."""

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started: the run and the cluster together, files, ports."""
+"""Checks made before anything is started: that run and cluster fit together, data is there, and ports are free."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 
-from geotrain.canonical import Architecture, architecture_from_hf
-from geotrain.config import Address, ClusterConfig, ConfigError, LinkConfig, RunConfig, WorkerConfig
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    ConfigError,
+    LinkConfig,
+    RunConfig,
+    WorkerConfig,
+    WorkerSetup,
+)
 from geotrain.data.tokens import DataError, read_manifest
-from geotrain.launch.world import regions_of
+from geotrain.launch.worker_command import regions_of
 
-PORTS = range(15_000, 32_000)  # connections leave from 32768 and above (Linux)
-
-
-def architecture_of(run: RunConfig) -> Architecture:
-    """Raises UnsupportedModelError. The run must come from `load_run`, which puts the model's config inline."""
-    assert isinstance(run.model.config, dict)
-    return architecture_from_hf(run.model.config)
+PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
 
 
 def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
-    """Worker → its data-parallel size. Raises ConfigError, UnsupportedModelError."""
-    lent = {host.region for region in cluster.regions for worker in region.workers for host in worker.hosts}
+    """Check that the cluster can run the run; returns each worker's data-parallel size, by its name.
+
+    Raises ConfigError, UnsupportedModelError.
+    """
+    workers = [worker for region in cluster.regions for worker in region.workers]
+    lent = {host.region for worker in workers for host in worker.hosts}
     idle = [region.name for region in cluster.regions if not region.workers and region.name not in lent]
     if idle:
         raise ConfigError(
             f"cluster {cluster.name!r}: no workers in {', '.join(idle)}; `geotrain plan` makes them of its hosts"
         )
-    sizes = {w.name: check_worker(run, w) for region in cluster.regions for w in region.workers}
+    sizes = {worker.name: check_worker(run, worker) for worker in workers}
     batch, samples = run.samples_per_step, run.data.train_samples
     if samples % batch:
         raise ConfigError(
@@ -39,31 +44,47 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
             f"use {samples - samples % batch or batch}"
         )
     round_samples = len(sizes) * run.outer.local_steps * batch
-    if run.outer.rule == "sync" and samples % round_samples:
+    if run.outer.rule.synchronous and samples % round_samples:
         raise ConfigError(
-            f"data.train_samples = {samples} is no whole number of rounds: with outer.rule = 'sync' a round is "
+            f"data.train_samples = {samples} is no whole number of rounds: with outer.rule 'sync' a round is "
             f"{len(sizes)} workers × outer.local_steps {run.outer.local_steps} × batch {batch} = {round_samples} "
             f"samples; use {max(1, samples // round_samples) * round_samples}"
         )
-    _check_places(cluster)
+    servers = [("the global server", cluster.global_ssh, cluster.global_server)]
+    servers += [(f"the server of region {r.name!r}", r.ssh, r.server) for r in cluster.serving]
+    for what, ssh, address in servers:
+        if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
+            raise ConfigError(
+                f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "
+                "fixed port; set host and port"
+            )
+        if ssh and cluster.emulate_links:
+            raise ConfigError(f"emulate_links = true is for runs on one machine, but {what} has `ssh` set")
+    if cluster.emulate_links:
+        for region in cluster.regions:
+            link_to_global(cluster, region.name)
+        links_between(cluster)
     return sizes
 
 
 def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
-    """The worker's data-parallel size. Raises ConfigError."""
-    from geotrain.sharing.acco_forms import check_acco
-    from geotrain.sharing.checks import accumulation_steps, check_layout
+    """Check one worker's layout and DeepSpeed block; returns its data-parallel size.
 
-    block = {**run.deepspeed, **worker.deepspeed}
+    Raises ConfigError, whose message names the worker.
+    """
+    from geotrain.parallelism.acco_forms import check_acco
+    from geotrain.parallelism.checks import accumulation_steps, check_layout
+
+    setup = WorkerSetup.of(run, worker)
+    block = setup.deepspeed
     if block["train_batch_size"] != run.samples_per_step:
         raise ConfigError(
             f"worker {worker.name!r}: deepspeed.train_batch_size = {block['train_batch_size']} differs from the "
             f"run's {run.samples_per_step}; every worker's step is the same number of samples: change "
             "train_micro_batch_size_per_gpu or gradient_accumulation_steps instead"
         )
-    parallel = worker.parallel or run.parallel
     try:
-        dp = check_layout(architecture_of(run), parallel, worker.ranks, block, run.data.sequence_length)
+        dp = check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
         if run.acco is not None:
             check_acco(run.acco, block, accumulation_steps(block, dp))
         return dp
@@ -72,29 +93,39 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
 
 
 def check_data(run: RunConfig) -> None:
-    """The prepared data is here, whole, and fits the model. Raises DataError."""
-    vocab_size = architecture_of(run).vocab_size
+    """Check that the prepared data is on this machine, is whole and fits the model. Raises DataError."""
     for prefix in filter(None, (run.data.train, run.data.validation)):
-        manifest = read_manifest(Path(prefix))
-        data = Path(f"{prefix}.bin")
-        size_bytes = data.stat().st_size if data.exists() else 0
-        stated_bytes = manifest.tokens * (2 if manifest.dtype == "uint16" else 4)
-        if not Path(f"{prefix}.idx").exists() or size_bytes != stated_bytes:
-            raise DataError(
-                f"{data}: {size_bytes} bytes, its manifest states {stated_bytes} (and an .idx beside it); "
-                "prepare the data again"
-            )
-        if manifest.vocab_size > vocab_size:
-            raise DataError(
-                f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, the model's vocab_size is "
-                f"{vocab_size}; raise it or use another tokenizer"
-            )
+        check_split(run, prefix)
+    check_tokenizer(run)
+
+
+def check_split(run: RunConfig, prefix: str) -> None:
+    """As `check_data`, of one .bin/.idx pair."""
+    manifest, vocab_size = read_manifest(Path(prefix)), run.architecture.vocab_size
+    data = Path(f"{prefix}.bin")
+    size_bytes = data.stat().st_size if data.exists() else 0
+    stated_bytes = manifest.tokens * (2 if manifest.dtype == "uint16" else 4)
+    if not Path(f"{prefix}.idx").exists() or size_bytes != stated_bytes:
+        raise DataError(
+            f"{data}: {size_bytes} bytes, its manifest states {stated_bytes} (and an .idx beside it); "
+            "prepare the data again"
+        )
+    if manifest.vocab_size > vocab_size:
+        raise DataError(
+            f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, the model's vocab_size is "
+            f"{vocab_size}; raise it or use another tokenizer"
+        )
+
+
+def check_tokenizer(run: RunConfig) -> None:
+    """As `check_data`, of the tokenizer that exports copy."""
     if run.data.tokenizer and not Path(run.data.tokenizer).is_dir():
         raise DataError(f"data.tokenizer = {run.data.tokenizer!r}: no such folder")
 
 
 def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:
-    """Raises ConfigError when the cluster file does not describe it."""
+    """The link between a region and the global server. Raises ConfigError if the cluster file does not describe
+    it."""
     for link in cluster.links:
         if set(link.regions) == {region, "global"}:
             return link
@@ -104,7 +135,7 @@ def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:
 
 
 def links_between(cluster: ClusterConfig) -> list[LinkConfig]:
-    """Those between two regions. Raises ConfigError when a worker spans regions between which none is described."""
+    """The links between two regions. Raises ConfigError when a worker spans regions whose link is not described."""
     found = [link for link in cluster.links if "global" not in link.regions and len(set(link.regions)) == 2]
     for region in cluster.regions:
         for worker in region.workers:
@@ -117,8 +148,20 @@ def links_between(cluster: ClusterConfig) -> list[LinkConfig]:
     return found
 
 
+def open_links(cluster: ClusterConfig) -> list[str]:
+    """A warning for each worker that spans regions: what its ranks say to each other crosses the link unprotected."""
+    return [
+        f"worker {worker.name!r} spans {' and '.join(spanned)}: torch.distributed between its ranks is neither "
+        "encrypted nor authenticated, and unpickles what it receives, so whoever reaches these ports can run code "
+        "there; put the link into a tunnel (WireGuard, IPsec) and let a firewall refuse all else"
+        for region in cluster.regions
+        for worker in region.workers
+        if len(spanned := regions_of(region.name, worker)) > 1
+    ]
+
+
 def check_ports_are_free(addresses: Iterable[Address]) -> None:
-    """Raises ConfigError when a server's port on this machine is taken."""
+    """Raises ConfigError if the port of a server on this machine is taken."""
     for address in addresses:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,8 +175,11 @@ def check_ports_are_free(addresses: Iterable[Address]) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports that are free now, below those that the system gives to connections: what listens there seconds
-    later finds them free still. Raises ConfigError."""
+    """Ports that are free now, all different, chosen at random.
+
+    They lie below those that the system gives to outgoing connections, so that none of these takes one before a
+    server listens there seconds later. Raises ConfigError.
+    """
     found: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -142,21 +188,3 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         if len(found) == count:
             return found
     raise ConfigError(f"{host}: no {count} ports between {PORTS[0]} and {PORTS[-1]} are free; stop what uses them")
-
-
-def _check_places(cluster: ClusterConfig) -> None:
-    servers = [("the global server", cluster.global_ssh, cluster.global_server)]
-    servers += [(f"the server of region {r.name!r}", r.ssh, r.server) for r in cluster.serving]
-    for what, ssh, address in servers:
-        if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
-            raise ConfigError(
-                f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "
-                "fixed port; set host and port"
-            )
-    far = [name for name, ssh, _ in servers if ssh]
-    if cluster.emulate_links:
-        if far:
-            raise ConfigError(f"emulate_links = true is for runs on one machine, but {far[0]} has `ssh` set")
-        for region in cluster.regions:
-            link_to_global(cluster, region.name)
-        links_between(cluster)

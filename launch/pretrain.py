@@ -9,19 +9,23 @@ import argparse
 import os
 import socket
 import sys
-from contextlib import closing
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
-from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, load_cluster, load_run
-from geotrain.launch.world import rank_environment
-from geotrain.net.client import ServerForgot
-from geotrain.outer.layout import layout_of
-from geotrain.outer.messages import GLOBAL, Refused
+from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
+from geotrain.launch.worker_command import rank_environment
+from geotrain.layout import layout_of
+from geotrain.net.worker_client import ServerForgot
+from geotrain.outer.messages import Refused
 from geotrain.outer.server import identity_of
 
 if TYPE_CHECKING:
-    from geotrain.inner.parallel import Mesh
+    from torch import Tensor
+
+    from geotrain.inner.parallel import RankMesh
 
 
 def arguments() -> argparse.Namespace:
@@ -43,7 +47,7 @@ def main() -> int:
         train(run, cluster, args.region, args.worker, args.resume)
     except ValueError as error:  # ConfigError is one
         return failed(args.region, error, EXIT_FOR_GOOD)
-    except (Refused, OSError, TimeoutError, ServerForgot) as error:  # who was quarantined may come back later
+    except (Refused, OSError, TimeoutError, ServerForgot) as error:  # a restart may help, also after a quarantine
         return failed(args.region, error, 1)
     except RuntimeError as error:
         from geotrain.inner.parallel import lost_rank
@@ -56,65 +60,108 @@ def main() -> int:
 
 
 def failed(region: str, error: Exception | str, code: int) -> int:
-    print(f"geotrain: worker in {region}: {error}", file=sys.stderr, flush=True)
+    _say(f"geotrain: worker in {region}: {error}", sys.stderr)
     return code
+
+
+def _say(what: str, where: TextIO) -> None:
+    with suppress(OSError):  # the log may be on a full disk
+        print(what, file=where, flush=True)
 
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
     """Build everything, train, close everything."""
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
-    # DeepSpeed and Megatron take seconds to import: only once the files are known to be right.
+    # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
+    # right.
     from geotrain.data.loader import LeasedLoader, open_source, validation_batches
     from geotrain.data.tokens import read_manifest
-    from geotrain.inner.dataset import open_tokens
-    from geotrain.inner.engine import build_engine
-    from geotrain.monitor.events import Acknowledged, EventLog, JobTrained
-    from geotrain.monitor.flops import peak_flops, training_flops_per_token
+    from geotrain.inner.build import build_engine
+    from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
+    from geotrain.monitor.utilization import peak_flops, training_flops_per_token
     from geotrain.net.certs import trust_between
-    from geotrain.net.client import MemberClient
+    from geotrain.net.worker_client import WorkerClient
     from geotrain.trainer import Trainer
 
-    worker = cluster.worker(region, worker_name)
-    folder = run.run_folder
-    deepspeed = {**run.deepspeed, **worker.deepspeed}
-    flat = run.outer.levels == 1
-    server = cluster.global_server if flat else cluster.region(region).server
-    engine = build_engine(run, worker.parallel or run.parallel, deepspeed)
-    print(_place(engine.mesh, server), flush=True)
+    worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
+    setup, site = topology.workers[worker.name], topology.server_of(worker.name)
+    server, folder = topology.servers[site], run.run_folder
+    engine = build_engine(run, setup.parallel, setup.deepspeed)
+    _say(_place(engine.mesh, server), sys.stdout)
     vocab_size = engine.architecture.vocab_size
-    source = open_source(Path(run.data.train), open_tokens, run.data.sequence_length, vocab_size, run.seed)
-    micro_batch = deepspeed["train_micro_batch_size_per_gpu"]
+    source = open_source(Path(run.data.train), run.data.sequence_length, vocab_size, run.seed)
+    micro_batch = setup.deepspeed["train_micro_batch_size_per_gpu"]
     loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
+    validation: Sequence[Tensor] = ()
+    if run.monitor.validate_every_samples is not None and run.data.validation is not None:
+        held_out = open_source(Path(run.data.validation), run.data.sequence_length, vocab_size, None)
+        sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
+        validation = validation_batches(held_out, *sizes)
     layout = layout_of(run)
-    trust = trust_between(cluster, "worker", worker.name, *(("global", GLOBAL) if flat else ("region", region)))
-    checkpoints = folder / run.checkpoint.folder / worker.name
+    identity = identity_of(run, layout, read_manifest(Path(run.data.train)).sha256)
+    peak = peak_flops(cluster, worker)
+    per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
+    trust = trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
+    log = folder / "events" / f"{worker.name}.jsonl"
     with (
-        closing(MemberClient(str(server), trust=trust)) as client,
-        EventLog(
-            folder / "events" / f"{worker.name}.jsonl", source=worker.name, enabled=run.monitor.enabled
-        ) as events,
+        closing(WorkerClient(str(server), trust=trust)) as client,
+        EventLog(log, source=worker.name, enabled=run.monitor.enabled) as events,
     ):
-        identity = identity_of(run, layout, read_manifest(Path(run.data.train)).sha256)
-        trainer = Trainer(run, worker.name, identity, layout, engine, loader, client, checkpoints)
-        trainer.min_step_s = worker.min_step_s
-        client.on_acknowledged = lambda sequence: events.write(Acknowledged(worker.name, trainer.life, sequence))
-        trainer.report = lambda numbers: events.write(
-            JobTrained(worker=worker.name, retries=float(client.retries), **numbers)
+
+        def trouble(what: str) -> None:
+            _say(f"geotrain: worker in {region}: {what}", sys.stderr)
+            events.write(Trouble(what))
+
+        job_line = JobLine(run.monitor.every_s)
+
+        def report(numbers: dict[str, Any]) -> None:
+            events.write(JobTrained(worker=worker.name, retries=float(client.retries), **numbers))
+            if line := job_line.of(numbers, time.monotonic()):
+                _say(line, sys.stdout)
+
+        trainer = Trainer(
+            run,
+            worker.name,
+            identity,
+            layout,
+            engine,
+            loader,
+            client,
+            folder / run.checkpoint.folder / worker.name,
+            validation=validation,
+            min_step_s=worker.min_step_s,
+            report=report,
+            trouble=trouble,
+            peak_flops_per_token_s=None if peak is None else peak / per_token,
         )
-        peak = peak_flops(cluster, worker)
-        if peak is not None:
-            per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
-            trainer.peak_flops_per_token_s = peak / per_token
-        if run.monitor.validate_every_samples is not None and run.data.validation is not None:
-            held_out = open_source(Path(run.data.validation), open_tokens, run.data.sequence_length, vocab_size, None)
-            sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
-            trainer.validation = validation_batches(held_out, *sizes)
+        client.on_acknowledged = lambda sequence: events.write(
+            Acknowledged(worker.name, trainer.exchange.incarnation, sequence)
+        )
         trainer.train(resume)
     engine.close()
 
 
-def _place(mesh: Mesh, server: Address) -> str:
-    """What this rank computes, and the address of this machine on the way to the server."""
+class JobLine:
+    """What a worker's log says of its training: a line for a job, at most one in `every_s` seconds."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._told_s: float | None = None
+
+    def of(self, numbers: Mapping[str, Any], now_s: float) -> str:
+        """The line for a job, or "". numbers: those of `JobTrained`."""
+        if self._told_s is not None and now_s < self._told_s + self._every_s:
+            return ""
+        self._told_s = now_s
+        return (
+            f"job {numbers['job']}, from sample {numbers['start']:,}: loss {numbers['loss']:.4f}, gradient norm "
+            f"{numbers['grad_norm']:.3g}, learning rate {numbers['lr']:.3g}, {numbers['tokens_per_s']:,.0f} tokens/s"
+        )
+
+
+def _place(mesh: RankMesh, server: Address) -> str:
+    """A line for the log: what this rank computes, and this machine's address on the way to the server."""
+    # Connecting a UDP socket sends nothing, but makes the kernel choose the address it would send from.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         unsent.connect((server.host, server.port))
         here = unsent.getsockname()[0]

@@ -1,8 +1,9 @@
-"""The order of the suite, and where its ranks compute."""
+"""The order of the suite, where its ranks compute, and a word on what was left out."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -15,3 +16,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: processes that take files in turn then end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+LEFT_OUT = pytest.StashKey[dict[str, int]]()  # file → slow tests of it that -m has left out
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = {}
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow"):
+            left_out, file = item.config.stash[LEFT_OUT], item.nodeid.partition("::")[0]
+            left_out[file] = left_out.get(file, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist collects, and so deselects, for itself: it tells the process that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (left_out := config.stash[LEFT_OUT]) and not config.option.keyword:
+        terminalreporter.section("left out")
+        for file, count in sorted(left_out.items()):
+            terminalreporter.write_line(f"{count:3} slow in {file}")
+        terminalreporter.write_line(f"{sum(left_out.values())} slow tests were not run; `make test` runs them")

@@ -1,47 +1,92 @@
-"""The house's rules, read from the source: imports run downward, and each library has its place."""
+"""The house's rules, read from the source: what may import what, what is asked where, how large it may grow."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from vulture import Vulture
 
 ROOT = Path(__file__).parent.parent
-# Lowest first. A module may import its own layer's siblings within one package, and every lower layer.
+PRODUCT = ("geotrain", "kernels", "launch")  # its folders
+# Lowest first. A module may import its own layer and every lower one.
 LAYERS = [
-    {"config", "faults", "canonical", "initial", "files", "reference", "kernels", "sharing"},
-    {"outer"},
-    {"inner", "net", "data", "plan", "simulate", "monitor", "export", "sample", "evaluate"},
-    {"trainer", "launch", "quickstart"},
+    {"config", "files", "kernels"},
+    {"layout"},
+    {"initial", "parallelism"},
+    {"outer", "optimizers"},
+    {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate"},
+    {"trainer", "launch", "commands"},
     {"cli", "cli_operate", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ONLY_IN = {"deepspeed": "inner", "megatron": "inner", "apex": "inner", "transformer_engine": "inner", "grpc": "net"}
+ONLY_IN = {  # who may import these
+    "deepspeed": {"inner", "acco"},
+    **{library: {"inner"} for library in ("megatron", "apex", "transformer_engine")},
+    "grpc": {"net"},
+}
+# What a newcomer reads first, to know how a run trains.
+GROUND_FLOOR = {"config", "layout", "trainer", "outer", "inner"}
+# Called by the library that the method's class is handed to, never by name from here.
+CALLED_BY_LIBRARIES = [
+    "__init_subclass__",  # Python itself
+    # http.server
+    *("do_GET", "log_message", "server_bind", "service_actions", "handle_error"),
+    # DeepSpeed: of its engine, of an optimizer, of an `mpu`
+    *("_configure_zero_optimizer", "checkpoint_event_prologue"),
+    *("get_model_parallel_rank", "get_model_parallel_world_size"),
+    *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
+]
+CALLED_BY_DECORATORS = ["@*.command", "@command", "@*.callback", "@field_validator", "@model_validator"]
+
+
+def files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def sources() -> list[tuple[str, Path]]:
     """(dotted name inside geotrain, file) of every module, kernels and launch included."""
     found = []
     for folder, prefix in (("geotrain", ""), ("kernels", "kernels."), ("launch", "launch.")):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in files(folder):
             dotted = ".".join(path.relative_to(ROOT / folder).with_suffix("").parts)
             found.append((prefix + dotted.removesuffix(".__init__").removesuffix("__init__"), path))
-    return [(name, path) for name, path in found if name]
+    return [(name.removesuffix("."), path) for name, path in found if name]
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every absolute module name that the file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def where(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+def imports(path: Path, also_for_types: bool = True) -> Iterator[str]:
+    """Every absolute module name that the file imports, anywhere in it.
+
+    also_for_types: also those in an `if TYPE_CHECKING`, which are not there at run time.
+    """
+    todo: list[ast.AST] = [tree(path)]
+    while todo:
+        node = todo.pop()
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not also_for_types:
+            todo += node.orelse
+        else:
+            todo += ast.iter_child_nodes(node)
 
 
 @pytest.mark.parametrize(("name", "path"), sources(), ids=lambda v: v if isinstance(v, str) else "")
@@ -57,32 +102,177 @@ def test_imports_run_downward(name: str, path: Path) -> None:
                 f"geotrain.{name}: inner and outer may not know each other ({imported})"
             )
         only = ONLY_IN.get(parts[0])
-        assert only in (None, top), f"geotrain.{name} imports {imported}: only geotrain.{only} may"
-        assert parts[0] not in ("kernels", "launch"), f"geotrain.{name}: import geotrain.{imported}, not {imported}"
+        assert only is None or top in only, f"geotrain.{name} imports {imported}: only {sorted(only)} may"
+        assert parts[0] not in PRODUCT[1:], f"geotrain.{name}: import geotrain.{imported}, not {imported}"
+        assert parts[0] not in ("tests", "benchmarks"), f"geotrain.{name} imports {imported}, which is not installed"
+
+
+def test_no_imports_go_round_in_circles() -> None:
+    """An import within a function is one too; one for types alone is not."""
+    modules = dict(sources())
+
+    def module(imported: str) -> str | None:
+        """What `from geotrain.a import b` runs: a.b, where that is a module, else a."""
+        name = imported.removeprefix("geotrain.")
+        while name not in modules and "." in name:
+            name = name.rpartition(".")[0]
+        return name if name in modules and imported.startswith("geotrain.") else None
+
+    graph = {
+        name: {found for i in imports(path, also_for_types=False) if (found := module(i)) not in (None, name)}
+        for name, path in modules.items()
+    }
+    assert sum(map(len, graph.values())) > 300  # it was read at all
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import each other: {error.args[1]}")
 
 
 def test_outer_is_pure() -> None:
     """State machines know no clock, socket, disk or thread."""
-    banned = {"time", "datetime", "socket", "threading", "asyncio", "pathlib", "os", "random", "subprocess"}
+    banned = {"time", "datetime", "socket", "threading", "concurrent", "asyncio", "pathlib", "os", "random"}
     for name, path in sources():
         if name.startswith("outer"):
-            used = {imported.split(".")[0] for imported in imports(path)} & banned
+            used = {imported.split(".")[0] for imported in imports(path)} & (banned | {"subprocess"})
             assert not used, f"geotrain.{name} imports {used}"
 
 
-def test_files_can_be_read_in_a_sitting() -> None:
-    files = [
-        p
-        for folder in ("geotrain", "kernels", "launch", "tests", "benchmarks")
-        for p in (ROOT / folder).rglob("*.py")
+def last_names(node: ast.AST) -> set[str]:
+    """Of all names in an expression: `a.B | C` has a, B and C."""
+    parts = list(ast.walk(node))
+    return {n.attr for n in parts if isinstance(n, ast.Attribute)} | {n.id for n in parts if isinstance(n, ast.Name)}
+
+
+def questions(node: ast.AST) -> Iterator[str]:
+    """What this asks that a server, a topology or a rule should answer by itself."""
+    kinds = {"GlobalServer", "RegionServer"}
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, asked]) | ast.MatchClass(cls=asked):
+            if last_names(asked) & kinds:
+                yield "kind of server"
+        case ast.Match(subject=ast.Attribute(attr="levels") | ast.Name(id="levels")):
+            yield "levels"
+        case ast.MatchValue(value=ast.Constant(value="sync")):
+            yield "sync"
+        case ast.Compare():
+            if "type" in last_names(node) and last_names(node) & kinds:
+                yield "kind of server"
+            if any(
+                getattr(side, "attr", getattr(side, "id", "")) == "levels" for side in (node.left, *node.comparators)
+            ):
+                yield "levels"
+            if any(isinstance(part, ast.Constant) and part.value == "sync" for part in ast.walk(node)):
+                yield "sync"
+
+
+@pytest.mark.parametrize(
+    ("what", "folders", "answered_in"),
+    [
+        ("kind of server", (*PRODUCT, "benchmarks"), "geotrain/outer/"),
+        ("levels", PRODUCT, "geotrain/config/"),
+        ("sync", PRODUCT, "geotrain/outer/rules/"),
+    ],
+)
+def test_a_question_is_asked_in_one_place(what: str, folders: tuple[str, ...], answered_in: str) -> None:
+    asked = [
+        where(path, node)
+        for path in files(*folders)
+        if not path.relative_to(ROOT).as_posix().startswith(answered_in)
+        for node in ast.walk(tree(path))
+        if what in questions(node)
     ]
-    long = {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text().splitlines())) > 500}
+    assert not asked, f"{what} is asked outside {answered_in}: {', '.join(asked)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("isinstance(machine.server, GlobalServer)", "kind of server"),
+        ("isinstance(server, outer.RegionServer | None)", "kind of server"),
+        ("type(server) is GlobalServer", "kind of server"),
+        ("match server:\n  case RegionServer(): pass", "kind of server"),
+        ("run.outer.levels == 2", "levels"),
+        ("1 != levels", "levels"),
+        ("config.rule == 'sync'", "sync"),
+        ("rule in ('halos', 'sync')", "sync"),
+        ("match rule:\n  case 'sync': pass", "sync"),
+    ],
+)
+def test_a_question_is_recognized(source: str, what: str) -> None:
+    assert [q for node in ast.walk(ast.parse(source)) for q in questions(node)] == [what]
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in files(*PRODUCT):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(where(path, node))
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    assert not twice, f"one name, several classes: {twice}"
+
+
+def test_nothing_is_there_that_nobody_calls() -> None:
+    """Functions, classes, methods and constants of the product to which it, tests and benchmarks never refer."""
+    vulture = Vulture(ignore_names=CALLED_BY_LIBRARIES, ignore_decorators=CALLED_BY_DECORATORS)
+    vulture.scavenge([str(ROOT / folder) for folder in (*PRODUCT, "benchmarks", "tests")])
+    kinds = ("function", "class", "method", "property")
+    unused = [
+        f"{item.filename.relative_to(ROOT)}:{item.first_lineno} {item.name}"
+        for item in vulture.get_unused_code()
+        if item.filename.relative_to(ROOT).parts[0] in PRODUCT
+        and (item.typ in kinds or (item.typ == "variable" and item.name.isupper()))
+    ]
+    assert not unused, f"nobody refers to {unused}"
+
+
+def test_the_allowances_are_needed() -> None:
+    defined = {n.name for path in files(*PRODUCT) for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef)}
+    assert set(CALLED_BY_LIBRARIES) <= defined, f"not there any more: {set(CALLED_BY_LIBRARIES) - defined}"
+
+
+def test_the_ground_floor_is_read_in_an_evening() -> None:
+    floor = [path for name, path in sources() if name.split(".")[0] in GROUND_FLOOR]
+    lines = sum(bool(line.strip()) for path in floor for line in path.read_text().splitlines())
+    count = sum(len(tree(path).body) > 1 for path in floor)  # an __init__ with a docstring alone is no file to read
+    assert lines <= 6_500 and count <= 40, f"{lines} lines in {count} files"
+
+
+def test_files_can_be_read_in_a_sitting() -> None:
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in files(*PRODUCT, "tests", "benchmarks")
+        if (n := len(p.read_text().splitlines())) > 500
+    }
     assert not long, f"over 500 lines: {long}"
+
+
+def test_tests_share_through_support() -> None:
+    """A test module is imported by nobody, a helper lies in tests/support."""
+    for path in files("tests", "benchmarks"):
+        for imported in imports(path):
+            if imported.split(".")[0] == "tests":
+                assert imported.startswith("tests.support"), f"{path.relative_to(ROOT)} imports {imported}"
+    for path in files("tests"):
+        folder, known = path.relative_to(ROOT / "tests").parts[0], path.name in ("__init__.py", "conftest.py")
+        assert known or folder == "support" or path.name.startswith("test_"), f"{path}: put helpers in tests/support"
+        repeated = f"test_{path.parent.name}_"
+        assert not path.name.startswith(repeated), f"{path.relative_to(ROOT)}: its folder says {path.parent.name}"
 
 
 def test_launching_and_operating_import_no_torch() -> None:
     """It takes seconds, of every command that a person types."""
-    modules = ("region", "operate", "watching", "logs", "check", "guard")
-    program = f"import sys, {', '.join(f'geotrain.launch.{m}' for m in modules)}; print('torch' in sys.modules)"
+    modules = (
+        "launch.launcher",
+        "commands.operate",
+        "launch.terminal",
+        "commands.logs",
+        "launch.check",
+        "launch.guard",
+        "commands.probe",
+        "commands.probe_site",
+    )
+    program = f"import sys, {', '.join(f'geotrain.{m}' for m in modules)}; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert said.stdout == "False\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from geotrain import cli
-from geotrain.launch.operate import State
+from geotrain import __version__, cli
+from geotrain.commands.operate import RunState
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
@@ -93,7 +93,8 @@ def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> No
     raw["model"]["config"] = {"model_type": "mamba"}
     (tmp_path / "run.json").write_text(json.dumps(raw))
     said = refused("dry-run", tmp_path / "run.json", "configs/clusters/local-wan.json")
-    assert said == "geotrain: model config: model_type 'mamba' is not supported; supported: 'llama', 'qwen3'"
+    families = "llama, qwen2, qwen3, mistral"
+    assert said == f"geotrain: model config: model_type 'mamba' is not supported; supported: {families}"
 
 
 def test_launch_without_data(tmp_path: Path, refused: Callable[..., str]) -> None:
@@ -121,6 +122,80 @@ def test_prepare_writes_a_data_set(tmp_path: Path, geotrain: Run) -> None:
     assert {p.name for p in out.iterdir()} >= {"train.bin", "train.idx", "train.json", "validation.bin", "tokenizer"}
 
 
+def test_prepare_replaces_nothing_unasked(tmp_path: Path, geotrain: Run, refused: Callable[..., str]) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    command = ("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--bytes", "--validation", "0")
+    assert geotrain(*command).returncode == 0
+    before = (tmp_path / "out/train.json").read_text()
+    (tmp_path / "a.txt").write_text("second, which is longer")
+    assert "holds a data set already; --overwrite replaces it" in refused(*command)
+    assert (tmp_path / "out/train.json").read_text() == before
+    assert geotrain(*command, "--overwrite").returncode == 0
+    assert (tmp_path / "out/train.json").read_text() != before
+
+
+def test_prepare_passes_over_broken_lines_and_counts_them(
+    tmp_path: Path, geotrain: Run, refused: Callable[..., str]
+) -> None:
+    good = [json.dumps({"text": f"text {i}"}) for i in range(20)]
+    lines = [*good[:10], "{broken", '{"txt": "no such key"}', "", *good[10:], '{"text": 3}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    command = ("prepare", tmp_path / "a.jsonl", "--bytes", "--validation", "0", "--processes", "1", "--out")
+    done = geotrain(*command, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert f"3 broken lines were passed over; the first: {tmp_path}/a.jsonl:11: not JSON" in said
+    assert json.loads((tmp_path / "out/train.json").read_text())["documents"] == 20
+    assert "a.jsonl:11: not JSON" in refused(*command, tmp_path / "strict", "--strict")
+    (tmp_path / "a.jsonl").write_text("\n".join([*good[:2], "{", "{", "{"]))
+    assert "most lines are broken, 3 beside 2 good ones" in refused(*command, tmp_path / "most")
+    assert not (tmp_path / "strict").exists() and not (tmp_path / "most").exists()
+
+
+def test_prepare_says_when_little_is_held_out(tmp_path: Path, geotrain: Run) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(400)))
+    command = ("prepare", tmp_path / "a.jsonl", "--bytes", "--processes", "1")
+    for share, told in (("0.01", True), ("0.2", False)):
+        done = geotrain(*command, "--out", tmp_path / share, "--validation", share)
+        assert done.returncode == 0
+        few = json.loads((tmp_path / share / "validation.json").read_text())["documents"]
+        said = f"only {few} of 400 documents are held out for validation" in " ".join(done.stderr.split())
+        assert said == told == (few < 8)
+
+
+def test_keys_of_the_run_file_can_be_set(tmp_path: Path, geotrain: Run, refused: Callable[..., str]) -> None:
+    files = ("configs/runs/70b.json", "configs/clusters/four-regions-ssh.json")
+    assert "146 s" in geotrain("dry-run", *files).stdout
+    assert "564 s" in geotrain("dry-run", *files, "--set", 'outer.up={"name": "bf16"}').stdout
+    said = refused("dry-run", *files, "--set", "outer.local_step=64")
+    assert "outer.local_step: unknown key; did you mean 'local_steps'?" in said
+    for change, told in (
+        ("outer", "write KEY=VALUE, as in outer.local_steps=64"),
+        ("outer..x=1", "write KEY=VALUE"),
+        ("name.x=1", "the run file has nothing with such parts"),
+        ("outer.local_steps=many", 'outer.local_steps = "many"'),
+        ("deepspeed.gradient_cliping=1", "did you mean 'gradient_clipping'?"),
+    ):
+        assert told in refused("dry-run", *files, "--set", change)
+    report = geotrain("simulate", *files, "--tflops", "150", "--json", "--set", "outer.local_steps=64")
+    assert json.loads(report.stdout)["outer"]["local_steps"] == 64
+
+
+@pytest.mark.parametrize("command", [(), ("launch",), ("serve", "global")])
+def test_help_is_also_h(command: tuple[str, ...], geotrain: Run) -> None:
+    short, long = (geotrain(*command, option) for option in ("-h", "--help"))
+    assert short.returncode == 0 and short.stdout == long.stdout and "Usage" in short.stdout
+
+
+def test_the_version(geotrain: Run) -> None:
+    assert geotrain("--version").stdout == f"geotrain {__version__}\n"
+
+
+def test_pictures_of_unknown_kinds_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    for command in (("picture", tmp_path, "x.gif"), ("simulate", "r.json", "c.json", "--picture", "x.gif")):
+        assert "x.gif: use .png, .svg, .pdf" in refused(*command)
+
+
 def test_status_and_export_where_no_run_is(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "run.json: cannot be read: No such file" in refused("status", tmp_path)
     assert "run.json: cannot be read: No such file" in refused("export", tmp_path, tmp_path / "out")
@@ -135,7 +210,7 @@ def test_a_run_that_left_nothing(tmp_path: Path, geotrain: Run, refused: Callabl
             raw["data"]["tokenizer"] = None
         (tmp_path / f"{name}.json").write_text(json.dumps(raw))
     done = geotrain("status", tmp_path, "--once")
-    assert done.returncode == State.UNREACHABLE
+    assert done.returncode == RunState.UNREACHABLE
     assert "no server answers (global at 127.0.0.1:0" in " ".join(done.stdout.split())
     assert "the server at 127.0.0.1:0 does not answer" in refused("pause", tmp_path)
     assert "holds no snapshot that is whole" in refused("export", tmp_path, tmp_path / "out")
@@ -160,7 +235,8 @@ def test_schema_writes_both(tmp_path: Path, geotrain: Run) -> None:
 
 def test_dry_run_prints_what_a_rank_needs(geotrain: Run) -> None:
     done = geotrain("dry-run", "configs/runs/70b.json", "configs/clusters/four-regions-ssh.json")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2  # it could not be launched here, which is told after the figures
+    assert "launch would refuse\n  certs/four-regions/operator-operator.key: cannot be read" in done.stdout
     assert "70,553,706,496 parameters" in done.stdout
     assert "TP 8 + sequence × PP 4 × DP 1, ZeRO 1" in done.stdout
     assert "146 s" in done.stdout  # 36.4 GB at 2 Gbit/s
@@ -174,7 +250,7 @@ def test_simulate_tells_what_if(tmp_path: Path, geotrain: Run) -> None:
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout))
     plain, changed = reports
-    assert (changed["outer"]["local_steps"], changed["outer"]["updates_per_send"]) == (64, 4)
+    assert (changed["outer"]["local_steps"], changed["outer"]["rule"]["updates_per_send"]) == (64, 4)
     assert changed["outer"]["up"]["name"] == changed["outer"]["down"]["name"] == "int4"
     assert changed["links"].keys() == plain["links"].keys() and changed["links"] != plain["links"]
     assert (tmp_path / "run.svg").read_text().startswith("<?xml")

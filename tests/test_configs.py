@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 
-from geotrain.canonical import architecture_from_hf
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, json_schema, load_cluster, load_run, parse
-from geotrain.launch import dry_run
+from geotrain.commands import dry_run
+from geotrain.config import (
+    ClusterConfig,
+    ConfigError,
+    HalosConfig,
+    RunConfig,
+    architecture_from_hf,
+    json_schema,
+    load_cluster,
+    load_run,
+    parse,
+    rule_config,
+)
+from geotrain.config.deepspeed import warnings_of
 from geotrain.launch.check import check_together, link_to_global
-from geotrain.launch.site import Order
-from geotrain.outer.layout import layout_of
-from geotrain.outer.rules import momentum_decay
+from geotrain.launch.site_processes import LaunchRequest
+from geotrain.layout import layout_of, parameter_count
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.json"))
@@ -27,7 +37,7 @@ def pair(run: str, cluster: str) -> tuple[RunConfig, ClusterConfig]:
 
 
 def changed(config: RunConfig | ClusterConfig, **paths: Any) -> Any:
-    """The configuration with some keys set: `outer__rule="sync"`."""
+    """The configuration with some keys set: `outer__local_steps=4`."""
     raw = config.model_dump(by_alias=True, mode="json")
     for path, value in paths.items():
         *parents, last = path.split("__")
@@ -43,22 +53,20 @@ def test_runs_are_what_they_say(path: Path) -> None:
     run = load_run(path)
     assert run.name == path.stem
     block = run.deepspeed
-    steps = run.data.train_samples // run.samples_per_step
-    assert block["scheduler"]["params"]["total_num_steps"] == steps  # the schedule ends with the data
+    assert block["scheduler"]["params"]["total_num_steps"] == "auto"  # the schedule ends with the data
+    assert warnings_of(block, run.total_steps) == []
     assert block["bf16"]["enabled"]
     assert block["zero_optimization"]["stage"] == 1
     outer = run.outer
     if path.stem == "quickstart":
-        assert (outer.rule, outer.ledger) == ("halos", True)
+        assert isinstance(outer.rule, HalosConfig) and outer.rule.ledger
     else:  # what docs/evidence.md speaks for, in four regions
-        updates = steps / outer.local_steps / 4
-        assert outer.rule == "region_momentum"
-        assert outer.momentum_decay == pytest.approx(momentum_decay(updates), abs=1e-3)
+        assert outer.rule == rule_config("region_momentum", updates_per_send=outer.rule.updates_per_send)
 
 
 def test_models_have_their_published_sizes() -> None:
     sizes = {
-        path.stem: architecture_from_hf(json.loads(path.read_text())).parameter_count
+        path.stem: parameter_count(architecture_from_hf(json.loads(path.read_text())))
         for path in (CONFIGS / "models").glob("*.json")
     }
     assert sizes["llama-8b"] == 8_030_261_248
@@ -102,20 +110,21 @@ def test_the_quickstarts_regions_differ_in_layout() -> None:
 def test_bytes_of_an_exchange() -> None:
     run, cluster = pair("quickstart", "local-wan")
     found = dry_run.needs(run, cluster)
-    assert [link.up_bytes for link in found.links] == [2 * found.parameters] * 2  # bf16
+    coded = pytest.approx((1 / 2 + 2 / 128) * found.parameters, rel=1e-3)  # 4 bits, and a scale for each block
+    assert [link.up_bytes for link in found.links] == [coded] * 2
     assert found.workers[0].delta_bytes == 4 * found.parameters  # fp32 inside a region
-    assert found.links[0].up_s == pytest.approx(2 * 8 * found.parameters / 0.2e9)
-    assert found.links[0].steps_between == run.outer.local_steps * run.outer.updates_per_send
+    assert found.links[0].up_s == pytest.approx(8 * found.links[0].up_bytes / 0.2e9)
+    assert found.links[0].steps_between == run.outer.local_steps * (run.outer.rule.updates_per_send or 0)
     large = dry_run.needs(*pair("70b", "four-regions-ssh"))
     assert large.links[0].up_bytes < 0.6 * large.parameters  # 4 bits and scales
 
 
 def test_shards_that_leave_something_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from geotrain.sharing import mapping
+    from geotrain.parallelism import local_parameters
 
     run, _ = pair("quickstart", "local-wan")
-    whole = mapping.local_parameters
-    monkeypatch.setattr(mapping, "local_parameters", lambda *a: whole(*a)[1:])
+    whole = local_parameters.local_parameters
+    monkeypatch.setattr(local_parameters, "local_parameters", lambda *a: whole(*a)[1:])
     with pytest.raises(AssertionError, match="the ranks speak for"):
         dry_run.check_shards(layout_of(run), run, run.parallel)
 
@@ -130,7 +139,7 @@ def test_the_schema_is_current(name: str, kind: type[RunConfig | ClusterConfig])
     ("run", "cluster", "message"),
     [
         ({"data__train_samples": 9601}, {}, "train_samples = 9601 is not a multiple .* use 9600"),
-        ({"data__train_samples": 9584, "outer__rule": "sync"}, {}, "= 256 samples; use 9472"),
+        ({"data__train_samples": 9584, "outer__rule": {"name": "sync"}}, {}, "= 256 samples; use 9472"),
         (
             {},
             {"regions__0__workers__0__deepspeed": {"train_batch_size": 32}},
@@ -169,6 +178,15 @@ def test_inventories_that_make_no_sense(region: dict[str, Any], message: str) ->
         parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", **region}], "devices": devices}, "c.json")
 
 
+@pytest.mark.parametrize("name", ["global", "launcher", "wan"])
+@pytest.mark.parametrize("of", ["region", "worker"])
+def test_names_of_other_processes_are_refused(name: str, of: str) -> None:
+    worker = {"name": name if of == "worker" else "w", "hosts": [HOST]}
+    region = {"name": name if of == "region" else "r", "workers": [worker]}
+    with pytest.raises(ConfigError, match=f"no region or worker may be called '{name}'"):
+        parse(ClusterConfig, {"name": "c", "regions": [region]}, "c.json")
+
+
 def test_an_inventory_is_not_launched() -> None:
     run, cluster = pair("quickstart", "local-two-regions")
     with pytest.raises(ConfigError, match="no workers in eu; `geotrain plan`"):
@@ -186,8 +204,8 @@ def test_emulated_links_are_for_one_machine() -> None:
 
 
 def test_an_order_survives_the_wire() -> None:
-    order = Order(*pair("70b", "four-regions-ssh"), sites=("asia",), resume=True)
-    assert Order.from_line(order.to_line()) == order
+    order = LaunchRequest(*pair("70b", "four-regions-ssh"), sites=("asia",), resume=True)
+    assert LaunchRequest.from_line(order.to_line()) == order
     assert order.to_line().count(b"\n") == 1
     with pytest.raises(ConfigError, match="no valid order"):
-        Order.from_line(b"Last login: today\n")
+        LaunchRequest.from_line(b"Last login: today\n")

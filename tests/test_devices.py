@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-import acco
-import acco_ranks
+import benchmarks.acco.__main__ as acco
+import benchmarks.acco.ranks as acco_ranks
+from geotrain.config import ConfigError
+from geotrain.kernels import devices
+from geotrain.launch.worker_command import this_machine
 
 HAS_ONE = "import torch; torch.cuda.is_available = lambda: True; from geotrain.inner import platform; "
 
@@ -44,3 +47,50 @@ def test_a_gpu_that_the_acco_benchmark_does_not_use_says_nothing_about_bf16(monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
     assert not acco.multiplies_bf16()
+
+
+def test_devices_that_cannot_be_used_are_an_error_with_both_versions(monkeypatch, tmp_path):
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.1  Thu\nGCC version: 9\n")
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(devices, "DRIVER_VERSION", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old.\nMore.")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = (
+        r"GPUs \(nvidia0\) that torch cannot use: The NVIDIA driver on your system is too old\. "
+        rf"Driver: NVRM version: .* 470\.1 .*Runtime of torch {re.escape(torch.__version__)}: CUDA 13\.0\. .*"
+        "DS_ACCELERATOR=cpu"
+    )
+    for asked in (devices.cuda_devices, this_machine):
+        with pytest.raises(ConfigError, match=said):
+            asked()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.cuda_devices() == 0 and this_machine().devices == ()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert devices.cuda_devices() == 0 and this_machine().devices == ()
+    monkeypatch.delenv("DS_ACCELERATOR")
+    (tmp_path / "nvidia0").unlink()
+    assert devices.cuda_devices() == 0 and this_machine().devices == ()
+
+
+def test_one_place_decides_whether_there_are_devices():
+    """Two that ask torch in different ways disagree where the runtime does not fit the driver."""
+    root = Path(devices.__file__).parents[1]
+    asking = re.compile(r"cuda\.(is_available|device_count)\(")
+    found = {
+        path.relative_to(root).as_posix()
+        for folder in ("geotrain", "kernels", "launch")
+        for path in (root / folder).rglob("*.py")
+        if asking.search(path.read_text())
+    }
+    assert found == {"kernels/devices.py"}

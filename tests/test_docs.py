@@ -29,7 +29,8 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:geotrain|make|python|deepspeed) [^`]+)`", re.DOTALL)
 BIN = Path(sys.executable).parent
-SMALLER = {"train_samples": 512}  # of the tutorial's run
+SMALLER = {"train_samples": 256}  # of the tutorial's run
+MORE = 512  # samples, when it is resumed with more data: less than the tutorial's, as they
 APP: Any = typer.main.get_command(cli.app)
 
 
@@ -69,7 +70,7 @@ def test_a_command_that_docs_speak_of_is_one(page: str, command: str) -> None:
         check([program, *rest])
         return
     found, _ = subcommand(rest)
-    known = {option for parameter in found.params for option in parameter.opts} | {"--help"}
+    known = {option for parameter in found.params for option in parameter.opts} | {"-h", "--help"}
     told = {word.partition("=")[0] for word in rest if word.startswith("-")}
     assert told <= known, f"{command!r}: no option {', '.join(sorted(told - known))}"
 
@@ -99,11 +100,24 @@ def check(words: list[str]) -> None:
             check_deepspeed(rest)
         case "python" if rest[0] == "-c":
             compile(rest[1], "docs", "exec")
+        case "python" if rest[0] == "-m":
+            name = rest[1].removeprefix("benchmarks.")
+            found = [
+                p
+                for p in (ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py")
+                if p.exists()
+            ]
+            assert rest[1] == f"benchmarks.{name}" and found, f"there is no module {rest[1]}"
+            source = found[0].read_text() + (ROOT / "benchmarks/common.py").read_text()
+            for option in (word.partition("=")[0] for word in rest[2:] if word.startswith("--")):
+                assert f'"{option}"' in source, f"{name} takes no {option}"
         case "python":
             script = ROOT / rest[0]
             assert script.exists(), f"there is no {script}"
             for option in (word.partition("=")[0] for word in rest[1:] if word.startswith("--")):
                 assert f'"{option}"' in script.read_text(), f"{script.name} takes no {option}"
+        case ".":
+            assert rest == [".venv/bin/activate"]  # where `make install` puts it
         case "pre-commit":
             assert rest == ["install"] and (ROOT / ".pre-commit-config.yaml").exists()
         case _:
@@ -133,6 +147,7 @@ def check_deepspeed(words: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_tutorial_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,12 +165,19 @@ def test_the_tutorial_works(
             Path(block.note).write_text(json.dumps(raw))
         elif block.note == "run":
             for command in commands(block.text):
-                run(command, monkeypatch, capfd)
+                run(re.sub(r"train_samples=\d+", f"train_samples={MORE}", command), monkeypatch, capfd)
                 ran += 1
     assert ran > 10
     last = json.loads((tmp_path / "runs/mine/servers/global/status.json").read_text())
-    assert last["complete"] and last["committed_samples"] == SMALLER["train_samples"]
+    assert last["complete"] and last["committed_samples"] == MORE
     assert last["validation"]["loss"] < 5.6  # below log 264: validated, and it learns
+    rates = {
+        event["start"]: event["lr"]
+        for line in (tmp_path / "runs/mine/events/here-0.jsonl").read_text().splitlines()
+        if (event := json.loads(line))["event"] == "JobTrained"
+    }
+    assert max(rates) >= MORE - 64  # of the last job
+    assert rates[min(start for start in rates if start >= SMALLER["train_samples"])] > 0.001  # of the first with more
     assert "</svg>" in (tmp_path / "mine.svg").read_text()
 
 

@@ -8,12 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from geotrain.canonical import UnsupportedModelError, architecture_from_hf, canonical_parameters
+from geotrain.commands.evaluate import evaluate, measure
+from geotrain.commands.prepare import prepare_files
+from geotrain.commands.sample import sample
+from geotrain.config import ConfigError, UnsupportedModelError, architecture_from_hf, load_run
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.export import CheckpointError, read_checkpoint, write_checkpoint
+from geotrain.export import launched_from
 from geotrain.files import OutputError
+from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
 from geotrain.initial import initial_tensor
-from geotrain.sample import sample
+from geotrain.layout import canonical_parameters
 
 BASE = {
     "vocab_size": 264,
@@ -26,6 +30,21 @@ BASE = {
 }
 LLAMA: dict[str, Any] = {"model_type": "llama", "rope_theta": 5000.0, "rms_norm_eps": 1e-5, **BASE}
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": True, "torch_dtype": "float16", **BASE}
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": False, **BASE}
+MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": None, "head_dim": 12, **BASE}
+LLAMA_3: dict[str, Any] = {
+    **LLAMA,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+YARN: dict[str, Any] = {**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, LLAMA_3, YARN]
+NAMES = ["llama", "qwen3", "qwen2", "mistral", "llama3", "yarn"]
 
 
 def weights(config: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:
@@ -43,7 +62,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", FAMILIES, ids=NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 30_000])
 def test_export_import_export_is_byte_identical(
@@ -64,7 +83,7 @@ def test_export_import_export_is_byte_identical(
         assert max(p.stat().st_size for p in shards) < max(max_shard_bytes, largest) + 4000  # the header
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", FAMILIES, ids=NAMES)
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 30_000])
 def test_transformers_loads_every_weight(
     tmp_path: Path, tokenizer: Path, config: dict[str, Any], max_shard_bytes: int
@@ -81,7 +100,7 @@ def test_transformers_loads_every_weight(
     assert bool(logits.isfinite().all())
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", FAMILIES, ids=NAMES)
 def test_the_exported_config_states_what_was_trained(tmp_path: Path, tokenizer: Path, config: dict[str, Any]) -> None:
     """transformers' defaults differ from ours: Qwen3's head_dim is 128, Llama's eos token is a byte here."""
     write_checkpoint(weights(config).items(), config, tmp_path / "out", tokenizer)
@@ -89,8 +108,10 @@ def test_the_exported_config_states_what_was_trained(tmp_path: Path, tokenizer: 
     assert (loaded.head_dim, loaded.num_key_value_heads, loaded.rms_norm_eps) == (a.head_dim, a.kv_heads, a.norm_eps)
     assert (loaded.max_position_embeddings, loaded.tie_word_embeddings) == (a.max_positions, a.tied_embeddings)
     assert loaded.rope_parameters["rope_theta"] == a.rope_theta
-    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, None)
-    assert loaded.architectures == [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[a.model_type]]
+    pad = 256 if a.model_type == "qwen2" else None  # transformers' class for its tokenizers has a token for that
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, pad)
+    assert loaded.architectures == [f"{a.model_type.capitalize()}ForCausalLM"]
+    assert loaded.rope_parameters.items() >= dict(a.rope_scaling).items()
     assert architecture_from_hf(json.loads((tmp_path / "out/config.json").read_text())) == a
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert generation["eos_token_id"] == 256
@@ -134,14 +155,14 @@ def test_views_of_one_buffer_are_written_apart(tmp_path: Path) -> None:
 def test_wrong_tensors_are_not_exported(tmp_path: Path, change: Any, message: str) -> None:
     tensors = weights(LLAMA)
     change(tensors)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(HFCheckpointError, match=message):
         write_checkpoint(tensors.items(), LLAMA, tmp_path / "out")
     assert os.listdir(tmp_path) == []  # noqa: PTH208 (hidden files too)
 
 
 def test_a_tensor_given_twice_and_a_foreign_folder_are_refused(tmp_path: Path) -> None:
     tensors = list(weights(LLAMA).items())
-    with pytest.raises(CheckpointError, match="given twice"):
+    with pytest.raises(HFCheckpointError, match="given twice"):
         write_checkpoint(tensors[:1] + tensors, LLAMA, tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model.safetensors").write_text("somebody's model")
@@ -191,7 +212,7 @@ NORM = "model.norm.weight"
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
     write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out")
     damage(tmp_path / "out")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(HFCheckpointError, match=message):
         read_checkpoint(tmp_path / "out")
 
 
@@ -208,7 +229,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Any, message: s
 def test_a_damaged_sharded_checkpoint_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
     write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out", max_shard_bytes=30_000)
     damage(tmp_path / "out")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(HFCheckpointError, match=message):
         read_checkpoint(tmp_path / "out")
 
 
@@ -220,7 +241,7 @@ def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path: Path) -> None:
     edit_tensors(tmp_path / "out", **{"lm_head.weight": embedding.clone()})
     assert "lm_head.weight" not in dict(read_checkpoint(tmp_path / "out")[1])
     edit_tensors(tmp_path / "out", **{"lm_head.weight": embedding + 1})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+    with pytest.raises(HFCheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         read_checkpoint(tmp_path / "out")
 
 
@@ -228,6 +249,32 @@ def test_tables_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out")
     edit_tensors(tmp_path / "out", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     assert set(dict(read_checkpoint(tmp_path / "out")[1])) == set(weights(LLAMA))
+
+
+def test_paths_are_those_of_the_launch_wherever_an_export_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_run(Path(__file__).parent.parent / "configs/runs/quickstart.json")
+    elsewhere = tmp_path / "else"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert launched_from(tmp_path / "runs/quickstart", run) == tmp_path
+    assert launched_from(Path("../runs/quickstart"), run) == tmp_path
+    assert launched_from(tmp_path / "moved/quickstart", run) == elsewhere
+    absolute = run.model_copy(update={"folder": str(tmp_path / "runs/quickstart")})
+    assert launched_from(tmp_path / "runs/quickstart", absolute) == elsewhere
+
+
+def test_eval_takes_no_more_positions_than_the_model_has(tmp_path: Path, tokenizer: Path) -> None:
+    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out", tokenizer, "float32")
+    (tmp_path / "a.txt").write_text("some text " * 400)
+    prepare_files([str(tmp_path / "a.txt")], tmp_path / "data", None, None, True, 0.0, processes=1)
+    data = tmp_path / "data/train"
+    said = measure(tmp_path / "out", data, "", None, 8, 4)
+    assert said["sequence_length"] == LLAMA["max_position_embeddings"] == 64
+    assert said["loss"] == evaluate(tmp_path / "out", data, 8, 64, 4)
+    with pytest.raises(ConfigError, match=r"has 64 positions, samples of 65 tokens .* --sequence-length 64"):
+        measure(tmp_path / "out", data, "", 65, 8, 4)
 
 
 def test_a_sample_is_the_models_own_likeliest_text(tmp_path: Path, tokenizer: Path) -> None:
@@ -246,7 +293,14 @@ def test_samples_repeat_with_their_seed_only(tmp_path: Path, tokenizer: Path) ->
     one, again, other = (sample(tmp_path / "out", "", 30, 1.0, seed) for seed in (1, 1, 2))
     assert one == again
     assert one != other
-    with pytest.raises(CheckpointError, match="a prompt of 3 tokens and 62 more exceed the model's 64 positions"):
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.manual_seed(1)
+    end = byte_tokenizer().end_of_document
+    drawn = model.generate(  # of all tokens: by default it draws from the likeliest 50
+        torch.tensor([[end]]), do_sample=True, top_k=0, max_new_tokens=30, eos_token_id=end, pad_token_id=end
+    )[0]
+    assert one == bytes(i for i in drawn.tolist() if i < 256).decode(errors="replace")
+    with pytest.raises(HFCheckpointError, match="a prompt of 3 tokens and 62 more exceed the model's 64 positions"):
         sample(tmp_path / "out", "abc", 62)
-    with pytest.raises(CheckpointError, match="none: cannot be loaded"):
+    with pytest.raises(HFCheckpointError, match="none: cannot be loaded"):
         sample(tmp_path / "none", "abc", 2)

@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.audit import accounts, coverage
+from benchmarks.faults.goodput import goodput
+from benchmarks.faults.runner import FaultyRun, kinds_done, read_events
+from benchmarks.faults.scenario import KILLS, PACKETS, Event, Fault, random_faults
+from benchmarks.faults.world import make_world
 from geotrain.launch.check import free_ports
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from faults import jobs_of, make_world  # noqa: E402
-from faults_audit import accounts, coverage  # noqa: E402
-from faults_goodput import goodput  # noqa: E402
-from faults_runner import FaultyRun, kinds_done, read_events  # noqa: E402
-from faults_scenario import KILLS, PACKETS, Event, Fault, random_faults  # noqa: E402
 
 START_S = 240.0
 REGIONS = {"eu": ("eu-0", "eu-1"), "us": ("us-0", "us-1")}
@@ -78,15 +74,13 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     files = make_world(tmp_path, pace_s=0.25)  # so that training is not short beside the restarts of servers
     few_workers(files, {"eu": 1, "us": 2})
     with FaultyRun(*files, tmp_path / "archive") as run:
-        assert run.wait_for(lambda: jobs_of(run, "eu-0") > 0 and jobs_of(run, "us-0") > 0, START_S), (
-            run.log.read_text()
-        )
+        assert run.wait_for(lambda: run.jobs_of("eu-0") > 0 and run.jobs_of("us-0") > 0, START_S), run.log.read_text()
         for fault in SCENARIO:
             assert run.wait_for(lambda f=fault: run.happened(f.when), START_S), (fault, run.log.read_text())
             run.play([fault], 0.3)
-        before = {worker: jobs_of(run, worker) for worker in ("eu-0", "us-0")}
+        before = {worker: run.jobs_of(worker) for worker in ("eu-0", "us-0")}
         for worker, jobs in before.items():
-            assert run.wait_for(lambda w=worker, n=jobs: jobs_of(run, w) >= n + 3, START_S), run.log.read_text()
+            assert run.wait_for(lambda w=worker, n=jobs: run.jobs_of(w) >= n + 3, START_S), run.log.read_text()
         end_s = run.events("us-0")[-1]["time_s"]
     said = run.log.read_text()
     assert len(run.done) == len(SCENARIO) == sum(kinds_done(run).values())

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from geotrain.canonical import Parameter, architecture_from_hf, canonical_parameters
+from geotrain.config import architecture_from_hf
 from geotrain.initial import initial_tensor
+from geotrain.layout import Parameter, canonical_parameters
 
 CONFIG = {
     "model_type": "llama",

@@ -1,7 +1,9 @@
 """The C kernels give the reference's bits, from any number of threads and any instruction set."""
 
 import pytest
-from kernel_cases import (
+
+from geotrain.kernels import cpu
+from tests.support.kernel_cases import (
     OUTER_STEPS,
     SIZES,
     SPECS,
@@ -11,8 +13,6 @@ from kernel_cases import (
     check_quantize,
     spec_id,
 )
-
-from geotrain.kernels import cpu
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)

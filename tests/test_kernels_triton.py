@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import (
+
+from benchmarks import triton_aot
+from geotrain.kernels import triton_ops
+from geotrain.kernels.layout import FORMATS, Spec
+from geotrain.kernels.steps import QUINTIC, AdamStep
+from tests.support.kernel_cases import (
     OUTER_STEPS,
     SIZES,
     SPECS,
@@ -17,12 +22,11 @@ from kernel_cases import (
     check_quantize,
     spec_id,
 )
-
-from geotrain.kernels import triton_aot, triton_ops
-from geotrain.kernels.layout import FORMATS, Spec
-from geotrain.kernels.steps import AdamStep
+from tests.support.orthogonal_cases import LARGE_SHAPES, SHAPES, UNEQUAL, check_awkward_values, check_bf16_kernels
 
 HERE = Path(__file__).parent
+# Bytes of shared memory that one block may take. For sm_80, what its smaller kin (sm_86, sm_89) has.
+SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
 
 
@@ -30,10 +34,18 @@ STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
 def test_under_the_interpreter():
     # the variable is read when a kernel is defined, so this needs a process of its own
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / "interpreted_kernels.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "support" / "interpreted_kernels.py"),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=HERE.parent)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(SPECS) + len(OUTER_STEPS) + 2} passed" in done.stdout
+    assert f"{len(SPECS) + len(OUTER_STEPS) + 6} passed" in done.stdout
 
 
 def every_launch() -> list[triton_aot.Launch]:
@@ -41,19 +53,25 @@ def every_launch() -> list[triton_aot.Launch]:
     numel = 5 * 128 + 77
     x, y, z, w = (torch.zeros(numel) for _ in range(4))
     half = torch.zeros(numel, dtype=torch.bfloat16)
+    squares = torch.zeros(1, dtype=torch.float64)
     calls = []
     for name in FORMATS:
         spec = Spec(name, stochastic=name in ("bf16", "e2m1"))
         payload = torch.zeros(spec.encoded_bytes(numel), dtype=torch.uint8)
         weights, anchor = (half, None) if name == "e3m0" else (x, y)
         calls.append(lambda v=weights, p=payload, s=spec, a=anchor: triton_ops.quantize(v, p, s, a, z, 2**40))
-        calls.append(lambda p=payload, s=spec: triton_ops.dequantize(p, x, s, None if s.format == "int8" else 0.5))
+        weight = None if name == "int8" else 0.5
+        calls.append(lambda p=payload, s=spec, w=weight: triton_ops.dequantize(p, x, s, w, squares))
     calls += [
         lambda: triton_ops.outer_update(x, y, z, w, OUTER_STEPS[1]),
         lambda: triton_ops.merge(x, y, z, w, 0.25),
-        lambda: triton_ops.adam_step(x, y, z, half, STEP, half, STEP),
-        lambda: triton_ops.adam_estimate(x, y, z, w, STEP, w),
+        lambda: triton_ops.adam(x, y, z, half, half, STEP, STEP, True),
+        lambda: triton_ops.adam(x, y, z, w, w, STEP, None, False),
     ]
+    for shape in ((2, 512, 1408), (2, 1408, 512), (3, 7, 90), (3, 900, 40)):  # blocks of all sizes
+        for dtype in (torch.float32, torch.bfloat16):
+            matrices = torch.zeros(shape, dtype=dtype)
+            calls.append(lambda m=matrices: triton_ops.orthogonalize(m, QUINTIC[:2]))
     return [launch for call in calls for launch in triton_aot.launches(call)]
 
 
@@ -63,12 +81,14 @@ def test_compiles_ahead_of_time_without_spilling(target):
     found = every_launch()
     assert {launch.kernel.__name__ for launch in found} == {
         *("quantize_dense", "quantize_plain", "quantize_topk", "dequantize_dense", "dequantize_plain"),
-        *("dequantize_topk", "outer_update_kernel", "merge_kernel", "adam_kernel"),
+        *("dequantize_topk", "outer_update_kernel", "merge_kernel", "adam_kernel", "sum_of_squares"),
+        *("squares_kernel", "normalize_kernel", "symmetric_kernel", "product_kernel"),
     }
     for launch in found:
         resources = triton_aot.compile_launch(launch, target)
         assert 0 < resources.registers <= 255
         assert resources.spilled == 0, (resources, launch)
+        assert resources.shared <= SHARED[target], (resources, launch)
 
 
 @pytest.mark.gpu
@@ -87,3 +107,12 @@ def test_updates_on_the_gpu():
         check_adam(triton_ops, numel, "cuda")
         for step in OUTER_STEPS:
             check_outer_update(triton_ops, step, numel, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_orthogonalize_on_the_gpu():
+    for shape in (*SHAPES[1:], *LARGE_SHAPES, (3, 640, 1920), (3, 1921, 641)):
+        check_bf16_kernels(triton_ops, shape, "cuda")
+    check_bf16_kernels(triton_ops, (2, 300, 500), "cuda", UNEQUAL)
+    check_awkward_values(triton_ops, "cuda")

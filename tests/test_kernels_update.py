@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from geotrain import kernels
-from geotrain.kernels import AdamStep, OuterStep, cpu, dispatch, reference_update
+from geotrain.kernels import AdamStep, OuterStep, cpu, dispatch, reference
 from geotrain.kernels.layout import Spec
+from geotrain.outer.rules.halos import delayed_nesterov
+from geotrain.outer.rules.region_momentum import momentum_average
+from geotrain.outer.rules.rule import average, merge
+from geotrain.outer.rules.sync import nesterov
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,7 +35,7 @@ def test_delayed_nesterov_is_the_published_rule():
             want_acc.zero_()
         else:
             want_x -= lr * delta / buffer
-        kernels.outer_update(x, delta, m, OuterStep.delayed_nesterov(lr_per_update, beta, buffer, moves), acc)
+        delayed_nesterov(x, delta, m, acc, arrival, lr_per_update=lr_per_update, beta=beta, buffer=buffer)
     torch.testing.assert_close(x, want_x.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(m, want_m.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(acc, want_acc.float(), rtol=1e-5, atol=1e-5)
@@ -41,11 +45,11 @@ def test_nesterov_is_torchs():
     torch.manual_seed(0)
     x, m = torch.randn(300), torch.zeros(300)
     parameter = torch.nn.Parameter(x.clone())
-    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
     for _ in range(5):
         parameter.grad = torch.randn(300)
-        kernels.outer_update(x, parameter.grad, m, OuterStep.nesterov(0.7, 0.9))
-        optimizer.step()
+        nesterov(x, parameter.grad, m, lr=0.7, momentum=0.9)
+        sgd.step()
     torch.testing.assert_close(x, parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
@@ -58,19 +62,27 @@ def test_region_momentum_is_the_rule_of_the_study():
         delta = torch.randn(300)
         want_m = decay * want_m + (1 - decay) * delta
         want_x -= weight * (delta + gain * want_m)
-        kernels.outer_update(x, delta, m, OuterStep.region_momentum(weight, gain, decay))
+        momentum_average(x, delta, m, decay=decay, gain=gain, weight=weight)
     torch.testing.assert_close(x, want_x.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_averaging_is_a_step_without_momentum():
+    torch.manual_seed(0)
+    x, delta = torch.randn(300), torch.randn(300)
+    want = x.double() - delta.double() / 3
+    average(x, delta, 1 / 3)
+    torch.testing.assert_close(x, want.float(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_merge_keeps_what_was_committed_since_the_last_update_left():
     torch.manual_seed(0)
     sent, incoming, later = torch.randn(400), torch.randn(400), torch.randn(400)
     x, base = sent - later, torch.zeros(400)
-    kernels.merge(x, base, incoming, 0.25, sent)
+    merge(x, base, incoming, 0.25, sent)
     torch.testing.assert_close(base, 0.75 * sent + 0.25 * incoming)
     torch.testing.assert_close(base - x, later)
     x = sent - later
-    kernels.merge(x, base, incoming, 0.25)  # as published: a part of it is forgotten
+    merge(x, base, incoming, 0.25)  # as published: a part of it is forgotten
     torch.testing.assert_close(x, 0.75 * (sent - later) + 0.25 * incoming)
     assert torch.equal(x, base)
 
@@ -80,7 +92,7 @@ def test_adam_is_torchs_and_an_estimate_is_the_step_that_follows(weight_decay):
     torch.manual_seed(0)
     x, m, v = torch.randn(300), torch.zeros(300), torch.zeros(300)
     parameter = torch.nn.Parameter(x.clone())
-    optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
+    adamw = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
     out, estimate, ahead = (torch.zeros(300, dtype=torch.bfloat16) for _ in range(3))
     for t in range(1, 30):
         parameter.grad = torch.randn(300)
@@ -88,13 +100,13 @@ def test_adam_is_torchs_and_an_estimate_is_the_step_that_follows(weight_decay):
         after = AdamStep(1e-2, 0.9, 0.95, 1e-8, weight_decay, step=t + 1, grad_scale=0.5)
         grad = parameter.grad * 2
         before = [tensor.clone() for tensor in (x, m, v)]
-        kernels.adam_estimate(x, m, v, grad, step, estimate)
+        kernels.adam_step(x, m, v, grad, step, out=estimate, commit=False)
         assert all(torch.equal(a, b) for a, b in zip((x, m, v), before, strict=True))
         kernels.adam_step(x, m, v, grad, step, out=ahead, look_ahead=after)
         assert torch.equal(estimate, x.bfloat16())
-        kernels.adam_estimate(x, m, v, grad, after, out)
+        kernels.adam_step(x, m, v, grad, after, out=out, commit=False)
         assert torch.equal(ahead, out)  # the look-ahead is an estimate from the committed state
-        optimizer.step()
+        adamw.step()
     torch.testing.assert_close(x, parameter.detach(), rtol=2e-5, atol=2e-6)
 
 
@@ -104,7 +116,7 @@ def test_without_a_compiled_library_torch_does_the_work_and_says_so(monkeypatch)
     with pytest.warns(RuntimeWarning, match="Install a C compiler"):
         assert cpu.library.__wrapped__() is None
     monkeypatch.setattr(cpu, "library", lambda: None)
-    assert dispatch._pick(torch.zeros(1), reference_update) is reference_update
+    assert dispatch._pick(torch.zeros(1)) is reference
     assert torch.equal(kernels.quantize(torch.ones(100), Spec("int4"))[0], with_library)
 
 
@@ -121,11 +133,20 @@ def test_a_stale_build_is_not_used(monkeypatch, tmp_path):
 def test_what_would_corrupt_memory_is_refused():
     x = torch.zeros(10)
     with pytest.raises(ValueError, match="momentum must have 10 elements"):
-        kernels.outer_update(x, x.clone(), torch.zeros(9), OuterStep.nesterov(0.7, 0.9))
+        kernels.outer_update(x, x.clone(), torch.zeros(9), OuterStep(0.7, moves_momentum=True))
     with pytest.raises(ValueError, match="needs an accumulator"):
-        kernels.outer_update(x, x.clone(), x.clone(), OuterStep.delayed_nesterov(0.1, 0.9, 4, False))
+        kernels.outer_update(x, x.clone(), x.clone(), OuterStep(0.1))
+    with pytest.raises(ValueError, match="a step that moves the momentum needs one"):
+        kernels.outer_update(x, x.clone(), None, OuterStep(0.1, moves_momentum=True))
     with pytest.raises(ValueError, match="grad must be contiguous float32 or bfloat16"):
-        kernels.adam_estimate(x, x, x, torch.zeros(20)[::2], AdamStep(1e-3, 0.9, 0.95, 1e-8, 0, 1), x.clone())
+        kernels.adam_step(x, x, x, torch.zeros(20)[::2], AdamStep(1e-3, 0.9, 0.95, 1e-8, 0, 1))
+    with pytest.raises(ValueError, match="not committed, needs out"):
+        kernels.adam_step(x, x, x, x, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0, 1), commit=False)
+    with pytest.raises(ValueError, match="squares must have 2 elements"):
+        kernels.dequantize(
+            torch.zeros(20_000, dtype=torch.uint8), torch.zeros(5000), Spec("fp32"),
+            squares=torch.zeros(1, dtype=torch.float64),
+        )  # fmt: skip
     with pytest.raises(ValueError, match="payload must be 24 bytes"):
         kernels.dequantize(torch.zeros(5, dtype=torch.uint8), torch.zeros(16), Spec("int4"))
 
@@ -155,7 +176,7 @@ def test_every_instruction_set_gives_the_same_bits(architecture, tmp_path, monke
     forced = cpu.library.__wrapped__()
     assert forced is not None
     monkeypatch.setattr(cpu, "library", lambda: forced)
-    from kernel_cases import SPECS, check_adam, check_quantize
+    from tests.support.kernel_cases import SPECS, check_adam, check_quantize
 
     for spec in SPECS:
         check_quantize(cpu, spec, 645)

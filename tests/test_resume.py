@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.small_runs import BATCH, LOCAL_STEPS, launched, losses, prepare_text, weights, write_files
+from tests.support.small_runs import BATCH, LOCAL_STEPS, launched, losses, prepare_text, weights, write_files
 
 ROUNDS = 20
 SAMPLES_PER_ROUND = 2 * LOCAL_STEPS * BATCH  # two workers
 
 
 def files(folder: Path, name: str, rounds: int, us_ranks: int = 1) -> tuple[Path, Path]:
-    return write_files(folder, name, rounds * SAMPLES_PER_ROUND, {"eu": [1], "us": [us_ranks]}, {"rule": "sync"})
+    return write_files(
+        folder, name, rounds * SAMPLES_PER_ROUND, {"eu": [1], "us": [us_ranks]}, {"rule": {"name": "sync"}}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import (
+
+from geotrain.config import (
+    AccoConfig,
+    FragmentConfig,
+    MonitorConfig,
+    OuterConfig,
+    OverlapConfig,
+    ParallelConfig,
+    codec_config,
+    rule_config,
+)
+from tests.support.inner_worlds import (
     BATCH,
     LLAMA,
     SEQUENCE,
@@ -21,41 +32,29 @@ from inner_worlds import (
     stop,
     write,
 )
-
-from geotrain.config import (
-    AccoConfig,
-    CodecConfig,
-    FragmentConfig,
-    MomentumConfig,
-    MonitorConfig,
-    OuterConfig,
-    OverlapConfig,
-    ParallelConfig,
-)
-from tests.local_servers import LocalClient, LocalServers
+from tests.support.local_servers import LocalClient, LocalServers
+from tests.support.outer_configs import outer_config
 
 VALIDATED = "halos, validated"
 BALANCED = "identity, balanced"
 STEPS = 12  # inner steps of a whole run
-FP32 = CodecConfig(name="fp32")
+FP32 = codec_config("fp32")
 PLAIN = dict(up=FP32, down=FP32, local=FP32)
-TAKES_THE_WORKERS_WEIGHTS = OuterConfig(rule="sync", local_steps=4, sync_lr=1.0, sync_momentum=0.0, **PLAIN)
-EACH_DELTA_WHOLE = MomentumConfig(lr_per_update=1.0, beta=0.0, buffer=1)
+TAKES_THE_WORKERS_WEIGHTS = OuterConfig(rule=rule_config("sync", lr=1.0, momentum=0.0), local_steps=4, **PLAIN)
 OUTER = {
     "identity": TAKES_THE_WORKERS_WEIGHTS,
     "identity in fragments": TAKES_THE_WORKERS_WEIGHTS.model_copy(
         update={"fragments": FragmentConfig(layers_per_fragment=1)}
     ),
-    "halos": OuterConfig(local_steps=3, updates_per_send=2),
-    "streaming, overlapped": OuterConfig(
+    "halos": outer_config(local_steps=3, updates_per_send=2),
+    "streaming, overlapped": outer_config(
         local_steps=4,
         updates_per_send=1,
         merge_alpha=1.0,
-        region=EACH_DELTA_WHOLE,
+        gain=0.0,
         fragments=FragmentConfig(layers_per_fragment=1),
         overlap=OverlapConfig(steps=2, adopt="rebase"),
         **PLAIN,
-        **{"global": EACH_DELTA_WHOLE},
     ),
 }
 OUTER[VALIDATED] = OUTER["halos"]
@@ -72,7 +71,7 @@ def try_both() -> dict[str, Any]:
 def try_outer_loops() -> dict[str, Any]:
     """In one process, one after the other: losses and the servers' end state for each setting, and without any."""
     from geotrain.data.loader import LeasedLoader, SampleSource
-    from geotrain.inner.engine import build_engine
+    from geotrain.inner.build import build_engine
     from geotrain.inner.parallel import shut_down
     from geotrain.trainer import Trainer
 
@@ -89,15 +88,14 @@ def try_outer_loops() -> dict[str, Any]:
             run = run.model_copy(update={"acco": acco})
         engine: Any = build_engine(run, ParallelConfig(), block, timeout_s=60)
         losses: list[float] = []
-        step_method = "train_step_shared" if name == BALANCED else "train_step"
-        inner_step = getattr(engine, step_method)
+        inner_step = engine.train_step
 
-        def watched(batches: Any, step: int, inner_step: Any = inner_step, losses: Any = losses) -> Any:
-            result = inner_step(batches, step)
+        def watched(batch: Any, step: int, inner_step: Any = inner_step, losses: Any = losses) -> Any:
+            result = inner_step(batch, step)
             losses.append(result.loss)
             return result
 
-        setattr(engine, step_method, watched)
+        engine.train_step = watched
         loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
         servers = LocalServers(run)
         if outer is None:  # the same batches with no outer loop at all
@@ -107,11 +105,10 @@ def try_outer_loops() -> dict[str, Any]:
         else:
             reports: list[dict[str, float]] = []
             with tempfile.TemporaryDirectory() as folder:
-                client = LocalClient(servers)
-                trainer = Trainer(run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
-                trainer.report = reports.append
-                trainer.validation = next(iter(loader.steps(0, BATCH)))
-                checked = check_validations(engine, servers, client, trainer.validation)
+                client, validation = LocalClient(servers), next(iter(loader.steps(0, BATCH))).own
+                parts = (run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
+                trainer = Trainer(*parts, validation=validation, report=reports.append)
+                checked = check_validations(engine, servers, client, validation)
                 trainer.train(resume=False)
             masters = torch.cat([s.master for s in engine.shards()])
             results[name] = {
@@ -166,9 +163,9 @@ def try_acco(form: Any) -> dict[str, Any]:
     stop(engine)
 
     engine = start(LLAMA, ParallelConfig(), block, acco=acco)
-    lane, results, train_step = engine.optimizer.lane, [], engine.train_step
-    reduce_scatter = lane.reduce_scatter
-    lane.reduce_scatter = lambda flat: (time.sleep(0.05), reduce_scatter(flat))  # a step is long under way
+    thread, results, train_step = engine.optimizer.communication, [], engine.train_step
+    reduce_scatter = thread.reduce_scatter
+    thread.reduce_scatter = lambda flat: (time.sleep(0.05), reduce_scatter(flat))  # a step is long under way
 
     def watched(*args: Any) -> Any:
         results.append(train_step(*args))
@@ -210,6 +207,7 @@ def results() -> dict[str, Any]:
     return run_world(1, try_both)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ACCO)
 def test_deltas_and_adoption_with_acco_are_of_committed_steps(results, form):
     (losses, masters), (expected, expected_masters) = results[form]["ours"], results[form]["twin"]

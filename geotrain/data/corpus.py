@@ -1,4 +1,7 @@
-"""Real text found on any machine: the documentation and the sources of Python's standard library."""
+"""Real text found on any machine: the documentation and the sources of Python's standard library.
+
+The quickstart and the studies train on it, so that they need no download.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import importlib
 import json
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from geotrain.data.tokens import DataError
@@ -20,10 +25,14 @@ _SKIPPED = frozenset(  # tests, installed packages, and tables rather than text
 def documents(limit_bytes: int) -> Iterator[str]:
     """The language's documentation topics, then the library's files, in the order of their names.
 
-    Stops before the first document with which the texts would exceed `limit_bytes` (UTF-8).
+    Stops before the first document with which all texts together would exceed `limit_bytes` (UTF-8).
     """
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:  # some distributions package it apart
+        topics = {}
     used_bytes = 0
-    for text in _all_documents():
+    for text in chain((topics[name] for name in sorted(topics)), _texts(Path(sysconfig.get_path("stdlib")))):
         used_bytes += len(text.encode())
         if used_bytes > limit_bytes:
             return
@@ -31,7 +40,7 @@ def documents(limit_bytes: int) -> Iterator[str]:
 
 
 def write_jsonl(path: Path, limit_bytes: int) -> int:
-    """Write the corpus as an input of `prepare`; gives the number of documents. Raises DataError: none found."""
+    """Write the corpus as JSON lines, for `prepare`. Returns the number of documents. Raises DataError: none."""
     count = 0
     with whole_file(path) as file:
         for text in documents(limit_bytes):
@@ -42,24 +51,12 @@ def write_jsonl(path: Path, limit_bytes: int) -> int:
     return count
 
 
-def _all_documents() -> Iterator[str]:
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except ImportError:  # some distributions package it apart
-        topics = {}
-    yield from (topics[name] for name in sorted(topics))
-    for path in _files(Path(sysconfig.get_path("stdlib"))):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):  # a few files are in other encodings
-            continue
-        if text:
-            yield text
-
-
-def _files(folder: Path) -> Iterator[Path]:
+def _texts(folder: Path) -> Iterator[str]:
+    """Text files below the folder; sorted, since file systems list in no order."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name not in _SKIPPED:
-            yield from _files(path)
+            yield from _texts(path)
         elif path.suffix in _SUFFIXES and path.is_file():
-            yield path
+            with suppress(UnicodeDecodeError, OSError):  # a few files are in other encodings
+                if text := path.read_text(encoding="utf-8"):
+                    yield text

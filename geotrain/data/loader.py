@@ -1,10 +1,16 @@
-"""Tokens → batches. A rank reads just its own part of a lease, ahead of its use, and keeps no state."""
+"""Turns tokens into batches. A rank reads its own part of a lease, one step ahead.
+
+Nothing is kept between leases: which samples a rank reads follows from the lease alone. So a lease can go to another
+worker, with another layout, and the loader has nothing to save in a checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +19,19 @@ import numpy.typing as npt
 import torch
 
 from geotrain.data.order import SampleOrder
-from geotrain.data.tokens import DataError, OpenTokens, open_dataset
+from geotrain.data.tokens import DataError, open_dataset
 
 STEPS_AHEAD = 1  # read while the caller trains
-READ_DEADLINE_S = 300.0  # a batch takes milliseconds; a network file system may hang
+READ_DEADLINE_S = 300.0  # a batch takes milliseconds, but a network file system may hang without an error
 
 
 class SampleSource:
-    """A token stream as samples of sequence_length + 1 tokens; neighbours share one token.
+    """A token stream, cut into samples of S + 1 tokens, with S = sequence_length.
 
-    The sample at place k is tokens[k·S : k·S + S + 1]. seed: of the order in which global samples visit the places
-    (see `SampleOrder`); None: in the file's order. Raises DataError: fewer tokens than one sample.
+    The sample at place k is tokens[k·S : k·S + S + 1]. Neighbours share one token, which is the last target of one
+    and the first input of the other, so that no token is lost as a target between them.
+    tokens: 1-D, integers. seed: of the order in which the run's samples visit the places (see `SampleOrder`); None:
+    the file's order. name: of the file, for errors. Raises DataError: fewer tokens than one sample.
     """
 
     def __init__(
@@ -42,7 +50,7 @@ class SampleSource:
         self._order = None if seed is None else SampleOrder(self.samples_per_epoch, seed)
 
     def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
-        """Global samples (int64 [n]) → int64 tensor [n, sequence_length + 1].
+        """Read samples by their numbers in the run (int64 [n]) → int64 tensor [n, sequence_length + 1].
 
         Raises DataError: the file holds an id outside the model's vocabulary (it is damaged).
         """
@@ -51,6 +59,8 @@ class SampleSource:
         rows = np.empty((len(places), length + 1), np.int64)
         for row, place in zip(rows, places.tolist(), strict=True):
             row[:] = self._tokens[place * length : place * length + length + 1]
+        # Checked here because the model would fail on such an id without naming the file, on a GPU far from the
+        # cause.
         if rows.size and (rows.max() >= self._vocab_size or rows.min() < 0):
             row_index, column = np.argwhere((rows >= self._vocab_size) | (rows < 0))[0].tolist()
             raise DataError(
@@ -60,20 +70,31 @@ class SampleSource:
         return torch.from_numpy(rows)
 
 
-def open_source(
-    prefix: Path, open_tokens: OpenTokens, sequence_length: int, model_vocab_size: int, seed: int | None
-) -> SampleSource:
+def open_source(prefix: Path, sequence_length: int, model_vocab_size: int, seed: int | None) -> SampleSource:
     """Open a prepared data set, checked against its manifest and the model. Raises DataError."""
-    _, file = open_dataset(prefix, open_tokens, model_vocab_size)
+    _, file = open_dataset(prefix, model_vocab_size)
     return SampleSource(file.tokens, sequence_length, seed, model_vocab_size, str(prefix))
 
 
-class LeasedLoader:
-    """One rank's batches of the samples its worker was lent.
+@dataclass(frozen=True)
+class StepBatch:
+    """The batch of one inner step (`geotrain.inner.engine.StepReader`).
 
-    A lease is a range of global samples; in its s-th inner step the worker trains the s-th `samples_per_step` of
-    them, whatever its layout: rank r of dp_size takes the r-th equal part of those, cut into micro-batches.
-    Raises DataError: the sizes do not divide.
+    own: this rank's micro-batches, int64 [micro_batch, sequence_length + 1], already read.
+    micro_batch: reads the i-th micro-batch of the worker's whole batch, counted replica after replica. A replica that
+    takes over micro-batches of a slower one needs it.
+    """
+
+    own: list[torch.Tensor]
+    micro_batch: Callable[[int], torch.Tensor]
+
+
+class LeasedLoader:
+    """One rank's batches of the samples that its worker was lent.
+
+    A lease is a range of the run's samples. In its s-th inner step the worker trains the s-th `samples_per_step` of
+    them, whatever its layout is; data-parallel rank r of dp_size takes the r-th equal part of those, cut into
+    micro-batches of `micro_batch` samples. Raises DataError: the sizes do not divide.
     """
 
     def __init__(
@@ -89,57 +110,45 @@ class LeasedLoader:
         self._own = samples_per_step // dp_size
         self._offset = dp_rank * self._own
 
-    def steps(self, lease_start: int, lease_samples: int) -> Iterator[list[torch.Tensor]]:
-        """For each inner step, this rank's micro-batches: int64 tensors [micro_batch, sequence_length + 1].
+    def steps(self, lease_start: int, lease_samples: int) -> Iterator[StepBatch]:
+        """The batch of each inner step of a lease. The next one is read while the caller trains.
 
-        The next step's are read while the caller trains. Raises DataError: the lease is no whole number of steps.
+        Raises DataError: the lease is no whole number of steps.
         """
-        return self._read_ahead(self._starts(lease_start, lease_samples))
-
-    def shared_steps(self, lease_start: int, lease_samples: int) -> Iterator[Callable[[int], torch.Tensor]]:
-        """For each inner step, what reads micro-batch i of the worker's whole batch: int64 [micro_batch,
-        sequence_length + 1]. Raises DataError as `steps`."""
-
-        def reader(start: int) -> Callable[[int], torch.Tensor]:
-            size = self._micro_batch
-            return lambda i: self._source.batch(np.arange(start + i * size, start + (i + 1) * size))
-
-        return map(reader, self._starts(lease_start, lease_samples))
-
-    def _starts(self, lease_start: int, lease_samples: int) -> list[int]:
+        # Not a generator itself: a wrong lease must be an error at the call, not at the first batch.
         count, rest = divmod(lease_samples, self._samples_per_step)
         if rest or lease_start < 0:
             raise DataError(
                 f"a lease of {lease_samples} samples from {lease_start} is no whole number of steps of "
                 f"{self._samples_per_step} samples"
             )
-        return [lease_start + step * self._samples_per_step for step in range(count)]
+        return self._read_ahead([lease_start + step * self._samples_per_step for step in range(count)])
 
-    def _read_ahead(self, starts: list[int]) -> Iterator[list[torch.Tensor]]:
+    def _read_ahead(self, starts: list[int]) -> Iterator[StepBatch]:
         reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        ahead: deque[Future[list[torch.Tensor]]] = deque()
+        ahead: deque[Future[StepBatch]] = deque()
+        coming = iter(starts)
         try:
-            for start in starts:
-                ahead.append(reader.submit(self._read, start))
-                if len(ahead) > STEPS_AHEAD:
-                    yield self._take(ahead)
-            while ahead:
-                yield self._take(ahead)
-        finally:
-            reader.shutdown(wait=False, cancel_futures=True)
-
-    def _take(self, ahead: deque[Future[list[torch.Tensor]]]) -> list[torch.Tensor]:
-        try:
-            return ahead.popleft().result(timeout=READ_DEADLINE_S)
+            while True:
+                for start in islice(coming, STEPS_AHEAD + 1 - len(ahead)):
+                    ahead.append(reader.submit(self._read, start))
+                if not ahead:
+                    return
+                yield ahead.popleft().result(timeout=READ_DEADLINE_S)
         except TimeoutError:
             raise DataError(
                 f"{self._source.name}: a batch could not be read in {READ_DEADLINE_S:.0f} s; "
                 "does its file system answer?"
             ) from None
+        finally:
+            reader.shutdown(wait=False, cancel_futures=True)  # waiting could take for ever where a read hangs
 
-    def _read(self, step_start: int) -> list[torch.Tensor]:
-        first = step_start + self._offset
-        return list(self._source.batch(np.arange(first, first + self._own)).split(self._micro_batch))
+    def _read(self, start: int) -> StepBatch:
+        def samples(first: int, count: int) -> torch.Tensor:
+            return self._source.batch(np.arange(start + first, start + first + count))
+
+        own = list(samples(self._offset, self._own).split(self._micro_batch))
+        return StepBatch(own, lambda i: samples(i * self._micro_batch, self._micro_batch))
 
 
 def validation_batches(
@@ -154,5 +163,6 @@ def validation_batches(
             f"{source.name}: {samples} validation samples are wanted, but there are {source.samples_per_epoch}; "
             "lower validation_samples or prepare more validation text"
         )
-    [batches] = LeasedLoader(source, samples, micro_batch, dp_rank, dp_size).steps(0, samples)
-    return batches
+    # The validation set is read like a lease of one step.
+    [batch] = LeasedLoader(source, samples, micro_batch, dp_rank, dp_size).steps(0, samples)
+    return batch.own

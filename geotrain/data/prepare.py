@@ -1,7 +1,7 @@
-"""Text files → tokens: what `geotrain prepare` does.
+"""Turns text files into token files: what `geotrain prepare` does.
 
-One process reads the files as raw blocks, several parse and tokenize them, and the first writes the results in
-the order of the input: the output has the same bits whatever the number of processes. The output folder
+One process reads the files as raw blocks, several parse and tokenize these, and the first writes the results in the
+order of the input, so that the output has the same bits whatever the number of processes. The output folder
 
     train.bin  train.idx  train.json  [validation.bin  validation.idx  validation.json]  tokenizer/
 
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from geotrain.data.readers import Block, parse_block, read_blocks
+from geotrain.data.readers import TextBlock, parse_block, read_blocks
 from geotrain.data.tokenizer import Tokenizer
-from geotrain.data.tokens import DataError, Manifest, TokenWriter, WriterFactory, manifest_path, token_dtype
+from geotrain.data.tokens import DataError, Manifest, TokenWriter, manifest_path, token_dtype
 from geotrain.files import whole_folder
 
 BLOCKS_PER_PROCESS = 2  # in flight: bounds the memory and keeps every process busy
@@ -41,61 +41,71 @@ BPE_TEXT_BYTES = 1 << 30  # text a BPE is trained on; more changes little and co
 
 @dataclass(frozen=True)
 class Progress:
-    """How far `prepare` is: bytes of the input files on disk, and what came out."""
+    """How far `prepare` is. done_bytes, total_bytes: of the input files on disk, compressed as they are. documents,
+    tokens: written so far. broken: lines of JSON passed over so far; first_broken: what is wrong with the first."""
 
     done_bytes: int
     total_bytes: int
     documents: int
     tokens: int
+    broken: int = 0
+    first_broken: str = ""
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The documents of a block, tokenized.
+class TokenizedDocument:
+    """A document of a block, tokenized.
 
-    ids: all documents' ids joined, each document ended by the end-of-document id. For each document: where it
-    ends in `ids`, the size of its text, and whether it is held out for validation.
+    ids: its tokens and the end-of-document id, in the type of the .bin file. text_bytes: size of its text in UTF-8.
+    held_out: whether it belongs to the validation split.
     """
 
     ids: npt.NDArray[Any]
-    ends: tuple[int, ...]
-    text_bytes: tuple[int, ...]
-    validation: tuple[bool, ...]
+    text_bytes: int
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """A block's documents, and what is wrong with each of its lines that were passed over."""
+
+    documents: list[TokenizedDocument]
+    broken: list[str]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns blocks into tokens. It is plain data, so that it can be sent to a process once."""
+    """Turns blocks into tokens. Plain data, so that it can be sent to a process, once, when that starts.
+
+    skip_broken: pass over lines that are no JSON object with a text, instead of raising."""
 
     tokenizer: Tokenizer
     text_key: str
     validation_fraction: float
+    skip_broken: bool = False
 
     def load(self) -> tokenizers.Tokenizer:
+        """The tokenizer in this process, set so that a document's tokens depend on its text alone."""
         tokenizer = tokenizers.Tokenizer.from_str(self.tokenizer.json)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text, not the end of a document
         return tokenizer
 
-    def encode(self, tokenizer: tokenizers.Tokenizer, block: Block) -> Encoded:
-        """Raises DataError naming file and line of what cannot be read."""
+    def encode(self, tokenizer: tokenizers.Tokenizer, block: TextBlock) -> EncodedBlock:
+        """Parse and tokenize a block. tokenizer: from `load`. Raises DataError naming file and line of a fault."""
         dtype = token_dtype(self.tokenizer.vocab_size)
-        parts: list[npt.NDArray[Any]] = [np.empty(0, dtype)]
-        ends: list[int] = []
-        sizes: list[int] = []
-        validation: list[bool] = []
-        for text in parse_block(block, self.text_key):
+        found, broken = [], list[str]()
+        for text in parse_block(block, self.text_key, broken if self.skip_broken else None):
             [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            parts.append(np.array([*encoding.ids, self.tokenizer.end_of_document], dtype))
-            ends.append(len(parts[-1]) + (ends[-1] if ends else 0))
-            sizes.append(len(text.encode()))
-            validation.append(is_validation(text, self.validation_fraction))
-        return Encoded(np.concatenate(parts), tuple(ends), tuple(sizes), tuple(validation))
+            ids = np.array([*encoding.ids, self.tokenizer.end_of_document], dtype)
+            found.append(TokenizedDocument(ids, len(text.encode()), is_validation(text, self.validation_fraction)))
+        return EncodedBlock(found, broken)
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document is held out: by a hash of its text, so equal documents never stand on both sides."""
+    """Whether a document is held out for validation. A hash of its text decides, so that equal documents always fall
+    on the same side, and the decision depends neither on order nor on the other documents."""
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return value < fraction * 2.0**64
 
@@ -104,38 +114,77 @@ def prepare(
     files: Sequence[Path],
     output: Path,
     tokenizer: Tokenizer,
-    new_writer: WriterFactory,
     *,
     text_key: str = "text",
     validation_fraction: float = 0.0,
     processes: int = 1,
+    skip_broken: bool = False,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Manifest]:
-    """Tokenize files (see `find_inputs`) into the folder `output`; gives each split's manifest.
+    """Tokenize files (see `find_inputs`) into the folder `output`. Returns the manifest of each split.
 
-    Raises DataError (input), OutputError (output folder) and what the writer raises; then nothing is left behind.
+    text_key: of the text in JSON and parquet. validation_fraction: share of the documents that is held out.
+    processes: that tokenize. skip_broken: pass over broken lines of JSON, and count them, unless most are.
+    progress: called after each block.
+    Raises DataError (input, writing) and OutputError (output folder); then nothing is left behind.
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"the validation fraction must be at least 0 and less than 1, not {validation_fraction}")
     splits = ["train", "validation"] if validation_fraction > 0 else ["train"]
-    encoder = Encoder(tokenizer, text_key, validation_fraction)
-    with whole_folder(output, "dataset") as folder:
-        writers = {split: _SplitWriter(folder / split, tokenizer, new_writer) for split in splits}
-        try:
-            _write_all(files, encoder, processes, writers, progress)
-            for split, writer in writers.items():
-                if not writer.documents:
-                    raise DataError(f"no document came into the {split} split; give more text or another fraction")
-            tokenizer.save(folder / "tokenizer")
-            return {split: writer.close() for split, writer in writers.items()}
-        except BaseException:
-            for writer in writers.values():
-                writer.discard()
-            raise
+    encoder = Encoder(tokenizer, text_key, validation_fraction, skip_broken)
+    sizes, finished_bytes, current = {str(path): path.stat().st_size for path in files}, 0, ""
+    document_count = token_count = broken_count = 0
+    first_broken = ""
+    blocks = (block for path in files for block in read_blocks(path, text_key))
+    with whole_folder(output, "dataset") as folder, ExitStack() as stack:
+        writers = {split: stack.enter_context(TokenWriter(folder / split, tokenizer.vocab_size)) for split in splits}
+        text_bytes = dict.fromkeys(splits, 0)
+        results = stack.enter_context(closing(_encode_all(blocks, encoder, processes)))
+        for block, encoded in results:
+            if block.path != current:
+                finished_bytes += sizes.get(current, 0)
+                current = block.path
+            for document in encoded.documents:
+                split = "validation" if document.held_out else "train"
+                writers[split].add_document(document.ids)
+                text_bytes[split] += document.text_bytes
+                document_count, token_count = document_count + 1, token_count + len(document.ids)
+            done_bytes = finished_bytes + block.position_bytes
+            broken_count += len(encoded.broken)
+            first_broken = first_broken or next(iter(encoded.broken), "")
+            counts = document_count, token_count, broken_count, first_broken
+            progress(Progress(done_bytes, sum(sizes.values()), *counts))
+        if broken_count > document_count:
+            raise DataError(
+                f"most lines are broken, {broken_count} beside {document_count} good ones: {first_broken}"
+            )
+        for split, writer in writers.items():
+            if not writer.lengths:
+                raise DataError(f"no document came into the {split} split; give more text or another fraction")
+        tokenizer.save(folder / "tokenizer")
+        manifests = {}
+        for split, writer in writers.items():
+            writer.close()
+            manifests[split] = Manifest(
+                tokens=sum(writer.lengths),
+                documents=len(writer.lengths),
+                text_bytes=text_bytes[split],
+                vocab_size=tokenizer.vocab_size,
+                end_of_document=tokenizer.end_of_document,
+                dtype=writer.dtype.name,
+                sha256=writer.digest.hexdigest(),
+                tokenizer="tokenizer",
+            )
+            manifest_path(folder / split).write_text(manifests[split].model_dump_json(indent=1) + "\n")
+        return manifests
 
 
-def training_texts(files: Sequence[Path], text_key: str, limit_bytes: int = BPE_TEXT_BYTES) -> Iterator[str]:
-    """Texts to train a tokenizer on: about `limit_bytes` in all, an equal share from every file large enough."""
+def training_texts(
+    files: Sequence[Path], text_key: str, limit_bytes: int = BPE_TEXT_BYTES, skip_broken: bool = False
+) -> Iterator[str]:
+    """Texts to train a tokenizer on: about `limit_bytes` in all, an equal share from every file that is large
+    enough. skip_broken: as for `prepare`, which counts them."""
+    # Smallest first: what a small file lacks of its share is shared among the larger ones that follow.
     by_size = sorted(files, key=lambda path: (path.stat().st_size, path))
     for index, path in enumerate(by_size):
         share_bytes = limit_bytes // (len(by_size) - index)
@@ -143,114 +192,50 @@ def training_texts(files: Sequence[Path], text_key: str, limit_bytes: int = BPE_
         for block in read_blocks(path, text_key):
             if used_bytes >= share_bytes:
                 break
-            for text in parse_block(block, text_key):
+            for text in parse_block(block, text_key, [] if skip_broken else None):
                 used_bytes += len(text.encode())
                 yield text
         limit_bytes = max(limit_bytes - used_bytes, 0)
 
 
-class _SplitWriter:
-    """Writes one split and counts what it wrote."""
-
-    def __init__(self, prefix: Path, tokenizer: Tokenizer, new_writer: WriterFactory) -> None:
-        self._prefix, self._tokenizer = prefix, tokenizer
-        self._writer: TokenWriter = new_writer(str(prefix), tokenizer.vocab_size)
-        self._digest = hashlib.sha256()
-        self.documents = self.tokens = self.text_bytes = 0
-
-    def add(self, ids: npt.NDArray[Any], text_bytes: int) -> None:
-        self._writer.add_document(ids)
-        self._digest.update(ids.tobytes())
-        self.documents += 1
-        self.tokens += len(ids)
-        self.text_bytes += text_bytes
-
-    def close(self) -> Manifest:
-        self._writer.close()
-        manifest = Manifest(
-            tokens=self.tokens,
-            documents=self.documents,
-            text_bytes=self.text_bytes,
-            vocab_size=self._tokenizer.vocab_size,
-            end_of_document=self._tokenizer.end_of_document,
-            dtype=token_dtype(self._tokenizer.vocab_size).name,
-            sha256=self._digest.hexdigest(),
-            tokenizer="tokenizer",
-        )
-        manifest_path(self._prefix).write_text(manifest.model_dump_json(indent=1) + "\n")
-        return manifest
-
-    def discard(self) -> None:
-        self._writer.discard()
-
-
-def _write_all(
-    files: Sequence[Path],
-    encoder: Encoder,
-    processes: int,
-    writers: dict[str, _SplitWriter],
-    progress: Callable[[Progress], None],
-) -> None:
-    sizes = {str(path): path.stat().st_size for path in files}
-    finished_bytes, current = 0, ""
-    blocks = (block for path in files for block in read_blocks(path, encoder.text_key))
-    with closing(_encode_all(blocks, encoder, processes)) as results:
-        for block, encoded in results:
-            if block.path != current:
-                finished_bytes += sizes.get(current, 0)
-                current = block.path
-            begin = 0
-            for end, text_bytes, held_out in zip(encoded.ends, encoded.text_bytes, encoded.validation, strict=True):
-                writers["validation" if held_out else "train"].add(encoded.ids[begin:end], text_bytes)
-                begin = end
-            progress(
-                Progress(
-                    finished_bytes + block.position_bytes,
-                    sum(sizes.values()),
-                    sum(writer.documents for writer in writers.values()),
-                    sum(writer.tokens for writer in writers.values()),
-                )
-            )
-
-
 # ------------------------------------------------------------------------------------------- several processes
 
-_loaded: tuple[Encoder, tokenizers.Tokenizer] | None = (
-    None  # in a process of the pool; too large to come with a block
-)
+# Set in each process of the pool when it starts: the tokenizer is too large to travel with every block.
+_loaded: tuple[Encoder, tokenizers.Tokenizer] | None = None
 
 
 def _start_process(encoder: Encoder) -> None:
     global _loaded
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        """A process of a pool would wait for work for ever if its parent were killed, so each watches its parent."""
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _loaded = encoder, encoder.load()
 
 
-def _end_with_parent() -> None:
-    """A pool's process waits for work for ever when its parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode(block: Block) -> Encoded:
+def _encode(block: TextBlock) -> EncodedBlock:
     assert _loaded is not None
     encoder, tokenizer = _loaded
     return encoder.encode(tokenizer, block)
 
 
 def _encode_all(
-    blocks: Iterator[Block], encoder: Encoder, processes: int
-) -> Generator[tuple[Block, Encoded], None, None]:
-    """Encode blocks in a pool, in order, with a bounded number in flight."""
+    blocks: Iterator[TextBlock], encoder: Encoder, processes: int
+) -> Generator[tuple[TextBlock, EncodedBlock], None, None]:
+    """Encode blocks in a pool of processes; give the results in the order of the blocks. The number of blocks in
+    flight is bounded, and with it the memory."""
     context = multiprocessing.get_context("spawn")  # a fork would copy the tokenizers' threads half alive
     pool = ProcessPoolExecutor(processes, context, _start_process, (encoder,))
-    waiting: deque[tuple[Block, Future[Encoded]]] = deque()
+    waiting: deque[tuple[TextBlock, Future[EncodedBlock]]] = deque()
 
-    def next_result() -> tuple[Block, Encoded]:
+    def next_result() -> tuple[TextBlock, EncodedBlock]:
         block, future = waiting.popleft()
         try:
             return block, future.result(timeout=BLOCK_DEADLINE_S)

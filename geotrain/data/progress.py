@@ -1,4 +1,4 @@
-"""How `prepare` tells how far it is: a bar on a terminal, plain lines elsewhere."""
+"""How `prepare` shows how far it is: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,43 +17,30 @@ LINE_EVERY_S = 5.0
 
 @contextmanager
 def progress_display(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Give the callback to pass as prepare's `progress`."""
-    if not console.is_terminal:
-        with _lines(console) as show_line:
-            yield show_line
+    """A context that gives the callback to pass as `progress` to `prepare`."""
+
+    def counts(progress: Progress) -> str:
+        return f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+
+    if console.is_terminal:
+        columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        with Bar(*columns, console=console) as bar:
+            task = bar.add_task("")
+            yield lambda p: bar.update(task, completed=p.done_bytes, total=p.total_bytes, description=counts(p))
         return
-    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("")
 
-        def show(progress: Progress) -> None:
-            bar.update(task, completed=progress.done_bytes, total=progress.total_bytes, description=_counts(progress))
-
-        yield show
-
-
-@contextmanager
-def _lines(console: Console) -> Iterator[Callable[[Progress], None]]:
-    start_s = time.monotonic()
-    told_s = start_s
+    start_s = shown_s = time.monotonic()
     latest: Progress | None = None
 
-    def tell(progress: Progress) -> None:
-        share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
-        elapsed_s = time.monotonic() - start_s
-        console.print(f"prepare: {share:.0f} % in {elapsed_s:.0f} s, {_counts(progress)}", highlight=False)
-
-    def show(progress: Progress) -> None:
-        nonlocal told_s, latest
-        latest = progress
-        if time.monotonic() - told_s >= LINE_EVERY_S:
-            told_s = time.monotonic()
-            tell(progress)
+    def show(progress: Progress, last: bool = False) -> None:
+        nonlocal shown_s, latest
+        latest, now_s = progress, time.monotonic()
+        if last or now_s - shown_s >= LINE_EVERY_S:
+            shown_s = now_s
+            share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
+            console.print(f"prepare: {share:.0f} % in {now_s - start_s:.0f} s, {counts(progress)}", highlight=False)
 
     yield show
+    # The last line may have been held back for LINE_EVERY_S; show how it ended.
     if latest is not None:
-        tell(latest)
-
-
-def _counts(progress: Progress) -> str:
-    return f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+        show(latest, last=True)

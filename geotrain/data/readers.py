@@ -1,7 +1,7 @@
-"""Input files as a stream of bounded, raw blocks; and a block as documents.
+"""Reads input files as streams of raw blocks of bounded size, and parses blocks into documents.
 
-Reading (decompression, cutting into lines) is sequential and done by one process; parsing a block is pure and
-done by any. Supported: .txt and .jsonl, each also .gz or .zst, and .parquet.
+Reading (decompression, cutting into lines) is sequential, and one process does it. Parsing needs nothing but the
+block, so many processes can do it. Supported: .txt and .jsonl, each also .gz or .zst, and .parquet.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import zstandard
 
 from geotrain.data.tokens import DataError
 
-BLOCK_BYTES = 1 << 20  # about a block's size; a longer .txt file becomes several documents
-LINE_LIMIT_BYTES = 64 << 20  # a longer line of JSON is refused: it would have to be held in memory whole
+BLOCK_BYTES = 1 << 20  # approximate size of a block; a longer .txt file becomes several documents
+LINE_LIMIT_BYTES = 64 << 20  # a longer line of JSON is refused, since it has to be held in memory whole
 PARQUET_ROWS = 256  # rows taken from a parquet file at a time
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 _READ_BYTES = 1 << 20
-_ZSTD_READ_BYTES = 1 << 14  # little, since what comes out at once may be many times as much
+_ZSTD_READ_BYTES = 1 << 14  # little: all that comes out of it is in memory at once, and may be many times as much
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Block:
-    """A piece of one input file.
+class TextBlock:
+    """A piece of one input file, not yet parsed.
 
-    kind: "text": `items` is one document; "jsonl": one JSON object each; "rows": one document each.
-    first: number of the first line (or row), from 1. position_bytes: how far into the file it reaches.
+    kind: what the items are. "text": one item, a document. "jsonl": lines, a JSON object each. "rows": documents.
+    first: number of the first line or row, from 1, for errors.
+    position_bytes: how much of the file on disk has been read with this block, for the progress display.
     """
 
     path: str
@@ -45,7 +46,8 @@ class Block:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files for the given files, folders and glob patterns: in the given order, within each sorted; each once.
+    """The input files that files, folders and glob patterns name: in the order of the patterns, sorted within each,
+    and each file once. Sorted, so that the output does not depend on the file system's order.
 
     Raises DataError: nothing found, or a file of an unsupported kind was named.
     """
@@ -68,8 +70,9 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def read_blocks(path: Path, text_key: str) -> Iterator[Block]:
-    """Stream a file; memory is bounded by a block and a line of JSON. Raises DataError: where reading stopped."""
+def read_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
+    """Stream a file. Memory is bounded by a block and a line of JSON. text_key: the parquet column. Raises DataError,
+    which says where reading stopped."""
     if path.name.endswith(".parquet"):
         yield from _parquet_blocks(path, text_key)
     elif path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
@@ -78,26 +81,37 @@ def read_blocks(path: Path, text_key: str) -> Iterator[Block]:
         yield from _text_blocks(path)
 
 
-def parse_block(block: Block, text_key: str) -> Iterator[str]:
-    """The documents of a block; empty ones are left out. Raises DataError naming file and line."""
+def parse_block(block: TextBlock, text_key: str, broken: list[str] | None = None) -> Iterator[str]:
+    """The documents of a block; empty ones are left out. text_key: of the text in a JSON object.
+
+    broken: a list to which faults of single lines of JSON are appended, each naming file and line; such lines are
+    passed over. None: they raise DataError, as the faults of other kinds of files always do.
+    """
+    skips = broken is not None and block.kind == "jsonl"
     number = block.first
     for item in block.items:
+        text, fault = "", None
         try:
             text = item.decode() if block.kind != "jsonl" else _json_text(item, text_key)
-            text.encode()  # JSON may hold lone surrogates, which no tokenizer takes
+            text.encode()  # JSON may hold lone surrogates, which no tokenizer accepts: found here, they have a line
         except UnicodeDecodeError as error:
             line = number + item.count(b"\n", 0, error.start)
-            raise DataError(f"{block.path}:{line}: not UTF-8 ({error.reason}); convert the file to UTF-8") from None
+            fault = f"{block.path}:{line}: not UTF-8 ({error.reason}); convert the file to UTF-8"
         except UnicodeEncodeError as error:
-            raise DataError(f"{block.path}:{number}: not valid Unicode ({error.reason}); repair the line") from None
+            fault = f"{block.path}:{number}: not valid Unicode ({error.reason}); repair the line"
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{block.path}:{number}: {error}") from None
-        if text:
+            fault = f"{block.path}:{number}: {error}"
+        if fault is not None:
+            if broken is None or not skips:
+                raise DataError(fault)
+            broken.append(fault)
+        elif text:
             yield text
         number += 1
 
 
 def _json_text(line: bytes, text_key: str) -> str:
+    """The text of a line of JSON; "" for an empty line. Raises ValueError saying what is wrong with the line."""
     if not line.strip():
         return ""
     try:
@@ -118,11 +132,11 @@ def _json_text(line: bytes, text_key: str) -> str:
 # ------------------------------------------------------------------------------------------ text and JSON lines
 
 
-def _jsonl_blocks(path: Path) -> Iterator[Block]:
+def _jsonl_blocks(path: Path) -> Iterator[TextBlock]:
     lines: list[bytes] = []
     first, size_bytes, rest, position_bytes = 1, 0, b"", 0
     for chunk, position_bytes in _decompressed(path):
-        *whole, rest = (rest + chunk).split(b"\n")
+        *whole, rest = (rest + chunk).split(b"\n")  # rest: a line whose end has not been read yet
         if len(rest) > LINE_LIMIT_BYTES:
             line = first + len(lines) + len(whole)
             raise DataError(f"{path}:{line}: a line longer than {LINE_LIMIT_BYTES >> 20} MiB; cut the document")
@@ -130,42 +144,35 @@ def _jsonl_blocks(path: Path) -> Iterator[Block]:
             lines.append(line_bytes)
             size_bytes += len(line_bytes)
             if size_bytes >= BLOCK_BYTES:
-                yield Block(str(path), "jsonl", first, tuple(lines), position_bytes)
+                yield TextBlock(str(path), "jsonl", first, tuple(lines), position_bytes)
                 first += len(lines)
                 lines, size_bytes = [], 0
     if rest:
         lines.append(rest)
     if lines:
-        yield Block(str(path), "jsonl", first, tuple(lines), position_bytes)
+        yield TextBlock(str(path), "jsonl", first, tuple(lines), position_bytes)
 
 
-def _text_blocks(path: Path) -> Iterator[Block]:
+def _text_blocks(path: Path) -> Iterator[TextBlock]:
     first, text, position_bytes = 1, b"", 0
     for chunk, position_bytes in _decompressed(path):
         text += chunk
         while len(text) > BLOCK_BYTES:
-            end = _cut(text)
-            yield Block(str(path), "text", first, (text[:end],), position_bytes)
+            # Cut after the last line end within a block, else the last space, else between two characters.
+            end = text.rfind(b"\n", 0, BLOCK_BYTES) + 1 or text.rfind(b" ", 0, BLOCK_BYTES) + 1 or BLOCK_BYTES
+            while BLOCK_BYTES - 4 < end <= BLOCK_BYTES and text[end] & 0xC0 == 0x80:  # a continuation byte of UTF-8
+                end -= 1
+            yield TextBlock(str(path), "text", first, (text[:end],), position_bytes)
             first += text.count(b"\n", 0, end)
             text = text[end:]
     if text:
-        yield Block(str(path), "text", first, (text,), position_bytes)
-
-
-def _cut(text: bytes) -> int:
-    """Where a long text is cut: after the last line end within a block, else the last space, else a character."""
-    for separator in (b"\n", b" "):
-        if end := text.rfind(separator, 0, BLOCK_BYTES) + 1:
-            return end
-    end = BLOCK_BYTES
-    while end > BLOCK_BYTES - 4 and text[end] & 0xC0 == 0x80:  # a continuation byte of UTF-8
-        end -= 1
-    return end
+        yield TextBlock(str(path), "text", first, (text,), position_bytes)
 
 
 def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Chunks of the file's content, each with the position in the file on disk up to which was read."""
-    lines = 0
+    """Chunks of the file's content, each with the position in the file on disk up to which was read. Failures of
+    reading and decompressing become DataError here."""
+    lines = 0  # so far, for errors
     try:
         with path.open("rb") as file:
             for number, chunk in enumerate(_chunks(path, file)):
@@ -179,16 +186,12 @@ def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _chunks(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    if path.name.endswith(".zst"):
-        yield from _zstd_chunks(file)
+    if not path.name.endswith(".zst"):
+        stream: Any = gzip.GzipFile(fileobj=file, mode="rb") if path.name.endswith(".gz") else file
+        while chunk := stream.read(_READ_BYTES):
+            yield chunk
         return
-    stream: Any = gzip.GzipFile(fileobj=file, mode="rb") if path.name.endswith(".gz") else file
-    while chunk := stream.read(_READ_BYTES):
-        yield chunk
-
-
-def _zstd_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Decompress frame after frame. The library's own file reader takes a cut-off file for a complete one."""
+    # Frame after frame, because the library's own file reader takes a cut-off file for a complete one.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # archives made with --long
     frame, inside, pending = decompressor.decompressobj(), False, b""
     while pending or (pending := file.read(_ZSTD_READ_BYTES)):
@@ -204,12 +207,18 @@ def _zstd_chunks(file: IO[bytes]) -> Iterator[bytes]:
 # --------------------------------------------------------------------------------------------- rows of parquet
 
 
-def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
+def _parquet_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
     size_bytes = path.stat().st_size
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_column(path, file, text_key)
+            schema = file.schema_arrow
+            if text_key not in schema.names:
+                columns = ", ".join(schema.names[:8])
+                raise DataError(f"{path}: no column {text_key!r}; columns: {columns}; set the text key")
+            kind = schema.field(text_key).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise DataError(f"{path}: the column {text_key!r} holds {kind}, not strings")
             rows = max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_key]):
                 column = batch.column(0)
@@ -217,20 +226,8 @@ def _parquet_blocks(path: Path, text_key: str) -> Iterator[Block]:
                     missing = column.is_null().to_pylist().index(True)
                     raise DataError(f"{path}: row {row + missing + 1}: the column {text_key!r} is null")
                 items = tuple(text.encode() for text in column.to_pylist())
-                yield Block(str(path), "rows", row + 1, items, size_bytes * (row + len(items)) // rows)
+                yield TextBlock(str(path), "rows", row + 1, items, size_bytes * (row + len(items)) // rows)
                 row += len(items)
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: damaged or no parquet file, after row {row}: {_first_line(error)}") from None
-
-
-def _check_column(path: Path, file: pyarrow.parquet.ParquetFile, text_key: str) -> None:
-    schema = file.schema_arrow
-    if text_key not in schema.names:
-        raise DataError(f"{path}: no column {text_key!r}; columns: {', '.join(schema.names[:8])}; set the text key")
-    kind = schema.field(text_key).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise DataError(f"{path}: the column {text_key!r} holds {kind}, not strings")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: damaged or no parquet file, after row {row}: {why}") from None

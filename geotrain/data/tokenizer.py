@@ -1,6 +1,7 @@
-"""Tokenizers: any fast Hugging Face one from a folder, a trained byte-level BPE, or plain bytes.
+"""Tokenizers: any fast Hugging Face tokenizer from a folder, a byte-level BPE that we train, or plain bytes.
 
-A trained or a byte tokenizer is a `tokenizer.json` like any other: transformers.AutoTokenizer loads its folder.
+The latter two become a `tokenizer.json` like any other, so that `transformers.AutoTokenizer` loads the folder that is
+exported with the model.
 """
 
 from __future__ import annotations
@@ -21,23 +22,17 @@ END_OF_DOCUMENT = "<|endoftext|>"
 VOCAB_MULTIPLE = 8  # so that tensor parallelism up to 8 splits the embedding evenly
 SMALLEST_BPE = 264  # 256 bytes, the end of a document, rounded up
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "merges.txt",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """What `prepare` needs of a tokenizer.
 
-    json: the content of tokenizer.json. vocab_size: largest id + 1. end_of_document: id that ends each document.
-    files: name → content, what its folder holds.
+    json: content of tokenizer.json. vocab_size: largest id + 1. end_of_document: id that is put after each document.
+    files: name → content of the files in its folder.
     """
 
     json: str
@@ -46,6 +41,7 @@ class Tokenizer:
     files: dict[str, bytes]
 
     def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
@@ -83,10 +79,12 @@ def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenize
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     text = loaded.backend_tokenizer.to_str()
     files.setdefault("tokenizer.json", text.encode())
+    # Not the number of tokens: ids may have gaps, and the embedding needs a row for the largest one.
     return Tokenizer(text, max(vocabulary.values()) + 1, vocabulary[token], files)
 
 
 def _load(folder: Path) -> Any:
+    """A Hugging Face tokenizer, from the folder only: nothing is fetched from the network."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such tokenizer folder")
     from transformers import AutoTokenizer  # slow to import, and not needed for bytes or a BPE
@@ -100,7 +98,10 @@ def _load(folder: Path) -> Any:
 
 def byte_tokenizer() -> Tokenizer:
     """Ids 0..255 are the bytes of the UTF-8 text, 256 ends a document, 257..263 are spare."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    # The character that stands for each byte in a byte-level vocabulary (GPT-2's table): printable Latin-1 bytes
+    # stand for themselves; the others take the characters from U+0100 on, in order.
+    printable, spare = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(0x100, 0x200))
+    vocabulary = {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.add_special_tokens([_special(END_OF_DOCUMENT)])
@@ -119,7 +120,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[_special(END_OF_DOCUMENT)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so that any text can be encoded
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -127,33 +128,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _finished(tokenizer: tokenizers.Tokenizer) -> Tokenizer:
-    """Round the vocabulary up with reserved tokens and write the two files of its folder."""
+    """Round the vocabulary up to a multiple of VOCAB_MULTIPLE with reserved tokens, and make the folder's files."""
     tokenizer.decoder = decoders.ByteLevel()
     used = tokenizer.get_vocab_size()
     spare = -used % VOCAB_MULTIPLE
     tokenizer.add_special_tokens([_special(f"<|reserved_{i}|>") for i in range(spare)])
     text = tokenizer.to_str(pretty=True)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_DOCUMENT,
-        "clean_up_tokenization_spaces": False,
-    }
-    files = {
-        "tokenizer.json": text.encode(),
-        "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    config = json.dumps({**settings, "clean_up_tokenization_spaces": False}, indent=2) + "\n"
+    files = {"tokenizer.json": text.encode(), "tokenizer_config.json": config.encode()}
     return Tokenizer(text, used + spare, tokenizer.get_vocab()[END_OF_DOCUMENT], files)
 
 
 def _special(text: str) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(text, special=True, normalized=False)
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table).
-
-    Printable Latin-1 bytes stand for themselves; the others take the characters from U+0100 on, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

@@ -1,1 +1,1 @@
-"""Inside one worker: Megatron-core model, DeepSpeed engine. Knows nothing of regions."""
+"""What happens inside one worker: DeepSpeed trains a Megatron-core model. Nothing here knows of regions."""

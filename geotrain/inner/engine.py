@@ -1,29 +1,21 @@
-"""GeoEngine: DeepSpeed's engine over a Megatron-core model. Trains, evaluates, and lends out the shards it owns."""
+"""GeoEngine: DeepSpeed's engine over a Megatron-core model. It trains, evaluates, and gives access to its shards."""
 
 from __future__ import annotations
 
-import copy
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geotrain.canonical import Architecture, architecture_from_hf
-from geotrain.config import ParallelConfig, RunConfig
-from geotrain.inner import parallel as layout
+from geotrain.config import Architecture
 from geotrain.inner import platform
-from geotrain.inner.model import build_model, placements
-from geotrain.inner.optimizer import build_adamw, parameter_groups
-from geotrain.inner.parallel import Mesh
+from geotrain.inner.parallel import RankMesh
 from geotrain.inner.shards import OwnedShard, owned_shards
-from geotrain.inner.step import StepResult
-from geotrain.sharing import checks
-from geotrain.sharing.acco_forms import check_acco
-from geotrain.sharing.mapping import LocalParameter
+from geotrain.parallelism.local_parameters import LocalParameter
 
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -32,23 +24,79 @@ with platform.quiet_imports():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-Placed = list[tuple[nn.Parameter, LocalParameter]]
+# The two names of a tied embedding: as the first pipeline stage uses it, and as the last.
+_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+class StepReader(Protocol):
+    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all tensor and pipeline
+    ranks of a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
+
+    @property
+    def own(self) -> Sequence[Tensor]:
+        """This data-parallel replica's part of the batch: gradient_accumulation_steps micro-batches."""
+
+    @property
+    def micro_batch(self) -> Callable[[int], Tensor]:
+        """A function that gives the i-th micro-batch of the worker's whole batch, 0 ≤ i < gradient_accumulation_steps
+        · dp_size. It serves replicas that divide the batch among them while they compute (`acco.balance`)."""
+
+
+class StepResult:
+    """The numbers of one optimizer step, the same on every rank.
+
+    loss: mean over the worker's batch, at the weights before the step. grad_norm: the L2 norm of the whole model's
+    gradient, before clipping. lr: the learning rate used. tokens: how many the whole worker trained on.
+
+    With ACCO a step is committed while the next one is computed, and all numbers but the learning rate are known only
+    then. Reading them earlier waits for the commit.
+    """
+
+    def __init__(self, lr: float, wait: Callable[[], None]) -> None:
+        """wait: returns once `arrive` has been called."""
+        self.lr, self._wait = lr, wait
+        self._numbers: tuple[float, float, int] | None = None
+
+    def arrive(self, loss: float, grad_norm: float, tokens: int) -> None:
+        self._numbers = (loss, grad_norm, tokens)
+
+    def _arrived(self) -> tuple[float, float, int]:
+        if self._numbers is None:
+            self._wait()
+        assert self._numbers is not None
+        return self._numbers
+
+    @property
+    def loss(self) -> float:
+        return self._arrived()[0]
+
+    @property
+    def grad_norm(self) -> float:
+        return self._arrived()[1]
+
+    @property
+    def tokens(self) -> int:
+        return self._arrived()[2]
 
 
 class GeoEngine(DeepSpeedEngine):
-    """A DeepSpeed engine driven by Megatron-core's schedules. Built by `build_engine`."""
+    """A DeepSpeed engine driven by Megatron-core's schedules. Built by `geotrain.inner.build.build_engine`.
+
+    placed: the model's parameters with their places in the canonical address space.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: dict[str, Any],
-        mesh: Mesh,
-        placed: Placed,
+        mesh: RankMesh,
+        placed: Sequence[tuple[nn.Parameter, LocalParameter]],
         architecture: Architecture,
         sequence_length: int,
     ) -> None:
-        # Before DeepSpeed's __init__: it builds the optimizer, and _configure_zero_optimizer may need these.
+        # These are set before DeepSpeed's __init__, because it calls _configure_zero_optimizer, which AccoEngine
+        # overrides and which needs them.
         self.mesh, self.architecture, self.sequence_length, self._placed = mesh, architecture, sequence_length, placed
         super().__init__(
             args=None,
@@ -59,78 +107,59 @@ class GeoEngine(DeepSpeedEngine):
             config=config,
             config_class=DeepSpeedConfig(config, mesh),
         )
+        self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.dp_rank, mesh.dp_size
+        self.is_metrics_rank = mesh.rank == 0  # the one that reports for the worker
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
         self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
 
-    # ---------------------------------------------------------------------------------------- what it is
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def dp_rank(self) -> int:
-        return self.mesh.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.mesh.dp_size
-
-    @property
-    def is_metrics_rank(self) -> bool:
-        """Whether this rank reports for the worker. Exactly one does."""
-        return self.mesh.rank == 0
-
-    @property
-    def parameter_count(self) -> int:
-        """Of the whole model."""
-        return self.architecture.parameter_count
-
     # ------------------------------------------------------------------------------------ train, evaluate
 
-    def train_step(self, micro_batches: Sequence[Tensor], schedule_step: int) -> StepResult:
-        """One optimizer step on this data-parallel replica's micro-batches.
+    def train_step(self, batch: StepReader, schedule_step: int) -> StepResult:
+        """One optimizer step on the worker's batch.
 
-        micro_batches: gradient_accumulation_steps tensors, int64 [micro_batch, sequence_length + 1]; the same on
-            all tensor and pipeline ranks of a replica.
         schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
         Raises ValueError if number or shape of the micro-batches is wrong; AccoError if ACCO lost another rank.
         """
-        self._check_batches(micro_batches, self.gradient_accumulation_steps())
-        return self._step(micro_batches, self._begin_step(schedule_step))
-
-    def _begin_step(self, schedule_step: int) -> float:
-        """The step's learning rate."""
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step(schedule_step)
-        if not self.module.training:
-            self.module.train()
-        return float(self.get_lr()[0])
-
-    def _step(self, micro_batches: Sequence[Tensor], lr: float) -> StepResult:
+        micro_batches = self._checked(batch.own, self.gradient_accumulation_steps())
+        lr = self._begin_step(schedule_step)
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
         else:
+            # DeepSpeed's hooks reduce gradients during the backward of the micro-batch that it takes for the last
+            # one. It is told that none is, until the partial gradients below are complete.
             self.set_gradient_accumulation_boundary(False)
             loss = self._run_schedule(micro_batches, forward_only=False)
             self._sum_partial_gradients()
             self.set_gradient_accumulation_boundary(True)
             self.allreduce_gradients()
             if not self.zero_optimization() and not self.gradient_clipping():
-                self.clip_fp32_gradients()  # for the norm
+                self.clip_fp32_gradients()  # DeepSpeed calls it only where it clips; here the norm is wanted always
         self.step()
-        loss, norm = torch.stack((self._worker_mean(loss), self._norm())).tolist()
+        norm = self._global_grad_norm
+        norm = torch.nan if norm is None else norm  # where zero_optimization.compute_grad_norm is off
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+        norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
+        # Both numbers go to the host in one copy, because each copy waits for the device.
+        mean_loss, grad_norm = torch.stack((self._worker_mean(loss), norm)).tolist()
         result = StepResult(lr, self.settle)
-        self._finish(result, loss, norm, self.train_batch_size())
+        self._finish_step(result, mean_loss, grad_norm, self.train_batch_size())
         return result
 
-    def _finish(self, result: StepResult, loss: float, norm: float, samples: int) -> None:
-        result.arrive(loss, norm, samples * self.sequence_length)
+    def _begin_step(self, schedule_step: int) -> float:
+        """Set the learning rate of this step and return it."""
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(schedule_step)
+        if not self.module.training:  # an evaluation came before
+            self.module.train()
+        return float(self.get_lr()[-1])  # of the hidden matrices, where Muon gives them a rate of their own
+
+    def _finish_step(self, result: StepResult, loss: float, grad_norm: float, samples: int) -> None:
+        result.arrive(loss, grad_norm, samples * self.sequence_length)
         if self.monitor.enabled and self.rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
 
     def write_scalars(self, numbers: Mapping[str, float]) -> None:
-        """Hand the worker's numbers to what DeepSpeed's config block names: `tensorboard`, `wandb`, `csv_monitor`."""
+        """Write the worker's numbers wherever the DeepSpeed block says: `tensorboard`, `wandb`, `csv_monitor`."""
         if self.monitor.enabled and self.rank == 0:
             self.monitor.write_events(
                 [(f"Train/Job/{name}", value, self.global_samples) for name, value in numbers.items()]
@@ -138,60 +167,70 @@ class GeoEngine(DeepSpeedEngine):
 
     @property
     def peak_memory_bytes(self) -> float:
-        """The most that this rank has held: of its device's memory, or else of the process's."""
+        """The most memory that this rank has held at once: on its GPU or, without one, in its process."""
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self.device))
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
     def settle(self) -> None:
-        """Wait until the masters hold every step: before reading or writing what `shards` gives. With ACCO the last
-        one is still under way when `train_step` returns; otherwise there is nothing to wait for."""
+        """Wait until the masters hold every step. Call it before reading or writing what `shards` gives.
+
+        Only with ACCO is there something to wait for: its last step is still under way when `train_step` returns.
+        """
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
-        """Mean loss over the worker's micro-batches; each replica brings equally many, shaped as for train_step."""
-        self._check_batches(micro_batches, len(micro_batches))
+        """Mean loss over the worker's micro-batches. Each replica brings equally many, shaped as for train_step."""
+        self._checked(micro_batches, len(micro_batches))
         self.module.eval()
         return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
 
     @torch.no_grad()
     def evaluate_lent(self, weights: AbstractContextManager[None], micro_batches: Sequence[Tensor]) -> float:
-        """`evaluate`, with the masters holding other weights inside the context. Training then goes on as if nothing
-        had been. Every rank must call it."""
-        self.settle()
+        """`evaluate` other weights, which the masters hold while inside the context `weights`.
+
+        Afterwards training goes on as if nothing had happened: its bits do not differ. Every rank must call it.
+        """
+        self.settle()  # a step still under way would otherwise write to the borrowed masters
         with weights:
-            self._take_masters()
+            self._use_masters()
             loss = self.evaluate(micro_batches)
-        self._take_masters()
+        self._use_masters()
         return loss
 
-    def _take_masters(self) -> None:
-        """Before evaluating: use what the masters hold."""
+    def _use_masters(self) -> None:
+        """The masters were overwritten for an evaluation: make the next `evaluate` use them."""
         self.refresh()
 
-    def _check_batches(self, micro_batches: Sequence[Tensor], count: int) -> None:
+    def _checked(self, micro_batches: Sequence[Tensor], count: int) -> Sequence[Tensor]:
         shape = (self.train_micro_batch_size_per_gpu(), self.sequence_length + 1)
         if len(micro_batches) != count or not count:
             raise ValueError(f"a step takes {count} micro-batches on each replica, not {len(micro_batches)}")
         for batch in micro_batches:
             if tuple(batch.shape) != shape or batch.dtype != torch.int64:
                 raise ValueError(f"a micro-batch is int64 {shape}, not {batch.dtype} {tuple(batch.shape)}")
+        return micro_batches
 
     def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """[micro_batch, sequence_length] on the last stage; else the stage's output."""
+        """Each token's loss [micro_batch, sequence_length] on the last pipeline stage; else the stage's output."""
         tokens = tokens.to(self.device, non_blocking=True)
+        # No position ids and no mask: the positions are rotary, and the attention is causal by itself.
         return model(tokens[:, :-1], None, None, labels=tokens[:, 1:])
 
     def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool, summed: bool = False) -> Tensor:
-        """Mean loss of this replica on its last stage, else 0; gradients stay in the parameters.
+        """Forward and, unless forward_only, backward of these micro-batches, by Megatron-core's pipeline schedule.
 
-        summed: over the micro-batches, both loss and gradients.
+        Returns the replica's mean loss on its last pipeline stage, 0 on the others. Gradients of the mean are added
+        to the parameters' gradients. summed: both loss and gradients are sums over the micro-batches instead of
+        means.
         """
         factor = len(micro_batches) if summed else 1
 
         def loss_of(losses: Tensor) -> tuple[Tensor, Tensor]:
             mean = losses.mean()
-            return mean * factor, mean.detach() * factor  # Megatron-core divides the first, in place, by their number
+            # Megatron-core divides the first by the number of micro-batches, in place. The multiplication gives the
+            # second memory of its own, which `detach` alone would not, so that it is not divided too.
+            return mean * factor, mean.detach() * factor
 
         def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(model, next(batches)), loss_of
@@ -209,7 +248,11 @@ class GeoEngine(DeepSpeedEngine):
         return torch.stack(losses).mean() if losses else self._zero()
 
     def _backward_partitioned(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """ZeRO 2, which has no pipeline: each backward leaves only this rank's part of the gradients."""
+        """Forward and backward with ZeRO 2, which goes without a pipeline; returns the replica's mean loss.
+
+        Backward goes through DeepSpeed's engine, which reduces gradients as they come and keeps only this rank's
+        part.
+        """
         losses = []
         with platform.megatron_runtime():
             for i, tokens in enumerate(micro_batches):
@@ -223,20 +266,25 @@ class GeoEngine(DeepSpeedEngine):
         return torch.stack(losses).mean()
 
     def _partial_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients of which each end of the pipeline, and of which each tensor rank, computes a part."""
+        """Gradients of which each rank of a replica computes only a summand, in two lists.
+
+        First those to be summed over both ends of the pipeline: of a tied embedding, which the first stage uses as
+        embedding and the last as head. Then those to be summed over all tensor ranks: of norms that see only a part
+        of the tokens or heads on each.
+        """
         tied = self.mesh.pp_size > 1 and self.architecture.tied_embeddings
         ends = [_gradient(p) for p, place in self._placed if tied and place.name in _TIED]
         return ends, [_gradient(p) for p, place in self._placed if place.sums_over_tp]
 
     def _sum_partial_gradients(self) -> None:
-        """Complete them on all ranks of the replica."""
+        """Complete the partial gradients on all ranks of the replica, which Megatron-core leaves to the trainer."""
         ends, partial = self._partial_gradients()
         self._all_reduce(ends, self.mesh.embedding_group)
         self._all_reduce(partial, self.mesh.tp_group)
 
     @staticmethod
     def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        """Sum in place, in one collective."""
+        """Sum each tensor over the group, in place. All of them travel in one collective."""
         if not tensors:
             return
         if len(tensors) == 1 and tensors[0].is_contiguous():
@@ -248,21 +296,22 @@ class GeoEngine(DeepSpeedEngine):
             tensor.copy_(part.view_as(tensor))
 
     def _worker_mean(self, loss: Tensor) -> Tensor:
-        """Mean over replicas of what the last stage knows, on every rank, in one collective."""
+        """The mean over replicas of the loss, which only last pipeline stages know, on every rank of the worker."""
         mesh = self.mesh
+        # One sum over all ranks serves as mean and as broadcast. Each tensor rank of a last stage has the same loss
+        # and so contributes one tp_size-th of it.
         share = loss / (mesh.dp_size * mesh.tp_size) if mesh.is_last_stage else torch.zeros_like(loss)
         dist.all_reduce(share)
         return share
 
-    def _norm(self) -> Tensor:
-        unknown = self._global_grad_norm is None  # zero_optimization.compute_grad_norm is off
-        norm = torch.nan if unknown else self._global_grad_norm
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-        return torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
-
     def clip_fp32_gradients(self) -> None:
-        """DeepSpeed calls it without ZeRO. Its own counts no norms but those of the first pipeline stage."""
+        """Compute the gradient's norm and clip; DeepSpeed calls it when training in fp32 without ZeRO.
+
+        DeepSpeed's own, which this overrides, leaves out norm weights of all but the first pipeline stage, and counts
+        a tied embedding twice.
+        """
         gradients = [_gradient(p) for p, _ in self._placed]
+        # Every element of the model once: of what tensor ranks replicate, only rank 0's copy.
         counted = [
             g
             for g, (_, place) in zip(gradients, self._placed, strict=True)
@@ -278,16 +327,16 @@ class GeoEngine(DeepSpeedEngine):
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self.device)
 
-    # -------------------------------------------------------------------------------- words between ranks
+    # ---------------------------------------------------------------------------- collectives on the hosts
 
     def agree(self, flag: bool) -> bool:
-        """Whether every rank says so. A collective, on the hosts."""
+        """Whether the flag is true on every rank. A collective over gloo, so it does not wait for the device."""
         votes = torch.tensor(int(flag))
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.mesh.control_group)
         return bool(votes)
 
     def from_rank_0(self, text: str) -> str:
-        """Rank 0's text, on every rank. A collective, on the hosts."""
+        """Rank 0's text, on every rank. A collective over gloo."""
         box = [text]
         dist.broadcast_object_list(box, src=0, group=self.mesh.control_group)
         return box[0]
@@ -295,92 +344,40 @@ class GeoEngine(DeepSpeedEngine):
     # --------------------------------------------------------------------------------------------- shards
 
     def shards(self) -> tuple[OwnedShard, ...]:
-        """The parts of the fp32 masters that this rank owns, in canonical order. They stay valid."""
+        """The parts of the fp32 masters that this rank owns, in canonical order; valid as long as the engine is."""
         return self._shards
 
     @torch.no_grad()
     def refresh(self, predicted: bool = False) -> None:
-        """Masters were overwritten in place: make the next forward use them. Every rank must call it.
+        """Make the next forward use masters that were overwritten in place. Every rank must call it.
 
-        predicted: so was what `predicted` gives: use that.
+        predicted: the tensors that `predicted_weights` gives were overwritten too, and the next forward uses those.
         """
         if self.zero_optimization():
             self.optimizer.update_lp_params()
 
     @property
-    def predicts(self) -> str | None:
-        """How the low-precision weights are predicted on which the next steps begin; None without ACCO."""
+    def prediction_form(self) -> str | None:
+        """The name of the form in which ACCO predicts the weights of the next step; None without ACCO."""
         return None
 
     @property
-    def is_ahead(self) -> bool:
-        """Of a settled engine: whether the next steps begin on such predicted weights, and not on the masters."""
+    def has_prediction(self) -> bool:
+        """Whether the next step begins on predicted weights instead of the masters. Ask only a settled engine."""
         return False
 
-    def predicted(self, shard: OwnedShard) -> dict[str, Tensor]:
-        """Views of them, flat, in the shard's order."""
+    def predicted_weights(self, shard: OwnedShard) -> dict[str, Tensor]:
+        """Views of the shard's predicted low-precision weights, 1-D in the shard's order, by name in a checkpoint."""
         return {}
 
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
         self.destroy()
-        RotaryEmbedding.forward.cache_clear()  # class-wide, it would keep the last models, and so their groups
-
-
-_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+        # This cache belongs to the class and holds the last models, which hold their process groups.
+        RotaryEmbedding.forward.cache_clear()
 
 
 def _gradient(parameter: Any) -> Tensor:
-    """The accumulated gradient: in fp32 beside the parameter where DeepSpeed keeps it there."""
+    """The parameter's accumulated gradient: DeepSpeed's fp32 one where it keeps one, otherwise the usual `grad`."""
     wide = getattr(parameter, "_hp_grad", None)
     return parameter.grad if wide is None else wide
-
-
-def build_engine(
-    run: RunConfig, parallel: ParallelConfig, deepspeed_block: dict[str, Any], timeout_s: float = 600.0
-) -> GeoEngine:
-    """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
-
-    deepspeed_block: the run's `deepspeed`, with the worker's keys laid over it. timeout_s: of every collective but
-    those of ACCO's optimizer, which has its own. Raises ConfigError.
-    """
-    from geotrain.inner.acco_engine import AccoEngine  # which is a GeoEngine
-
-    if not isinstance(run.model.config, dict):
-        raise TypeError("run.model.config must be inline: load the run with geotrain.config.load_run")
-    architecture = architecture_from_hf(run.model.config)
-    sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
-    platform.choose_queues(parallel.tensor, overlaps_steps=run.acco is not None)
-    ranks = layout.join(timeout_s)
-    dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
-    if run.acco is not None:
-        check_acco(run.acco, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
-    mesh, settings = layout.initialize(parallel, timeout_s), checks.adamw_settings(deepspeed_block)
-    offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
-    with platform.quiet_construction():
-        model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
-        placed = placements(model, architecture, parallel, mesh)
-        optimizer = build_adamw(parameter_groups(placed, settings["weight_decay"]), settings, offloaded)
-        config = _completed(deepspeed_block, sum(place.numel for _, place in placed))
-        parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
-        return GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
-
-
-def _completed(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, Any]:
-    """The user's block with what this engine needs; what the user states wins where both can work.
-
-    parameters: held by this rank.
-    """
-    config = copy.deepcopy(deepspeed_block)
-    config["zero_allow_untested_optimizer"] = True
-    config["zero_force_ds_cpu_optimizer"] = False
-    config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device at each micro-batch
-    if checks.trains_in_bf16(config):
-        config["bf16"]["immediate_grad_update"] = True  # the schedule, not the engine, runs backward
-    stage = checks.zero_stage(config)
-    if stage == 1:
-        config["zero_optimization"]["overlap_comm"] = False  # one reduction a step, after the schedule
-    if stage > 0:  # DeepSpeed allocates the bucket whole, however small the model
-        bucket = checks.reduction_bucket(config, parameters)
-        config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
-    return config

@@ -1,21 +1,21 @@
-"""The Megatron-core GPT of one rank, from a Hugging Face architecture.
+"""Builds the Megatron-core GPT of one rank from a Hugging Face architecture.
 
-Transformer Engine's layers are used where it is installed and there is CUDA; else Megatron-core's own linear
-layers with PyTorch's fused attention and RMSNorm.
+On CUDA, Transformer Engine's layers are used if it is installed. Otherwise the model consists of Megatron-core's own
+linear layers with PyTorch's fused attention and RMSNorm.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from geotrain.canonical import Architecture
-from geotrain.config import ParallelConfig
+from geotrain.config import Architecture, ParallelConfig
 from geotrain.inner import platform
-from geotrain.inner.parallel import Mesh
-from geotrain.sharing.mapping import LocalParameter, local_parameters
+from geotrain.inner.parallel import RankMesh
+from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -36,7 +36,8 @@ Recompute = Literal["none", "selective", "full"]
 
 HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and gpt_layer_specs.HAVE_TE
 
-# Transformer Engine fuses two norms into the linear layers that follow them.
+# Transformer Engine fuses two norms into the linear layers that follow them, so their weights have other names in the
+# model. Canonical addresses know only the names on the right.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -44,21 +45,32 @@ _FUSED_NORMS = {
 
 
 class CausalAttention(nn.Module):
-    """Causal, grouped-query core attention by torch's scaled_dot_product_attention. No weights."""
+    """Causal, grouped-query attention without weights, by torch's scaled_dot_product_attention.
+
+    It takes the place of Megatron-core's own core attention, whose constructor and `forward` it imitates.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
         self.grouped = config.num_query_groups != config.num_attention_heads
+        self.window = config.window_size
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
-        """query: [sequence, batch, heads, head_dim]; key, value with fewer heads; the mask is not used.
+        """Returns the attention's output, [sequence, batch, heads · head_dim].
 
-        Returns [sequence, batch, heads · head_dim].
+        query: [sequence, batch, heads, head_dim]. key, value: [sequence, batch, groups, head_dim], where each group
+        serves heads / groups heads. attention_mask: not used, the
+        attention is always causal, and within `window_size` where the model has one.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        length, mask = len(query), None
+        if self.window is not None and self.window[0] + 1 < length:
+            ahead = torch.arange(length, device=query.device)
+            distance = ahead[:, None] - ahead
+            mask = (distance >= 0) & (distance <= self.window[0])
         out = nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.grouped
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.grouped
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -71,32 +83,37 @@ class RMSNorm(nn.RMSNorm):
 
 
 def transformer_config(
-    a: Architecture, parallel: ParallelConfig, bf16: bool, recompute: Recompute
+    architecture: Architecture, parallel: ParallelConfig, bf16: bool, recompute: Recompute
 ) -> TransformerConfig:
     """Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
+    window, scaled = architecture.sliding_window, bool(architecture.rope_scaling)
     return TransformerConfig(
-        num_layers=a.layers,
-        hidden_size=a.hidden_size,
-        ffn_hidden_size=a.ffn_size,
-        num_attention_heads=a.heads,
-        num_query_groups=a.kv_heads,
-        kv_channels=a.head_dim,
+        num_layers=architecture.layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_size,
+        num_attention_heads=architecture.heads,
+        num_query_groups=architecture.kv_heads,
+        kv_channels=architecture.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=a.norm_eps,
-        qk_layernorm=a.qk_norm,
+        layernorm_epsilon=architecture.norm_eps,
+        qk_layernorm=architecture.qk_norm,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        window_size=None if window is None else (window - 1, 0),  # tokens before and after a token's own
+        # Queries and keys are both multiplied by YaRN's factor, so their products by its square.
+        softmax_scale=rotary_frequencies(architecture)[1] ** 2 / architecture.head_dim**0.5 if scaled else None,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         rotary_interleaved=False,
         bias_activation_fusion=platform.HAS_CUDA,
         bias_dropout_fusion=platform.HAS_CUDA,
-        masked_softmax_fusion=False,
+        masked_softmax_fusion=False,  # the softmax is inside the fused attention
         gradient_accumulation_fusion=False,
         apply_rope_fusion=HAS_TRANSFORMER_ENGINE,
-        perform_initialization=False,
+        perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -104,17 +121,17 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         sequence_parallel=parallel.sequence,
         deallocate_pipeline_outputs=True,
-        batch_p2p_sync=False,
+        batch_p2p_sync=False,  # waiting for the device after each message serves old versions of torch only
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
 
 
-def _block_spec(a: Architecture, layers: int) -> Any:
+def _block_spec(architecture: Architecture, layers: int) -> Any:
     if HAS_TRANSFORMER_ENGINE:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=a.qk_norm)
-    head_norm = RMSNorm if a.qk_norm else IdentityOp
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
+    head_norm = RMSNorm if architecture.qk_norm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -142,54 +159,81 @@ def _block_spec(a: Architecture, layers: int) -> Any:
 
 
 def build_model(
-    a: Architecture,
+    architecture: Architecture,
     parallel: ParallelConfig,
-    mesh: Mesh,
+    mesh: RankMesh,
     sequence_length: int,
     bf16: bool,
     recompute: Recompute,
     seed: int,
 ) -> GPTModel:
-    """This rank's part of the model, on `platform.device()`, with all weights zero: they come from outside.
+    """This rank's part of the model, on `platform.device()`. All weights are zero: they are written from outside.
 
-    Each parameter is marked for DeepSpeed's gradient norm: `tensor_model_parallel`, `ds_pipe_replicated`.
+    Each parameter gets the attributes `tensor_model_parallel` and `ds_pipe_replicated`, by which DeepSpeed's gradient
+    norm counts each element of the model once.
     """
     with platform.megatron_runtime():
-        model_parallel_cuda_manual_seed(seed)  # nothing here draws, but Megatron-core's layers insist on the states
+        # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
+        model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
-            config=transformer_config(a, parallel, bf16, recompute),
-            transformer_layer_spec=_block_spec(a, a.layers // parallel.pipeline),
-            vocab_size=a.vocab_size,
+            config=transformer_config(architecture, parallel, bf16, recompute),
+            transformer_layer_spec=_block_spec(architecture, architecture.layers // parallel.pipeline),
+            vocab_size=architecture.vocab_size,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,
             post_process=mesh.is_last_stage,
             parallel_output=True,
-            share_embeddings_and_output_weights=a.tied_embeddings,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=a.rope_theta,
+            rotary_base=architecture.rope_theta,
         )
-    for parameter, place in placements(model, a, parallel, mesh):
+    if (
+        architecture.rope_scaling
+    ):  # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere
+        model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
+    for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
         for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
             setattr(parameter, mark, value)
     return model
 
 
+@lru_cache(maxsize=16)
+def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
+    """Of a scaled rotary embedding: transformers' inverse frequencies (fp32, [head_dim / 2]), and the factor by which
+    it multiplies rotated queries and keys (1 but for YaRN)."""
+    with platform.quiet_imports():
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    scaling = dict(architecture.rope_scaling)
+    config = LlamaConfig(
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.heads,
+        head_dim=architecture.head_dim,
+        max_position_embeddings=architecture.max_positions,
+        rope_parameters={**scaling, "rope_theta": architecture.rope_theta},
+    )
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+
+
 def placements(
-    model: GPTModel, a: Architecture, parallel: ParallelConfig, mesh: Mesh
+    model: GPTModel, architecture: Architecture, parallel: ParallelConfig, mesh: RankMesh
 ) -> list[tuple[nn.Parameter, LocalParameter]]:
     """Each of the model's parameters with its place in the canonical address space, in canonical order.
 
-    Raises RuntimeError if the model and the mapping disagree on names or sizes.
+    Raises RuntimeError if the model's parameters differ in name or size from those of
+    `geotrain.parallelism.local_parameters`, as after a change in Megatron-core.
     """
     own: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         for fused, plain in _FUSED_NORMS.items():
             name = name.replace(fused, plain)
         own[name] = parameter
-    places = local_parameters(a, parallel, mesh.tp_rank, mesh.pp_rank)
+    places = local_parameters(architecture, parallel, mesh.tp_rank, mesh.pp_rank)
     sizes, wanted = {n: p.numel() for n, p in own.items()}, {p.name: p.numel for p in places}
     if sizes != wanted:
         wrong = sorted(n for n in sizes.keys() | wanted.keys() if sizes.get(n) != wanted.get(n))
-        raise RuntimeError(f"Megatron-core's model and geotrain.sharing.mapping disagree on {', '.join(wrong)}")
+        raise RuntimeError(
+            f"Megatron-core's model and geotrain.parallelism.local_parameters disagree on {', '.join(wrong)}"
+        )
     return [(own[place.name], place) for place in places]

@@ -1,4 +1,4 @@
-"""How the ranks of one worker find each other: Megatron's process groups, and DeepSpeed's view of them."""
+"""The process groups of one worker: how its ranks meet, Megatron-core's groups, and DeepSpeed's view of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from geotrain.config import ParallelConfig
 from geotrain.inner import platform
 
-_control_groups: list[dist.ProcessGroup] = []  # made by `initialize` and not shut down
+# Made by `initialize`. Megatron-core does not know of them, so `shut_down` destroys them from this list.
+_control_groups: list[dist.ProcessGroup] = []
 
 
 class LostRank(RuntimeError):
@@ -20,7 +21,10 @@ class LostRank(RuntimeError):
 
 
 def lost_rank(error: RuntimeError) -> str | None:
-    """In one line, if it is a collective that failed: over gloo torch raises a plain RuntimeError. Else None."""
+    """A line that says which collective failed and how; None if the error is not from a collective.
+
+    Over gloo torch raises a plain RuntimeError, which only its text tells from others.
+    """
     if isinstance(error, LostRank):
         return str(error)
     if isinstance(error, dist.DistError) or "gloo" in str(error):
@@ -29,13 +33,17 @@ def lost_rank(error: RuntimeError) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """torch's errors of collectives may go on with a stack."""
+    """The error's first line: torch may append a stack to the message of a failed collective."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """This rank's place, and the process groups. Also what DeepSpeed calls an `mpu`."""
+class RankMesh:
+    """This rank's place in the worker's layout, and the process groups it belongs to.
+
+    It is also the object that DeepSpeed calls an `mpu` and asks about parallelism. embedding_group: first and last
+    pipeline stage, which share a tied embedding; None on the stages between.
+    """
 
     rank: int
     tp_rank: int
@@ -49,7 +57,7 @@ class Mesh:
     pp_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None
-    control_group: dist.ProcessGroup  # all ranks, over gloo: small words between hosts, never on the device
+    control_group: dist.ProcessGroup  # all ranks, over gloo: small messages that need not wait for the device
 
     @property
     def is_first_stage(self) -> bool:
@@ -59,48 +67,51 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
-    # DeepSpeed's interface. "Model parallel" is tensor × pipeline; norms are counted on tensor rank 0.
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.model_group
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.tp_size * self.pp_size
+    # The methods that DeepSpeed calls on an `mpu`. To it, "model parallel" means tensor × pipeline. It counts the
+    # norms of replicated parameters on tensor rank 0 only.
 
     def get_model_parallel_rank(self) -> int:
         return self.pp_rank * self.tp_size + self.tp_rank
 
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.tp_group
+    def get_model_parallel_world_size(self) -> int:
+        return self.tp_size * self.pp_size
 
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.tp_size
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.model_group
 
     def get_tensor_model_parallel_rank(self) -> int:
         return self.tp_rank
 
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.pp_group
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.tp_size
 
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.pp_size
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.tp_group
 
     def get_pipeline_model_parallel_rank(self) -> int:
         return self.pp_rank
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.dp_group
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self.pp_size
+
+    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.pp_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.dp_rank
 
     def get_data_parallel_world_size(self) -> int:
         return self.dp_size
 
-    def get_data_parallel_rank(self) -> int:
-        return self.dp_rank
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.dp_group
 
 
 def join(timeout_s: float) -> int:
     """Meet the worker's other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment say.
 
-    Returns how many there are. No collective of the world waits longer than timeout_s. Does nothing when joined.
+    Returns how many ranks the worker has. No collective of the world waits longer than timeout_s. If this process has
+    already joined, nothing happens.
     """
     with platform.quiet_imports():
         import deepspeed
@@ -115,12 +126,12 @@ def join(timeout_s: float) -> int:
     return dist.get_world_size()
 
 
-def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
+def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
     """Make the process groups of a layout that `check_layout` allows; the world must be joined.
 
-    Ranks are ordered tensor first, then data, then pipeline (Megatron's default): tensor-parallel ranks are
-    neighbours. Call it again after `shut_down()` for another layout. No collective waits longer than timeout_s,
-    rounded up to minutes.
+    Ranks are numbered with the tensor rank fastest, then data, then pipeline (Megatron's default). So tensor-parallel
+    ranks, which communicate most, are neighbours. For another layout, call it again after `shut_down()`. No
+    collective waits longer than timeout_s, rounded up to whole minutes for Megatron-core.
     """
     with platform.quiet_imports():
         from megatron.core import parallel_state
@@ -134,7 +145,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
         )
     control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     _control_groups.append(control_group)
-    return Mesh(
+    return RankMesh(
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel.tensor,
@@ -152,26 +163,32 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> Mesh:
 
 
 def group_like(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of the same ranks. Every rank of the worker must call it, each with its own group."""
+    """A new group of the same ranks, with a backend and a timeout of its own.
+
+    Every rank of the worker must call it, each with the group of this kind that it belongs to.
+    """
     mine = tuple(dist.get_process_group_ranks(group))
     of_all: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(of_all, mine)
+    # torch demands that every rank takes part in making every group, its own or not, and all in the same order.
     groups = {ranks: dist.new_group(list(ranks), timeout, backend) for ranks in sorted(set(of_all))}
     return groups[mine]
 
 
 def shut_down(leave_world: bool = True) -> None:
-    """Destroy the process groups that `initialize` made and, if leave_world, the world as well. Their threads end
-    when no mesh holds them any more."""
+    """Destroy the process groups that `initialize` made and, if leave_world, the world as well.
+
+    A group's threads end only when no RankMesh refers to it any more.
+    """
     with platform.quiet_imports():
         from megatron.core import parallel_state
 
     made = {*(parallel_state._global_process_group_list or ()), *_control_groups} - {None, dist.group.WORLD}
-    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_model_parallel()  # forgets the groups, but leaves them open
     _control_groups.clear()
     if not dist.is_initialized():
         return
-    if leave_world:
+    if leave_world:  # this destroys all groups with it
         dist.destroy_process_group()
         return
     for group in made - {dist.GroupMember.NON_GROUP_MEMBER}:

@@ -1,7 +1,8 @@
-"""CUDA or CPU: the one place that knows which, and what Megatron-core and DeepSpeed need where there is no GPU.
+"""The one place that knows whether this process uses CUDA or a CPU, and what libraries need where there is no GPU.
 
-Import this module before DeepSpeed or Megatron-core: it sets what they read at import. Everything else in
-`geotrain.inner` asks `device()` and `backend()` and wraps calls into Megatron-core in `megatron_runtime()`.
+Import this module before DeepSpeed or Megatron-core, because they read what it sets when they are imported.
+Everything else in `geotrain.inner` asks `device()` and `backend()`, and wraps calls into Megatron-core in
+`megatron_runtime()`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,26 @@ from unittest import mock
 
 import torch
 
-# DeepSpeed 0.19 still calls what torch 2.13 renames.
+from geotrain.kernels.devices import cuda_devices
+
+# DeepSpeed 0.19 still calls functions by the names that torch 2.13 deprecates.
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
 
-HAS_CUDA = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
+HAS_CUDA = cuda_devices() > 0
 
 if not HAS_CUDA:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed probes for accelerators, and says so
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed probes for accelerators and logs that
 
 
 def choose_queues(tensor_parallel: int, overlaps_steps: bool) -> None:
-    """Before CUDA starts. With one hardware queue Megatron-core's tensor-parallel collectives start before the
-    compute that hides them. ACCO's, of another thread, would hold up compute there: it keeps CUDA's several."""
+    """Choose how many hardware queues CUDA uses. Must be called before CUDA starts.
+
+    With a single queue the device starts kernels in the order of their launch, so Megatron-core's tensor-parallel
+    collectives start before the compute that hides them. With ACCO, collectives of another thread would stand in that
+    queue before compute and hold it up; so there CUDA keeps its default of several queues.
+
+    tensor_parallel: the number of tensor ranks. overlaps_steps: whether the run uses ACCO.
+    """
     if tensor_parallel > 1 and not overlaps_steps:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -45,33 +54,38 @@ def backend() -> str:
     return "nccl" if HAS_CUDA else "gloo"
 
 
-def _as_it_is(function: Any = None, **_: Any) -> Any:
-    """In place of torch.compile."""
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    """Takes the place of torch.compile and compiles nothing; works as a decorator with and without arguments."""
     return (lambda decorated: decorated) if function is None else function
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import Megatron-core and DeepSpeed without their advice on optional packages; on a CPU also without torch's
-    compiler: Megatron-core's fusions, for which it is loaded, are for GPUs, and it takes a third of the import."""
+    """Import Megatron-core and DeepSpeed inside it, to suppress their warnings about optional packages.
+
+    On a CPU torch.compile is disabled meanwhile. Megatron-core uses it for fusions that only help GPUs, but
+    decorating with it loads torch's compiler, which takes a third of the import's time.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
         if not HAS_CUDA:
-            stack.enter_context(mock.patch.object(torch, "compile", _as_it_is))
+            stack.enter_context(mock.patch.object(torch, "compile", _not_compiled))
         yield
 
 
 @contextlib.contextmanager
 def quiet_construction() -> Iterator[None]:
-    """Build process groups and engines with only DeepSpeed's errors; GEOTRAIN_VERBOSE in the environment undoes it.
+    """Build process groups and engines inside it, to suppress the libraries' output other than DeepSpeed's errors.
 
-    What DeepSpeed reports while it trains, as its configuration asks for, is not touched; nor its `log_level`.
+    It does nothing if GEOTRAIN_VERBOSE is set in the environment. Reports that DeepSpeed's configuration asks for
+    during training are not affected, and neither is its `log_level`.
     """
     if os.environ.get("GEOTRAIN_VERBOSE"):
         yield
         return
     logger = logging.getLogger("DeepSpeed")
+    # ERROR + 1 is a level that nobody else would set: it serves to recognize below whether DeepSpeed changed it.
     before, quiet = logger.level, logging.ERROR + 1
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         logger.setLevel(quiet)
@@ -79,12 +93,12 @@ def quiet_construction() -> Iterator[None]:
         try:
             yield
         finally:
-            if logger.level == quiet:
+            if logger.level == quiet:  # otherwise DeepSpeed set the level that its configuration asks for
                 logger.setLevel(before)
 
 
 def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, stand-in) for each thing of CUDA that Megatron-core uses without asking."""
+    """(owner, attribute, stand-in) for each CUDA function that Megatron-core calls even where there is no CUDA."""
     with quiet_imports():
         from megatron.core.tensor_parallel import random as megatron_random
     real_zeros = torch.zeros
@@ -94,28 +108,20 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
             options["device"] = "cpu"
         return real_zeros(*size, **options)
 
-    def to_cuda(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return tensor
-
-    def get_state(device: object = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(state: torch.Tensor, *_: object, **__: object) -> None:
-        torch.set_rng_state(state)
-
     return [
-        (torch, "zeros", zeros),  # the schedules count tokens on the device "cuda"
-        (torch.Tensor, "cuda", to_cuda),  # of a tied embedding
-        (torch.cuda, "current_device", lambda: torch.device("cpu")),  # new weights, pipeline messages
+        (torch, "zeros", zeros),  # the pipeline schedules count tokens in a tensor on the device "cuda"
+        (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),  # called for a tied embedding
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),  # where new weights, pipeline messages go
         (torch.cuda, "manual_seed", torch.manual_seed),
-        (torch.cuda, "get_rng_state", get_state),
-        (torch.cuda.random, "get_rng_state", get_state),
-        (megatron_random, "_set_cuda_rng_state", set_state),
+        (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
+        (torch.cuda.random, "get_rng_state", lambda device=None: torch.get_rng_state()),
+        (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
 
 
 def compile_no_ops() -> None:
-    """Keep DeepSpeed from compiling its shared-memory collectives at start on a CPU; only its inference uses them."""
+    """On a CPU, keep DeepSpeed from compiling its shared-memory collectives at start: only its inference uses
+    them."""
     import deepspeed.ops
 
     if not HAS_CUDA:
@@ -124,9 +130,11 @@ def compile_no_ops() -> None:
 
 @contextlib.contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """Calls into Megatron-core belong in here. On CUDA it does nothing; else `cuda` means the CPU inside.
+    """Every call into Megatron-core belongs inside it. On CUDA it does nothing; elsewhere `cuda` means the CPU
+    inside.
 
-    Plain stand-ins and no TorchFunctionMode: that costs a fifth of a small model's step.
+    The functions are replaced one by one, and not by a TorchFunctionMode, because a mode slows every torch call: it
+    took a fifth of a small model's step.
     """
     if HAS_CUDA:
         yield

@@ -1,8 +1,11 @@
-"""What a rank owns: its part of the fp32 masters, by canonical address, without gathering anything."""
+"""What a rank owns: its part of the fp32 masters and of the optimizer's state, by canonical address.
+
+Deltas and checkpoints are made from these parts directly, so no rank ever gathers the whole model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,24 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geotrain.canonical import Run, clip_runs
-from geotrain.sharing.mapping import LocalParameter
+from geotrain.layout import StridedSlice, clip_runs
+from geotrain.optimizers.updates import moments
+from geotrain.parallelism.local_parameters import LocalParameter
 
 
 @dataclass(frozen=True)
 class OwnedShard:
-    """A part of one local parameter.
+    """The fp32 masters of a part of one local parameter.
 
-    runs: where master's elements lie, in order.
+    runs: the canonical addresses of master's elements, in the order in which they lie there.
     master: 1-D fp32 view of this rank's part of the optimizer's fp32 partition; of the parameter itself where
         there is no partition (fp32 without ZeRO). Writing to it changes the weights after `GeoEngine.refresh()`.
-    pushes: whether this rank speaks for these elements. Over all ranks of a worker, the pushed runs cover every
-        element of the model exactly once. A shard that does not push must be kept up to date like the others.
-    owner, offset: the tensor that the optimizer steps, under which it keeps its state, and where master begins in
-        it, read flat.
+    pushes: whether this rank sends the deltas of these elements. Over all ranks of a worker, the runs of the shards
+        that push cover every element of the model exactly once. The others are copies: they send nothing, but
+        answers must be written to them too.
+    owner: the tensor that the optimizer steps, under which it keeps its state. offset: where master begins in the
+        flattened owner, in elements.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[StridedSlice, ...]
     master: Tensor
     pushes: bool
     owner: Tensor
@@ -36,15 +41,6 @@ class OwnedShard:
     @property
     def numel(self) -> int:
         return self.master.numel()
-
-
-@dataclass(frozen=True)
-class _Piece:
-    start: int  # in the local parameter, read flat
-    master: Tensor
-    mine: bool
-    owner: Tensor
-    offset: int
 
 
 def owned_shards(
@@ -57,33 +53,55 @@ def owned_shards(
     """The shards of this rank, in canonical order.
 
     optimizer: the engine's. partitioned: whether it split the masters over data-parallel ranks (ZeRO 1 and 2,
-    BF16_Optimizer). If not, every rank holds all of its parameters and pushes one of dp_size parts.
+    BF16_Optimizer). If not, every data-parallel rank holds the same parameters whole; each then pushes one of dp_size
+    equal parts, so that the upload is shared among them.
     """
     shards: list[OwnedShard] = []
     for parameter, place in placed:
+
+        def add(start: int, master: Tensor, mine: bool, owner: Tensor, offset: int, place: Any = place) -> None:
+            """start: where the master begins in the flattened local parameter, in elements."""
+            runs = tuple(clip_runs(place.runs, start, start + master.numel()))
+            shards.append(OwnedShard(runs, master, place.pushes and mine, owner, offset))
+
         if partitioned:
-            pieces = _partitioned(parameter, optimizer)
+            # DeepSpeed links a parameter to its piece of this rank's fp32 partition. The link is None where the
+            # parameter lies wholly in the partitions of other data-parallel ranks.
+            link: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+            if link is not None:
+                (owner,) = optimizer.param_groups[link.param_group_index]["params"]
+                start, offset = link.lp_fragment_address.start, link.hp_fragment_address.start
+                add(start, link.get_hp_fragment().detach(), True, owner, offset)
         else:
-            pieces = _replicated(parameter, dp_rank, dp_size)
-        for piece in pieces:
-            runs = tuple(clip_runs(place.runs, piece.start, piece.start + piece.master.numel()))
-            shards.append(OwnedShard(runs, piece.master, place.pushes and piece.mine, piece.owner, piece.offset))
+            flat = parameter.data.view(-1)
+            assert flat.dtype == torch.float32, "without a partition the parameters are their own masters"
+            # Three pieces: before this rank's part, the part itself, after it. Only the middle one pushes.
+            bounds = [flat.numel() * i // dp_size for i in (0, dp_rank, dp_rank + 1, dp_size)]
+            for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
+                if begin < end:
+                    add(begin, flat[begin:end], mine, parameter, begin)
     return tuple(shards)
 
 
-def _partitioned(parameter: Any, optimizer: Any) -> Iterator[_Piece]:
-    """DeepSpeed links a parameter to its piece of this rank's fp32 partition, if it has one."""
-    link = parameter._hp_mapping
-    if link is not None:
-        (owner,) = optimizer.param_groups[link.param_group_index]["params"]
-        start, offset = link.lp_fragment_address.start, link.hp_fragment_address.start
-        yield _Piece(start, link.get_hp_fragment().detach(), True, owner, offset)
+def step_count(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps the optimizer took.
+
+    torch's AdamW counts at each tensor, DeepSpeed's only at the last tensor of a group, apex's at the group. Counts
+    that an implementation does not advance stay behind, so the largest is the right one.
+    """
+    counts = [group.get("step", 0) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        counts += [optimizer.state.get(tensor, {}).get("step", 0) for tensor in group["params"]]
+    return max(map(int, counts), default=0)
 
 
-def _replicated(parameter: nn.Parameter, dp_rank: int, dp_size: int) -> Iterator[_Piece]:
-    flat = parameter.data.view(-1)
-    assert flat.dtype == torch.float32, "without a partition the parameters are their own masters"
-    bounds = [flat.numel() * i // dp_size for i in (0, dp_rank, dp_rank + 1, dp_size)]
-    for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
-        if begin < end:
-            yield _Piece(begin, flat[begin:end], mine, parameter, begin)
+def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Set the step count of AdamW's bias correction wherever the implementation reads it (see `step_count`)."""
+    for group in optimizer.param_groups:
+        fused = not isinstance(optimizer, torch.optim.AdamW)
+        if fused:
+            group["step"] = steps
+        for tensor in group["params"]:
+            moments(optimizer, tensor)  # an optimizer that finds a step count expects the moments beside it
+            count = torch.tensor(float(steps), device=tensor.device)
+            optimizer.state[tensor]["step"] = steps if fused else count

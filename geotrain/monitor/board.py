@@ -6,14 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.config import ConfigError, WandbConfig
-from geotrain.monitor.events import Event, Record, UpdateApplied, ValidationDone
+from geotrain.monitor.events import Record
 from geotrain.monitor.metrics import time_shares
+from geotrain.outer.events import Event, UpdateApplied, ValidationDone
 
 SHOWN = ("lr", "grad_norm", "tokens_per_s", "mfu")
 
 
-def scalars(event: UpdateApplied) -> dict[str, float]:
-    """Of one merge: name → value; by member where it is a member's."""
+def curves(event: Event) -> tuple[int, dict[str, float]] | None:
+    """The points that an event adds to curves: (tokens committed by then, curve → value); None if it adds none.
+
+    The name of a member's curve ends in the member's name.
+    """
+    if isinstance(event, ValidationDone):
+        return event.tokens, {"run/validation_loss": event.loss}
+    if not isinstance(event, UpdateApplied) or event.tokens is None:
+        return None
     member, found = event.member, {"run/version": float(max(event.versions, default=0))}
     if event.loss is not None:
         found |= {"run/loss": event.loss, f"loss/{member}": event.loss}
@@ -22,38 +30,28 @@ def scalars(event: UpdateApplied) -> dict[str, float]:
     found[f"staleness/{member}"] = float(event.staleness)
     if event.delta_norms:
         found[f"delta_norm/{member}"] = sum(norm**2 for norm in event.delta_norms) ** 0.5
-    return found
-
-
-def curves(event: Event) -> tuple[int, dict[str, float]] | None:
-    """(tokens committed by then, name → value) of an event that has any."""
-    match event:
-        case UpdateApplied(tokens=int(tokens)):
-            return tokens, scalars(event)
-        case ValidationDone(tokens=tokens, loss=loss):
-            return tokens, {"run/validation_loss": loss}
-    return None
+    return event.tokens, found
 
 
 class TensorBoard:
-    """A sink. The step of every curve is the number of tokens committed."""
+    """Writes curves for TensorBoard; `on` is a sink. The x-axis of every curve is the number of tokens committed."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds: only when asked for
+        from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds
 
         self._writer = SummaryWriter(str(folder), flush_secs=10)
 
     def on(self, record: Record) -> None:
-        if told := curves(record.event):
-            for name, value in told[1].items():
-                self._writer.add_scalar(name, value, told[0], walltime=record.time_s)
+        if found := curves(record.event):
+            for name, value in found[1].items():
+                self._writer.add_scalar(name, value, found[0], walltime=record.time_s)
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """A sink. Raises ConfigError when the package is not installed."""
+    """Sends curves to Weights & Biases; `on` is a sink. Raises ConfigError if the package is not installed."""
 
     def __init__(self, config: WandbConfig, run: str, folder: Path) -> None:
         try:
@@ -70,8 +68,8 @@ class Wandb:
         )
 
     def on(self, record: Record) -> None:
-        if told := curves(record.event):
-            self._run.log({"tokens": told[0], **told[1]})
+        if found := curves(record.event):
+            self._run.log({"tokens": found[0], **found[1]})
 
     def close(self) -> None:
         self._run.finish()

@@ -1,101 +1,48 @@
-"""What happened in a run, for people and tools: typed events, one JSON object a line, the same in every process.
+"""What happened in a run, for people and tools: typed events, written as one JSON object a line by every process.
 
 Each line has `time_s` (Unix time), `source` (the process that wrote it: "global", a region, a worker or "launcher"),
-`event` (its type) and the fields of that type. The run itself never reads them back; the page, the metrics and
-TensorBoard are fed from them. docs/monitoring.md lists all types, from the descriptions here.
+`event` (its type) and the fields of that type. A run never reads its own events back to decide anything: they only
+feed the status page, the metrics, TensorBoard and Weights & Biases. docs/monitoring.md lists all types, from the
+descriptions here.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields, replace
+from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, get_args
+from typing import Annotated, Any, BinaryIO
 
-MAX_FILE_BYTES = 64 << 20
-OLDER_FILES = 3
+from geotrain.files import out_of_room
+from geotrain.outer.events import *  # noqa: F403 (what servers know to have happened: one name space of events)
+from geotrain.outer.events import Event, MemberName
 
-Member = Annotated[str, "a worker or a region"]
-Fragments = Annotated[list[int], "the fragments it is about"]
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A member's rank has joined the server that writes this."""
-
-    member: Member
-    part: Annotated[int, "its rank"]
-    incarnation: Annotated[str, "names this life of the member"]
+MAX_FILE_BYTES = 64 << 20  # a log file of this size is rotated
+OLDER_FILES = 3  # so many rotated files are kept
 
 
-@dataclass(frozen=True)
-class Left:
-    """A member has left in good order."""
-
-    member: Member
-
-
-@dataclass(frozen=True)
-class Lost:
+class Lost(Event):
     """Nothing was heard of a member for too long; it may be dead, or its link."""
 
-    member: Member
+    member: MemberName
     silent_s: Annotated[float, "seconds since its last sign"]
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(Event):
     """A lost member has been heard of again."""
 
-    member: Member
+    member: MemberName
     silent_s: Annotated[float, "seconds that it was not heard of"]
 
 
-@dataclass(frozen=True)
-class UpdateApplied:
-    """A server has applied a member's update. At the global server, this is a merge of a region's progress."""
-
-    member: Member
-    sequence: Annotated[int, "number of the update, by member"]
-    job: Annotated[int, "the worker's job that it belongs to"]
-    fragments: Fragments
-    versions: Annotated[list[int], "of every fragment of the model, after it"]
-    staleness: Annotated[int, "versions that passed since its anchor; the most of its fragments"]
-    samples: Annotated[int, "committed (global server) or trained (region server) with it"]
-    payload_bytes: Annotated[int, "its coded deltas"]
-    loss: Annotated[float | None, "training loss, mean over the member's workers"]
-    metrics: Annotated[dict[str, float], "what else the member says of itself, as in JobTrained"]
-    fragment_staleness: Annotated[list[int], "by fragment, in the order of `fragments`"] = field(default_factory=list)
-    delta_norms: Annotated[list[float], "2-norm of each fragment's delta"] = field(default_factory=list)
-    tokens: Annotated[int | None, "committed in the run so far (global server only)"] = None
-
-
-@dataclass(frozen=True)
-class SentUp:
-    """A region's progress has left for the global server."""
-
-    sequence: Annotated[int, "number of the update"]
-    fragments: Fragments
-    weight: Annotated[int, "workers' deltas that it stands for"]
-    payload_bytes: Annotated[int, "its coded deltas"]
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A region took in the global weights that came in answer to its update."""
-
-    sequence: Annotated[int, "number of the update"]
-    global_versions: Annotated[list[int], "of every fragment, as the region now has them"]
-    payload_bytes: Annotated[int, "the coded weights"]
-
-
-@dataclass(frozen=True)
-class LinkTraffic:
+class LinkTraffic(Event):
     """Bytes on a server's wide-area links since the event before this one (or the server's start), up towards the
     global server and down from it; the peaks are the most within one second."""
 
@@ -106,23 +53,20 @@ class LinkTraffic:
     peak_down_bytes_per_s: Annotated[int, "the most within one second"]
 
 
-@dataclass(frozen=True)
-class UpdatesLost:
+class UpdatesLost(Event):
     """The global server was restored from a state older than what it had acknowledged."""
 
     updates: Annotated[int, "how many"]
 
 
-@dataclass(frozen=True)
-class SnapshotWritten:
+class SnapshotWritten(Event):
     """A server's state is on disk."""
 
     number: Annotated[int, "of the snapshot"]
     seconds: Annotated[float, "from its beginning until it was durable"]
 
 
-@dataclass(frozen=True)
-class SnapshotUploaded:
+class SnapshotUploaded(Event):
     """A snapshot's copy is whole at the URL `checkpoint.snapshots`."""
 
     number: Annotated[int, "of the snapshot"]
@@ -130,32 +74,7 @@ class SnapshotUploaded:
     seconds: Annotated[float, "that it took"]
 
 
-@dataclass(frozen=True)
-class UpdateRefused:
-    """A member sent what this server will not take."""
-
-    member: Member
-    reason: Annotated[str, "why"]
-    offences: Annotated[int, "of its last updates, how many were refused"]
-
-
-@dataclass(frozen=True)
-class Quarantined:
-    """A member sent too much that was refused: it is refused itself, and its leases go to others."""
-
-    member: Member
-    reason: Annotated[str, "why, the last time"]
-
-
-@dataclass(frozen=True)
-class Pardoned:
-    """A quarantined member may come back, in a new life."""
-
-    member: Member
-
-
-@dataclass(frozen=True)
-class JobTrained:
+class JobTrained(Event):
     """A worker trained a lease: its inner steps are done, its deltas on their way.
 
     compute_s, communication_s and waiting_s are all the time since the last such event, but for checkpoint_s.
@@ -180,11 +99,10 @@ class JobTrained:
     retries: Annotated[float, "attempts of this rank's calls that failed and were repeated, so far"] = 0.0
 
 
-@dataclass(frozen=True)
-class MemberSampled:
+class MemberSampled(Event):
     """What a server sees of one member, now and then."""
 
-    member: Member
+    member: MemberName
     silent_s: Annotated[float, "since its last sign"]
     sent_bytes: Annotated[int, "to the member, as the kernel counts them, since the server's start"]
     received_bytes: Annotated[int, "from the member"]
@@ -194,8 +112,7 @@ class MemberSampled:
     metrics: Annotated[dict[str, float], "what a region's heartbeat says: workers' numbers, queues, memory"]
 
 
-@dataclass(frozen=True)
-class ServerSampled:
+class ServerSampled(Event):
     """What a server sees of itself, now and then."""
 
     rss_bytes: Annotated[int, "memory of the process"]
@@ -216,17 +133,15 @@ class ServerSampled:
     connected: Annotated[bool, "the link upwards is there"] = True
 
 
-@dataclass(frozen=True)
-class Acknowledged:
+class Acknowledged(Event):
     """A member was told that its update is safe."""
 
-    member: Member
+    member: MemberName
     life: Annotated[str, "of the member, as in Joined"]
     sequence: Annotated[int, "number of the update"]
 
 
-@dataclass(frozen=True)
-class ProcessDied:
+class ProcessDied(Event):
     """A server or a worker has died before its time; the launcher starts it again, or gives it up."""
 
     unit: Annotated[str, "the server or worker"]
@@ -235,89 +150,38 @@ class ProcessDied:
     restarts: Annotated[int, "of it, so far"]
 
 
-@dataclass(frozen=True)
-class Recovery:
+class Recovery(Event):
     """A server has started."""
 
     replayed: Annotated[int, "messages of its journal that came after its snapshot"]
 
 
-@dataclass(frozen=True)
-class ProcessStarted:
+class ProcessStarted(Event):
     """The launcher has started a process."""
 
     process: Annotated[str, "its name, as of its log file"]
     role: Annotated[str, "worker, server or helper"]
 
 
-@dataclass(frozen=True)
-class ProcessEnded:
+class ProcessEnded(Event):
     """A process that the launcher started has ended."""
 
     process: Annotated[str, "its name"]
     code: Annotated[int, "exit code; −n: ended by signal n"]
 
 
-@dataclass(frozen=True)
-class ValidationDone:
-    """A worker has evaluated the global weights."""
-
-    worker: Annotated[str, "who did it"]
-    number: Annotated[int, "of the validation, from 1"]
-    version: Annotated[int, "the newest of the fragments' global versions"]
-    loss: Annotated[float, "nats a token"]
-    seconds: Annotated[float, "that it took"]
-    tokens: Annotated[int, "committed by then"]
-
-
-@dataclass(frozen=True)
-class Steered:
-    """A person told the run to pause, resume, drain a region, or stop."""
-
-    what: Annotated[str, "what it was told"]
-    region: Annotated[str, "to drain; else empty"]
-
-
-@dataclass(frozen=True)
-class Trouble:
+class Trouble(Event):
     """Something that a person should know of."""
 
     what: Annotated[str, "in words"]
 
 
-Event = (
-    Joined
-    | Left
-    | Lost
-    | Found
-    | UpdateApplied
-    | UpdateRefused
-    | Quarantined
-    | Pardoned
-    | SentUp
-    | Merged
-    | LinkTraffic
-    | UpdatesLost
-    | SnapshotWritten
-    | SnapshotUploaded
-    | JobTrained
-    | ValidationDone
-    | Steered
-    | MemberSampled
-    | ServerSampled
-    | Recovery
-    | Acknowledged
-    | ProcessDied
-    | ProcessStarted
-    | ProcessEnded
-    | Trouble
-)
-KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 @dataclass(frozen=True)
 class Record:
-    """An event with when and where."""
+    """An event with its time (Unix time in seconds) and the process that wrote it."""
 
     time_s: float
     source: str
@@ -329,22 +193,22 @@ class Record:
 
     @staticmethod
     def from_line(line: str | bytes) -> Record | None:
-        """None: it is no event that this version knows."""
+        """The record of a log's line; None if it is no event that this version knows."""
         try:
             said: dict[str, Any] = json.loads(line)
             kind = KINDS[said["event"]]
-            known = {f.name: said[f.name] for f in fields(kind) if f.name in said}
+            known = {f.name: said[f.name] for f in fields(kind) if f.name in said}  # a newer version may say more
             return Record(float(said["time_s"]), str(said.get("source", "")), kind(**known))
         except (ValueError, KeyError, TypeError):
             return None
 
 
 class EventLog:
-    """Appends to `path`. A file that has grown to `max_bytes` is renamed to `<path>.1`, that to `<path>.2`, and so
-    on; `older` of them are kept.
+    """A process's log of events. It appends to `path`; a file that has grown to `max_bytes` is renamed to `<path>.1`,
+    the former `<path>.1` to `<path>.2`, and so on. `older` of them are kept.
 
-    source: the process that writes. enabled: False writes nothing and tells nobody.
-    subscribers: called with each record, on the writer's thread; they must be quick.
+    source: the process that writes. enabled: False writes nothing and calls no subscriber.
+    subscribers: called with each record, on the writer's thread; so they must be quick.
     """
 
     def __init__(
@@ -358,32 +222,75 @@ class EventLog:
     ) -> None:
         self.path, self.max_bytes, self.source, self.older, self.enabled = path, max_bytes, source, older, enabled
         self.subscribers: list[Callable[[Record], None]] = []
+        self.dropped = 0  # events that could not be written since the last one that was
         self._lock = threading.Lock()
+        self._file: FileIO | None = None  # unbuffered: what could not be written must not come back later
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        try:
+            self._file = FileIO(path, "a")
+        except OSError as error:
+            if not out_of_room(error):
+                raise
 
     def write(self, event: Event) -> None:
-        """What cannot be written (a full disk) is left out: the run goes on without its diary."""
+        """Write an event and hand it to the subscribers.
+
+        An event that cannot be written, as on a full disk, is left out, because monitoring must never stop the run.
+        The next one that can be written is preceded by a `Trouble` that says how many are missing.
+        """
         if not self.enabled:
             return
         record = Record(round(time.time(), 3), self.source, event)
         for subscriber in self.subscribers:
             subscriber(record)
-        with self._lock, suppress(OSError):
-            if self._file.tell() >= self.max_bytes:
-                self._rotate()
-            self._file.write(record.to_line())
+        with self._lock:
+            try:
+                if self.dropped:
+                    missing = Trouble(f"{self.path}: {self.dropped} events could not be written and are missing here")
+                    self._append(replace(record, event=missing).to_line())
+                    self.dropped = 0
+                self._append(record.to_line())
+            except OSError:
+                self.dropped += 1
+
+    def _append(self, line: str) -> None:
+        """Append a whole line, or nothing. Raises OSError."""
+        if self._file is None:
+            self._file = FileIO(self.path, "a")
+        size = os.fstat(self._file.fileno()).st_size
+        if size >= self.max_bytes:
+            self._rotate()
+            size = 0
+        content, written = line.encode(), 0
+        try:
+            written = self._file.write(content) or 0
+            if written < len(content):  # a disk that is almost full takes a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            # Ranks of a worker append to one file, so it is cut only if nothing of another's stands behind.
+            if written and os.fstat(self._file.fileno()).st_size == size + written:
+                self._file.truncate(size)
+            raise
 
     def _rotate(self) -> None:
+        """Give the file its number and begin a new one. If that fails, the older file stays open, and the next event
+        tries again. Raises OSError."""
+        assert self._file is not None
+        if os.fstat(self._file.fileno()).st_ino == _inode(self.path):  # not renamed yet by an earlier attempt
+            for number in range(self.older, 0, -1):
+                newer = older_file(self.path, number - 1)
+                if newer.exists():
+                    newer.replace(older_file(self.path, number))
+        fresh = FileIO(self.path, "a")
         self._file.close()
-        for number in range(self.older, 0, -1):
-            newer = older_file(self.path, number - 1)
-            if newer.exists():
-                newer.replace(older_file(self.path, number))
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._file = fresh
 
     def close(self) -> None:
-        self._file.close()
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self.enabled = False  # a thread that still has something to say must not open the file again
 
     def __enter__(self) -> EventLog:
         return self
@@ -392,24 +299,32 @@ class EventLog:
         self.close()
 
 
+def _inode(path: Path) -> int | None:
+    with suppress(OSError):
+        return path.stat().st_ino
+    return None
+
+
 def older_file(path: Path, number: int) -> Path:
     """The number-th newest file of a log: `path` itself is number 0."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
 class Follower:
-    """Reads a log's events in order, also those of its older files, and goes on when the file is rotated.
+    """Reads a log's events in order, those of its older files first, and goes on when the file is rotated.
 
-    missed: files were rotated away, and perhaps some before they were read.
+    missed: whether the file that was being read was rotated away; then others may have been before they were read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.missed = path, False
-        self._file: BinaryIO | None = None  # kept open: so its inode is not given to another file
+        self._file: BinaryIO | None = None  # kept open, so that no new file can get its inode
         self._offset = 0
 
     def read(self) -> Iterator[Record]:
-        """What has been written since the last time. A line that is not whole yet is left for the next time."""
+        """Yield what was written since the last call. A line that is not whole yet is left for the next call."""
+        # A file is known by its inode, because rotation changes its name. When the open file has been read to its end
+        # and a newer one exists, reading goes on in the next newer one.
         while True:
             found = self._files()
             inodes = [inode for inode, _ in found]
@@ -417,7 +332,7 @@ class Follower:
             at = inodes.index(mine) if mine in inodes else -1
             if self._file:
                 self.missed |= at < 0
-                yield from self._lines(self._file)  # a file that was not newest before now gets no more lines
+                yield from self._lines(self._file)  # if a newer file exists, this one gets no more lines
             if at == len(found) - 1:
                 return
             try:
@@ -425,7 +340,7 @@ class Follower:
             except OSError:
                 return
             if os.fstat(file.fileno()).st_ino != inodes[at + 1]:
-                file.close()  # rotated just now
+                file.close()  # the log was rotated since `_files` looked
                 continue
             self.close()
             self._file, self._offset = file, 0
@@ -436,10 +351,10 @@ class Follower:
 
     def _files(self) -> list[tuple[int, Path]]:
         """(inode, path), oldest first."""
-        names = [self.path, *self.path.parent.glob(self.path.name + ".*")]
-        numbers = sorted((_number(self.path, name) for name in names), reverse=True)
+        suffixes = [name.suffix[1:] for name in self.path.parent.glob(self.path.name + ".*")]
+        numbers = sorted({int(suffix) for suffix in suffixes if suffix.isdecimal()}, reverse=True)
         found = []
-        for path in (older_file(self.path, n) for n in numbers if n >= 0):
+        for path in (older_file(self.path, n) for n in (*numbers, 0)):
             with suppress(OSError):
                 found.append((path.stat().st_ino, path))
         return found
@@ -453,11 +368,3 @@ class Follower:
             record = Record.from_line(line)
             if record is not None:
                 yield record
-
-
-def _number(path: Path, name: Path) -> int:
-    """Which file of the log this is; −1: none."""
-    if name == path:
-        return 0
-    suffix = name.name.removeprefix(path.name + ".")
-    return int(suffix) if suffix.isdecimal() else -1

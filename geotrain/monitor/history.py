@@ -1,4 +1,4 @@
-"""What the status page shows, kept from the global server's events: bounded, in plain data for JSON."""
+"""Keeps what the status page shows, from the global server's events, in bounded memory and as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -8,39 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from geotrain.config import ClusterConfig, RunConfig
-from geotrain.monitor.events import (
-    Found,
-    Joined,
-    Left,
-    Lost,
-    MemberSampled,
-    Pardoned,
-    Quarantined,
-    Record,
-    Recovery,
-    ServerSampled,
-    SnapshotWritten,
-    Steered,
-    Trouble,
-    UpdateApplied,
-    UpdateRefused,
-    UpdatesLost,
-    ValidationDone,
-)
+from geotrain.config import ClusterConfig, RunConfig, Topology
+from geotrain.monitor import events
 from geotrain.monitor.metrics import time_shares
 
-MAX_RECENT = 1024  # losses kept one by one; the older half of them then goes into the past
+MAX_RECENT = 1024  # losses kept one by one; beyond that, the older half goes into the past
 MAX_PAST = 2048  # means of equally many losses each; merged in pairs when there are more
-MAX_MARKS = 1000
-MAX_VALIDATIONS = 500  # the oldest are forgotten
-TICKS = 200  # merges remembered for each member, and their staleness
+MAX_MARKS = 1000  # of these and the next two, the oldest are forgotten
+MAX_VALIDATIONS = 500
+TICKS = 200  # merges of each member, with their staleness
+_PHASES = {"pause": "paused", "resume": "running", "stop": "stopping"}  # what a person says → what follows
 RATE_S = 120.0  # speeds are means over the last so many seconds
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What does not change. regions: name → what the cluster file says of it and its link."""
+    """What does not change during a run. members: name → its region, its workers, and its link to the global
+    server."""
 
     run: str
     parameters: int
@@ -51,40 +35,42 @@ class Facts:
 
 
 def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tuple[str, ...]) -> Facts:
-    """The members are regions, or in a flat run the workers."""
-    links = {end: link for link in cluster.links if "global" in link.regions for end in link.regions}
+    """The facts of a run, for the global server: its members are regions or, in a flat run, workers."""
+    links = {
+        end: {"gbps": link.gbps, "rtt_ms": link.rtt_ms}
+        for link in cluster.links if "global" in link.regions
+        for end in link.regions
+    }  # fmt: skip
     members: dict[str, dict[str, Any]] = {}
-    for region in cluster.regions:
-        link = links.get(region.name)
-        of_link = {"gbps": link.gbps if link else None, "rtt_ms": link.rtt_ms if link else None}
-        names = [region.name] if run.outer.levels == 2 else [worker.name for worker in region.workers]
-        for name in names:
-            workers = len(region.workers) if run.outer.levels == 2 else 1
-            members[name] = {"region": region.name, "workers": workers, **of_link}
+    topology = Topology(run, cluster)
+    for name, workers in topology.members.items():
+        region = topology.region_of(name)
+        of_link = links.get(region, {"gbps": None, "rtt_ms": None})
+        members[name] = {"region": region, "workers": len(workers), **of_link}
     length = run.data.sequence_length
     return Facts(run.name, parameters, length, length * run.data.train_samples, fragments, members)
 
 
 @dataclass
 class _Member:
-    state: str = "away"  # away: not joined yet, or again; up; lost; left
+    state: str = "away"  # "away" (not joined since the server started), "up", "lost" or "left"
     since_s: float = 0.0
     updates: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
-    sample: MemberSampled | None = None
+    sample: events.MemberSampled | None = None
     sampled_s: float = 0.0
     updated_s: float | None = None
-    refused: int = 0
     ticks: deque[list[float]] = field(default_factory=lambda: deque(maxlen=TICKS))  # number, time_s, staleness
 
 
 class History:
-    """A sink; `state` may be called from any thread.
+    """Keeps the page's data; `on` is a sink, and `state` may be called from any thread.
 
-    Whatever can grow is numbered, so that a page that knows everything up to a number gets only what is newer.
-    `epoch` changes when numbers that were given out are not valid any more.
+    Everything that grows is numbered, so that a page that knows all up to a number gets only what is newer. When
+    points
+    that were given out are merged, their numbers are not valid any more: then `epoch` changes, and pages begin anew.
     """
 
     def __init__(self, facts: Facts, life: str) -> None:
@@ -95,25 +81,27 @@ class History:
         self._members = {name: _Member() for name in facts.members}
         self._order = list(facts.members)
         self._recent: list[list[float]] = []  # number, time_s, tokens, loss, member
-        self._past: list[list[float]] = []  # the same, of `_stride` each; member −1
+        self._past: list[list[float]] = []  # the same, each the mean of `_stride` losses; member −1
         self._stride = 1
-        self._open: list[list[float]] = []  # fewer than a stride
+        self._open: list[list[float]] = []  # losses that are not enough for a mean yet
         self._marks: deque[list[Any]] = deque(maxlen=MAX_MARKS)  # number, time_s, kind, member, text
         self._validations: deque[list[float]] = deque(maxlen=MAX_VALIDATIONS)  # number, time_s, tokens, loss
         self._speeds: deque[tuple[float, int]] = deque()  # time_s, tokens
         self._versions: list[int] = []
         self._tokens = 0
         self._first_s: float | None = None
-        self._server: ServerSampled | None = None
+        self._phase = "running"  # or "paused", "stopping": as a person last said
+        self._server: events.ServerSampled | None = None
 
-    def on(self, record: Record) -> None:
+    def on(self, record: events.Record) -> None:
         with self._lock:
             self._number += 1
             self._first_s = record.time_s if self._first_s is None else self._first_s
             self._take(record)
 
     def state(self, now_s: float, since: int = 0, epoch: str = "") -> dict[str, Any]:
-        """since, epoch: what the last answer said; 0 asks for everything."""
+        """The answer to a page. since, epoch: `number` and `epoch` of the last answer that it got; 0: it needs
+        all."""
         with self._lock:
             ours = f"{self._life}-{self._compactions}"
             since = since if epoch == ours else 0
@@ -124,11 +112,12 @@ class History:
                 "full": since == 0,
                 "now_s": now_s,
                 "first_s": self._first_s,
+                "phase": self._phase,
                 "tokens": self._tokens,
                 "tokens_per_s": self._speed(now_s),
                 "versions": self._versions,
                 "server": asdict(self._server) if self._server else None,
-                "members": [self._said(name, now_s) for name in self._order],
+                "members": [self._member_state(name, now_s) for name in self._order],
                 "points": [p for p in self._recent if p[0] > since] if since else [*self._past, *self._recent],
                 "validations": [v for v in self._validations if v[0] > since],
                 "marks": [m for m in self._marks if m[0] > since],
@@ -137,49 +126,49 @@ class History:
                 },
             }
 
-    # -- inside
-
-    def _take(self, record: Record) -> None:
+    def _take(self, record: events.Record) -> None:
         event, now_s = record.event, record.time_s
         match event:
-            case UpdateApplied() if event.member in self._members:
-                self._on_update(event, now_s)
-            case MemberSampled() if event.member in self._members:
-                member = self._members[event.member]
-                member.sample, member.sampled_s, member.refused = event, now_s, event.refused
-            case ServerSampled():
+            case events.UpdateApplied() if event.member in self._members:
+                self._apply_update(event, now_s)
+            case events.MemberSampled() if event.member in self._members:
+                self._members[event.member].sample, self._members[event.member].sampled_s = event, now_s
+            case events.ServerSampled():
                 self._server, self._versions = event, event.versions
-            case Joined():
+            case events.Joined():
                 self._becomes(event.member, "up", now_s, "joined")
-            case Found():
+            case events.Found():
                 self._becomes(event.member, "up", now_s, f"heard of again after {event.silent_s:.0f} s")
-            case Lost():
+            case events.Lost():
                 self._becomes(event.member, "lost", now_s, f"not heard of for {event.silent_s:.0f} s")
-            case Left():
+            case events.Left():
                 self._becomes(event.member, "left", now_s, "left in good order")
-            case Recovery():
+            case events.Recovery():
                 for name in self._order:
                     if self._members[name].state != "left":
                         self._members[name].state = "away"
+                if self._phase == "stopping":  # it has stopped, and is resumed
+                    self._phase = "running"
                 self._mark(now_s, "start", "", f"the global server started; {event.replayed} messages replayed")
-            case UpdateRefused():
+            case events.UpdateRefused():
                 self._mark(now_s, "refused", event.member, event.reason[:200])
-            case Quarantined():
+            case events.Quarantined():
                 self._mark(now_s, "quarantined", event.member, f"quarantined: {event.reason[:200]}")
-            case Pardoned():
+            case events.Pardoned():
                 self._mark(now_s, "pardoned", event.member, "may come back")
-            case ValidationDone():
+            case events.ValidationDone():
                 self._validations.append([self._number, now_s, event.tokens, round(event.loss, 5)])
-            case Steered():
+            case events.Steered():
+                self._phase = _PHASES.get(event.what, self._phase)
                 self._mark(now_s, "steered", event.region, f"a person said: {event.what}")
-            case SnapshotWritten():
+            case events.SnapshotWritten():
                 self._mark(now_s, "snapshot", "", f"snapshot {event.number} in {event.seconds:.1f} s")
-            case UpdatesLost():
+            case events.UpdatesLost():
                 self._mark(now_s, "trouble", "", f"{event.updates} acknowledged updates were lost")
-            case Trouble():
+            case events.Trouble():
                 self._mark(now_s, "trouble", "", event.what[:200])
 
-    def _on_update(self, event: UpdateApplied, now_s: float) -> None:
+    def _apply_update(self, event: events.UpdateApplied, now_s: float) -> None:
         member = self._members[event.member]
         member.updates += 1
         member.updated_s, member.metrics = now_s, event.metrics
@@ -199,7 +188,11 @@ class History:
                 self._compact()
 
     def _compact(self) -> None:
-        """All of the past at one resolution, so that a curve of three weeks keeps its beginning."""
+        """Move the older half of the recent losses into the past.
+
+        All of the past has the same resolution, which is halved when there are too many points. So the curve of a run
+        of weeks keeps its beginning, in bounded memory.
+        """
         old, self._recent = self._recent[: MAX_RECENT // 2], self._recent[MAX_RECENT // 2 :]
         for point in old:
             self._open.append(point)
@@ -226,44 +219,40 @@ class History:
         self._marks.append([self._number, now_s, kind, member, text])
 
     def _speed(self, now_s: float) -> float | None:
-        """Tokens committed a second, lately."""
+        """Tokens committed a second, over about the last RATE_S seconds; None if not known yet."""
         if len(self._speeds) < 2:
             return None
         (first_s, first), (last_s, last) = self._speeds[0], self._speeds[-1]
         elapsed_s = max(now_s, last_s) - first_s
         return (last - first) / elapsed_s if elapsed_s > 0 else None
 
-    def _said(self, name: str, now_s: float) -> dict[str, Any]:
-        m = self._members[name]
-        sample, metrics = m.sample, dict(m.metrics)
-        if sample is not None and m.sampled_s > (m.updated_s or 0):
-            metrics |= sample.metrics  # its heartbeat is newer than its last update
-        fresh = sample is not None and now_s - m.sampled_s < 60 and m.state == "up"
+    def _member_state(self, name: str, now_s: float) -> dict[str, Any]:
+        m, metrics = self._members[name], self._members[name].metrics
+        sample = m.sample or events.MemberSampled(name, 0.0, 0, 0, 0.0, 0.0, 0, {})
+        if m.sampled_s > (m.updated_s or 0):
+            metrics = metrics | sample.metrics  # those of its heartbeat are newer
+        fresh = now_s - m.sampled_s < 60 and m.state == "up"
         return {
             "name": name,
             "state": m.state,
             "since_s": m.since_s,
-            "silent_s": sample.silent_s + now_s - m.sampled_s if sample else None,
+            "silent_s": sample.silent_s + now_s - m.sampled_s if m.sample else None,
             "updates": m.updates,
             "updated_s": m.updated_s,
-            "loss": metrics.get("loss"),
-            "lr": metrics.get("lr"),
-            "grad_norm": metrics.get("grad_norm"),
-            "tokens_per_s": metrics.get("tokens_per_s"),
-            "mfu": metrics.get("mfu"),
+            **{key: metrics.get(key) for key in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")},
             "shares": time_shares(metrics),
             "staleness": [m.staleness.get(f) for f in range(len(self.facts.fragments))],
             "delta_norm": sum(norm**2 for norm in m.norms.values()) ** 0.5 if m.norms else None,
-            "sent_bytes": sample.sent_bytes if sample else 0,
-            "received_bytes": sample.received_bytes if sample else 0,
-            "sent_bytes_per_s": sample.sent_bytes_per_s if fresh and sample else 0.0,
-            "received_bytes_per_s": sample.received_bytes_per_s if fresh and sample else 0.0,
-            "refused": m.refused,
-            "says": sample.metrics if sample else {},
+            "sent_bytes": sample.sent_bytes,
+            "received_bytes": sample.received_bytes,
+            "sent_bytes_per_s": sample.sent_bytes_per_s if fresh else 0.0,
+            "received_bytes_per_s": sample.received_bytes_per_s if fresh else 0.0,
+            "refused": sample.refused,
+            "says": sample.metrics,
         }
 
 
 def _mean(points: Sequence[list[float]]) -> list[float]:
-    """One point for several: where the last one is, with their mean loss."""
+    """One point in place of several, at the last one's place and with their mean loss."""
     number, time_s, tokens, _, _ = points[-1]
     return [number, time_s, tokens, round(sum(p[3] for p in points) / len(points), 5), -1.0]

@@ -1,4 +1,4 @@
-"""A small HTTP server for the page and the metrics: GET only, few connections, deadlines, a token if one is set."""
+"""A small HTTP server for page and metrics: GET only, with few connections, deadlines, and a token if one is set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from geotrain.config import ConfigError, is_loopback
 
 MAX_CONNECTIONS = 64
-REQUEST_S = 20.0  # for one request, and between two on one connection
+REQUEST_S = 20.0  # the time for one request, and between two on one connection
 COOKIE = "geotrain"
 MIN_TOKEN_CHARACTERS = 16
 COMPRESS_FROM_BYTES = 1024
@@ -46,7 +46,10 @@ Route = Callable[[Query], Response]
 
 
 def read_token(file: str | None) -> str | None:
-    """The first line. Raises ConfigError when it cannot be read, or can be guessed."""
+    """The token in the first line of a file; None without a file.
+
+    Raises ConfigError if the file cannot be read or the token is easy to guess.
+    """
     if file is None:
         return None
     try:
@@ -62,11 +65,13 @@ def read_token(file: str | None) -> str | None:
 
 
 class HttpServer:
-    """Serves `routes` (path → answer) on threads of its own. port: 0 takes a free one; `port` then says which.
+    """Serves `routes` (path → answer) on threads of its own.
 
-    token: who does not show it, as ?token=… once (the answer sets a cookie), as that cookie or as a bearer token,
-    gets 401. Without a token only requests that name a loopback host are answered, so that no other web page can ask
-    through a name of its own (DNS rebinding). Raises ConfigError when it cannot listen.
+    port: 0 takes a free one; the attribute `port` says which. token: a request must show it, or gets 401. It may come
+    once as ?token=… (the answer sets a cookie), as that cookie, or as a bearer token. Without a token only requests
+    that name a loopback host are answered. Otherwise any web page in a browser on this machine could read the
+    answers, by letting a name of its own resolve to this machine (DNS rebinding). Raises ConfigError if it cannot
+    listen.
     """
 
     def __init__(self, host: str, port: int, routes: Mapping[str, Route], token: str | None = None) -> None:
@@ -84,7 +89,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where others find it; every address of this machine goes by its name."""
+        """The address for a browser; a server on all addresses of this machine goes by the machine's name."""
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         host = f"[{name}]" if ":" in name else name
         return f"http://{host}:{self.port}/"
@@ -97,19 +102,23 @@ class HttpServer:
         self.close()
 
     def close(self) -> None:
-        """Without having been started."""
+        """Close a server that was not started."""
         self._server.server_close()
 
     def answer(self, target: str, headers: Mapping[str, str]) -> Response:
-        """To one GET request."""
+        """The answer to a GET request. target: path and query."""
         parts = urlsplit(target)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         if self.token is None:
-            if not is_loopback(_host_of(headers.get("Host", ""))):
+            # The name that the browser asked for, without the port: "[::1]:80", "localhost:80".
+            host = headers.get("Host", "")
+            host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+            if not is_loopback(host):
                 return Response(b"This page is for this machine; ask for it as localhost.\n", status=403)
         elif not self._may(query, headers):
             return Response(b"401: add ?token=... to the address, with the token of the run.\n", status=401)
         if self.token is not None and "token" in query:
+            # The browser goes on without the token in the address, which would show and stay in its history.
             cookie = f"{COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"
             return Response(b"", status=303, headers={"Location": parts.path, "Set-Cookie": cookie})
         route = self.routes.get(parts.path)
@@ -122,14 +131,8 @@ class HttpServer:
             jar.load(headers.get("Cookie", ""))
         shown = [query.get("token", ""), headers.get("Authorization", "").removeprefix("Bearer ")]
         shown.append(jar[COOKIE].value if COOKIE in jar else "")
+        # A list and no generator, so that all three are compared and the time does not tell which one fits.
         return any([hmac.compare_digest(text.encode(), self.token.encode()) for text in shown])
-
-
-def _host_of(header: str) -> str:
-    """Without the port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
 
 
 class _Server(ThreadingHTTPServer):
@@ -144,7 +147,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without the reverse look-up of the host's name that http.server does."""
+        """As http.server does it, but without its reverse look-up of the host's name."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -162,7 +165,8 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """A few times a second: end what takes too long, however slowly it drips."""
+        """Called a few times a second: end connections whose deadline is over. A socket's own timeout would not do,
+        because each byte that a slow client sends begins it anew."""
         now_s = time.monotonic()
         for connection, deadline_s in list(self.deadlines.items()):
             if now_s > deadline_s:
@@ -170,7 +174,7 @@ class _Server(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is nobody's concern."""
+        """Nothing: a broken connection concerns nobody."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,17 +1,20 @@
-"""All that shows how a run goes, in one process: what `monitor` in the run file asks for, fed by its event log."""
+"""Starts what shows in one process how the run goes: what `monitor` in the run file asks for, fed by the process's
+events."""
 
 from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from geotrain.config import ClusterConfig, RunConfig
 from geotrain.monitor.board import TensorBoard, Wandb
+from geotrain.monitor.dispatch import EventDispatcher, Sink
 from geotrain.monitor.events import EventLog
-from geotrain.monitor.feed import Feed, Sink
 from geotrain.monitor.history import Facts, History
-from geotrain.monitor.http import HttpServer, read_token
+from geotrain.monitor.http import HttpServer, Route, read_token
 from geotrain.monitor.metrics import Metrics
 from geotrain.monitor.page import page_routes
 
@@ -21,10 +24,10 @@ GLOBAL, LAUNCHER = "global", "launcher"
 
 
 class Monitor:
-    """A context manager, around everything that writes to `events`.
+    """A process's page, metrics and curves. It is a context manager, around everything that writes to `events`.
 
-    site: "global", "launcher" or a region. facts: for the global server's page. Raises ConfigError.
-    page_url, metrics_url: where they are served; None: they are not.
+    site: "global", "launcher" or a region. facts: for the global server's page; None: there is no page.
+    page_url, metrics_url: where they are served; None: they are not. Raises ConfigError.
     """
 
     def __init__(
@@ -34,78 +37,67 @@ class Monitor:
         self.page_url: str | None = None
         self.metrics_url: str | None = None
         self._servers: list[HttpServer] = []
-        self._boards: list[TensorBoard | Wandb] = []
-        self._feed: Feed | None = None
+        self._dispatcher: EventDispatcher | None = None
+        self._closing = ExitStack()
         if not config.enabled:
             return
         token = read_token(config.token_file)
         with_past: list[Sink] = []
         live: list[Sink] = []
-        try:
+        with ExitStack() as opened:  # if a later part cannot be opened, the earlier ones are closed
+
+            def serve(port: int, routes: Mapping[str, Route]) -> str:
+                self._servers.append(HttpServer(config.host, port, routes, token))
+                opened.callback(self._servers[-1].close)
+                return self._servers[-1].url
+
             port = metrics_port(run, cluster, site)
             if port is not None:
                 tokens = run.data.train_samples * run.data.sequence_length if site == GLOBAL else 0
                 metrics = Metrics(run.name, site, tokens, _capacities(cluster) if site == GLOBAL else {})
                 live.append(metrics.on)
-                self._servers.append(HttpServer(config.host, port, {"/metrics": metrics.route}, token))
-                self.metrics_url = self._servers[-1].url + "metrics"
+                self.metrics_url = serve(port, {"/metrics": metrics.route}) + "metrics"
             if facts is not None and config.page_port is not None:
                 history = History(facts, uuid.uuid4().hex[:8])
                 with_past.append(history.on)
-                self._servers.append(HttpServer(config.host, config.page_port, page_routes(history), token))
-                self.page_url = self._servers[-1].url
-            if site == GLOBAL:
-                self._boards = _boards(run)
-                live += [board.on for board in self._boards]
+                self.page_url = serve(config.page_port, page_routes(history))
+            boards: list[TensorBoard | Wandb] = []
+            if site == GLOBAL and config.tensorboard is not None:
+                boards.append(TensorBoard(run.run_folder / config.tensorboard))
+                opened.callback(boards[-1].close)
+            if site == GLOBAL and config.wandb is not None:
+                boards.append(Wandb(config.wandb, run.name, Path(run.run_folder)))
+                opened.callback(boards[-1].close)
+            live += [board.on for board in boards]
             if with_past or live:
-                self._feed = Feed(events, with_past, live)
-        except BaseException:
-            self._close()
-            raise
+                self._dispatcher = EventDispatcher(events, with_past, live)
+            self._closing = opened.pop_all()
 
     def __enter__(self) -> Monitor:
-        if self._feed:
-            self._feed.start()
         for server in self._servers:
             server.start()
+            self._closing.callback(server.stop)
+        if self._dispatcher:
+            self._dispatcher.start()
+            self._closing.callback(self._dispatcher.stop)  # closed first, while the boards still take its last events
         for what, url in (("status page", self.page_url), ("metrics", self.metrics_url)):
             if url:
                 log.info("%s: %s", what, url)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._feed:
-            self._feed.stop()
-        for server in self._servers:
-            server.stop()
-        self._servers = []
-        self._close()
-
-    def _close(self) -> None:
-        for server in self._servers:
-            server.close()
-        for board in self._boards:
-            board.close()
+        self._closing.close()
 
 
 def metrics_port(run: RunConfig, cluster: ClusterConfig, site: str) -> int | None:
-    """monitor.metrics_port for the global server, then the launcher, then the regions; None: no metrics."""
+    """The port of a site's metrics: monitor.metrics_port for the global server, the next for the launcher, then one
+    for each region. None: no metrics; 0: any free port."""
     base = run.monitor.metrics_port
     if not base:
         return base
     return base + [GLOBAL, LAUNCHER, *(region.name for region in cluster.regions)].index(site)
 
 
-def _boards(run: RunConfig) -> list[TensorBoard | Wandb]:
-    boards: list[TensorBoard | Wandb] = []
-    folder = run.run_folder
-    if run.monitor.tensorboard is not None:
-        boards.append(TensorBoard(folder / run.monitor.tensorboard))
-    if run.monitor.wandb is not None:
-        boards.append(Wandb(run.monitor.wandb, run.name, Path(folder)))
-    return boards
-
-
 def _capacities(cluster: ClusterConfig) -> dict[str, float]:
-    """Region → Gbit/s of its link to the global server, where the cluster file states it."""
+    """Region → Gbit/s of its link to the global server, for the links that the cluster file has."""
     return {end: li.gbps for li in cluster.links if GLOBAL in li.regions for end in li.regions if end != GLOBAL}

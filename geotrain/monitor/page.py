@@ -1,4 +1,4 @@
-"""The status page: its files and the data it asks for, as routes of an HTTP server."""
+"""The status page: routes of an HTTP server for its files and for the data that it asks for."""
 
 from __future__ import annotations
 

@@ -1,48 +1,35 @@
-"""What a run's events tell, as a picture: does it learn, and what do its links carry."""
+"""Draws a picture of a run from its events: whether it learns, and what its links carry."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from geotrain.files import OutputError
+from geotrain.monitor.events import JobTrained, Record
+from geotrain.outer.events import Merged, SentUp, ValidationDone
 
 Points = list[tuple[float, float]]
-
-
-@dataclass
-class Story:
-    """What is drawn. losses: worker → (tokens of the run so far, loss of a job). validations: (tokens, loss).
-    sent: region and direction → (seconds since the beginning, bytes so far)."""
-
-    losses: dict[str, Points] = field(default_factory=dict)
-    validations: Points = field(default_factory=list)
-    sent: dict[str, Points] = field(default_factory=dict)
 
 
 def picture(folder: Path, sequence_length: int, path: Path) -> None:
     """Draw a run's losses over its tokens and its regions' payload bytes over time (.png, .svg or .pdf).
 
-    folder: the run's. Raises OutputError: it holds no events, or the picture cannot be written.
+    folder: the run's. Raises OutputError if it holds no events or the picture cannot be written.
     """
-    told = story(folder, sequence_length)
-    if not told.losses:
+    losses, validations, sent = story(folder, sequence_length)
+    if not losses:
         raise OutputError(f"{folder}: no trained job is told of in its events; nothing to draw")
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = "geotrain"  # the same picture gives the same file
     figure, (learning, links) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for worker, points in told.losses.items():
+    for worker, points in losses.items():
         learning.plot(*zip(*points, strict=True), ".", markersize=4, alpha=0.6, label=f"{worker}: training, by job")
-    if told.validations:
-        learning.plot(*zip(*told.validations, strict=True), "k-o", markersize=4, label="global weights: validation")
+    if validations:
+        learning.plot(*zip(*validations, strict=True), "k-o", markersize=4, label="global weights: validation")
     learning.set_xlabel("tokens of the run")
     learning.set_ylabel("loss, nats a token")
-    for name, points in told.sent.items():
+    for name, points in sent.items():
         seconds, counts = zip(*points, strict=True)
         links.step(seconds, [count / 1e6 for count in counts], where="post", label=name)
     links.set_xlabel("seconds")
@@ -60,29 +47,35 @@ def picture(folder: Path, sequence_length: int, path: Path) -> None:
         pyplot.close(figure)
 
 
-def story(folder: Path, sequence_length: int) -> Story:
-    """Of the events of workers and of region servers that are on this machine."""
-    told = Story()
+def story(folder: Path, sequence_length: int) -> tuple[dict[str, Points], Points, dict[str, Points]]:
+    """The points of the picture's curves, from the event logs of workers and servers on this machine.
+
+    Returns three things: worker → [(tokens of the run so far, loss of a job)]; [(tokens, loss)] of validations; and
+    "region up" or "region down" → [(seconds from the start, payload bytes so far)].
+    """
+    losses: dict[str, Points] = {}
+    validations: Points = []
+    sent: dict[str, Points] = {}
     for path in sorted((folder / "events").glob("*.jsonl")):
-        jobs = [e for e in events(path) if e["event"] == "JobTrained"]
+        jobs = [r.event for r in records(path) if isinstance(r.event, JobTrained)]
         if jobs:
-            told.losses[path.stem] = [(e["start"] * sequence_length + e["tokens"], e["loss"]) for e in jobs]
-    servers = {p.parent.name: list(events(p)) for p in sorted((folder / "servers").glob("*/events.jsonl"))}
-    begin_s = min((e["time_s"] for told_by in servers.values() for e in told_by), default=0.0)
-    for site, told_by in servers.items():
-        told.validations += [(e["tokens"], e["loss"]) for e in told_by if e["event"] == "ValidationDone"]
-        for event, direction in (("SentUp", "up"), ("Merged", "down")):
-            moved = [(e["time_s"] - begin_s, e["payload_bytes"]) for e in told_by if e["event"] == event]
-            if moved:
-                times = [time_s for time_s, _ in moved]
-                told.sent[f"{site} {direction}"] = list(zip(times, accumulate(b for _, b in moved), strict=True))
-    return told
+            losses[path.stem] = [(job.start * sequence_length + job.tokens, job.loss) for job in jobs]
+    servers = {p.parent.name: records(p) for p in sorted((folder / "servers").glob("*/events.jsonl"))}
+    begin_s = min((r.time_s for of_site in servers.values() for r in of_site), default=0.0)
+    for site, of_site in servers.items():
+        sums = {"up": 0, "down": 0}
+        for record in of_site:
+            event = record.event
+            if isinstance(event, ValidationDone):
+                validations.append((event.tokens, event.loss))
+            elif isinstance(event, SentUp | Merged):
+                way = "up" if isinstance(event, SentUp) else "down"
+                sums[way] += event.payload_bytes
+                sent.setdefault(f"{site} {way}", []).append((record.time_s - begin_s, sums[way]))
+    return losses, validations, sent
 
 
-def events(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines; the last one of a live file may be half written."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+def records(path: Path) -> list[Record]:
+    """The records in a log's newest file. The last line of a log in use may be half written, and is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [record for line in lines if (record := Record.from_line(line))]

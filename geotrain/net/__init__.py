@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC tells of every connection that ends
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every connection that ends

@@ -1,19 +1,21 @@
-"""Who speaks: a certificate authority for the run, and a certificate for each of its processes' roles and names.
+"""Mutual TLS: each run has its own certificate authority, which signs a certificate for each process of the run.
 
-    <folder>/ca.pem, ca.key                     the authority; its key stays where certificates are made
-    <folder>/<role>-<name>.pem, .key            one for each; a host needs its own pair and ca.pem
+    <folder>/ca.pem, ca.key                     the authority; its key should stay where certificates are made
+    <folder>/<role>-<name>.pem, .key            one pair for each process; a host needs its own pairs and ca.pem
 
-A certificate carries one name, `<name>.<role>.geotrain`. Both ends check it: a client that it has reached the server
-it means, wherever that runs; a server that a member speaks for itself only.
+A certificate carries one name, `<name>.<role>.geotrain`, and no host, so that a process may move to another machine.
+Both ends check the name: a client, that it has reached the server that it means; a server, that a member speaks only
+for itself.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 from cryptography import x509
@@ -21,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from geotrain.config import ClusterConfig
+from geotrain.config import Address, ClusterConfig
 from geotrain.outer.messages import GLOBAL
 
 Role = Literal["global", "region", "worker", "operator"]
@@ -40,21 +42,12 @@ def identity(role: Role, name: str) -> str:
 
 @dataclass(frozen=True)
 class Credentials:
-    """One process's key and certificate, and the authority it trusts: PEM texts."""
+    """One process's key and certificate and the authority that it trusts, each a PEM text."""
 
     identity: str
     key: bytes
     certificate: bytes
     authority: bytes
-
-    def server(self) -> grpc.ServerCredentials:
-        """For a service that only members of the run can call."""
-        return grpc.ssl_server_credentials(
-            [(self.key, self.certificate)], root_certificates=self.authority, require_client_auth=True
-        )
-
-    def channel(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,30 @@ class Trust:
     server: str
 
 
+def open_channel(transport: Any, address: str, trust: Trust | None, options: Sequence[tuple[str, Any]]) -> Any:
+    """A channel to host:port. transport: `grpc` or `grpc.aio`. trust: None means plaintext."""
+    if trust is None:
+        return transport.insecure_channel(address, options=options)
+    own = trust.credentials
+    credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    # TLS would compare the certificate with the host name in the address; here it is compared with the server's name.
+    options = (*options, ("grpc.ssl_target_name_override", trust.server))
+    return transport.secure_channel(address, credentials, options=options)
+
+
+def add_port(server: Any, address: Address, own: Credentials | None) -> int:
+    """Let a server of `grpc` or `grpc.aio` listen; returns the port. With credentials only members of the run can
+    call it; without them everyone can, in plaintext. Raises RuntimeError."""
+    if own is None:
+        return int(server.add_insecure_port(str(address)))
+    credentials = grpc.ssl_server_credentials(
+        [(own.key, own.certificate)], root_certificates=own.authority, require_client_auth=True
+    )
+    return int(server.add_secure_port(str(address), credentials))
+
+
 def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
-    """Raises CertificateError."""
+    """Read and check the certificate of one process. Raises CertificateError."""
     stem = f"{role}-{name}"
     credentials = Credentials(
         identity(role, name), _read(folder, f"{stem}.key"), _read(folder, f"{stem}.pem"), _read(folder, "ca.pem")
@@ -112,54 +127,43 @@ def make_certificates(cluster: ClusterConfig, folder: Path, days: int = DEFAULT_
         wanted += [("region", region.name), *(("worker", worker.name) for worker in region.workers)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made = [] if (folder / "ca.pem").exists() else _make_authority(folder, cluster.name, days)
-        authority = x509.load_pem_x509_certificate(_read(folder, "ca.pem"))
+        made: list[Path] = []
+        if not (folder / "ca.pem").exists():
+            common_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"GeoTrain {cluster.name}")])
+            key = ec.generate_private_key(ec.SECP256R1())
+            builder = _builder(common_name, common_name, key, days)
+            builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            made += _save(folder, AUTHORITY, builder.sign(key, hashes.SHA256()), key)
+        issuer = x509.load_pem_x509_certificate(_read(folder, "ca.pem")).subject
+        uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         for role, name in wanted:
-            if not (folder / f"{role}-{name}.pem").exists():
-                key = serialization.load_pem_private_key(_read(folder, "ca.key"), None)
-                assert isinstance(key, ec.EllipticCurvePrivateKey)
-                made += _make(folder, role, name, authority, key, days)
+            if (folder / f"{role}-{name}.pem").exists():
+                continue
+            # Read only now, because where nothing is left to sign the authority's key need not be present.
+            signer = serialization.load_pem_private_key(_read(folder, "ca.key"), None)
+            assert isinstance(signer, ec.EllipticCurvePrivateKey)
+            own, key = identity(role, name), ec.generate_private_key(ec.SECP256R1())
+            builder = _builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, own)]), issuer, key, days)
+            builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(own)]), critical=False)
+            builder = builder.add_extension(uses, critical=False)
+            made += _save(folder, f"{role}-{name}", builder.sign(signer, hashes.SHA256()), key)
         return made
+    except CertificateError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, CertificateError):
-            raise
         raise CertificateError(f"{folder}: certificates cannot be made: {error}") from None
 
 
-def _make_authority(folder: Path, run: str, days: int) -> list[Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"GeoTrain {run}")])
-    builder = _builder(name, name, key.public_key(), days)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return _save(folder, AUTHORITY, builder.sign(key, hashes.SHA256()), key)
-
-
-def _make(
-    folder: Path, role: Role, name: str, authority: x509.Certificate, signer: ec.EllipticCurvePrivateKey, days: int
-) -> list[Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    own = identity(role, name)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, own)])
-    uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
-        _builder(subject, authority.subject, key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(own)]), critical=False)
-        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        .sign(signer, hashes.SHA256())
-    )
-    return _save(folder, f"{role}-{name}", certificate, key)
-
-
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # clocks of other hosts may be behind
         .not_valid_after(now + datetime.timedelta(days=days))
@@ -167,7 +171,8 @@ def _builder(
 
 
 def _save(folder: Path, stem: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
-    """The key first: a certificate that is there has its key."""
+    """Write a pair. The key is written first, so that every certificate in the folder has its key, even when this
+    process is killed in between."""
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

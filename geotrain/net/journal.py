@@ -1,4 +1,4 @@
-"""The write-ahead journal: what a server was told, on disk before it acts on it.
+"""The write-ahead journal: every message to a server is on disk before the server acts on it.
 
 Plain files, `<folder>/<segment>.journal`; records are numbered through all segments:
 
@@ -6,9 +6,13 @@ Plain files, `<folder>/<segment>.journal`; records are numbered through all segm
     record   number (8) · length of the body (8) · crc32 of the two (4), then the body:
              the message's frames as on the wire, each behind its length (4); every frame has its own checksum
 
-`durable` is the newest record known to be on disk. It is written after each flush and reaches the disk with the next
-one at the latest; after the death of the process alone it is exact. It tells a torn tail (nothing of it was
-acknowledged) from damage to what was acknowledged: the former is cut off and reported, the latter stops the server.
+`durable` is the number of the newest record known to be on disk. It is written after each flush, so it reaches the
+disk with the next flush at the latest; if only the process dies, it is exact. It tells two kinds of damage apart. A
+torn tail has only records behind `durable`, which were never acknowledged: it is cut off and reported. A damaged
+record that was acknowledged stops the server, because going on would silently lose it.
+
+When a segment is followed by another, its MAGIC becomes CONTINUED before anything is written to that other. So the
+newest segment is known to be missing if it is; every other one is missed by its number.
 """
 
 from __future__ import annotations
@@ -18,16 +22,17 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from geotrain.files import sync
+from geotrain.files import make_folder, out_of_room, sync
 from geotrain.net import wire
 
 MAGIC = b"GeoTrnJ1"
+CONTINUED = b"GeoTrnJ+"
 PAIR = struct.Struct("<QQ")
 CRC = struct.Struct("<I")
 LENGTH = struct.Struct("<I")
@@ -44,104 +49,114 @@ class JournalFull(OSError):
     """There is no room for the record; the journal is as it was before."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A torn tail that was cut off."""
-
-    path: Path
-    at_bytes: int
-    lost_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.path}: its last {self.lost_bytes} bytes were never written whole, nor acknowledged; cut off"
-
-
 class Journal:
-    """kinds: the messages that may stand in it. limit_bytes: of one message's payloads.
+    """One server's journal. It must be replayed to its end before anything is written. One thread at a time.
 
-    First `replay`, to its end; then `append`, `flush`, `rotate`, `drop_before`. One thread at a time.
+    kinds: the types of messages that may stand in it. limit_bytes: the most that a message's payloads may have.
     """
 
     def __init__(self, folder: Path, kinds: tuple[type, ...], limit_bytes: int) -> None:
         self.folder, self._kinds, self._limit_bytes = folder, kinds, limit_bytes
-        self._file: FileIO | None = None
+        self._file: FileIO | None = None  # the open segment; unbuffered, so that a write is the kernel's at once
         self._segment = 0
         self._first = 1  # number of the open segment's first record
         self._number = 0  # of the last record
-        self._durable = 0
-        self._end = 0  # of the open segment's last record
-        self.cut: Cut | None = None
-
-    @property
-    def segment_bytes(self) -> int:
-        """Size of the open segment."""
-        return self._end
+        self._durable = 0  # number of the last record that is known to be on disk
+        self._durable_bytes = 0  # size of the open segment up to its end
+        self.segment_bytes = 0  # size of the open segment, up to the end of its last record
+        self.cut: str | None = None  # a sentence about the torn tail that was cut off, if there was one
 
     def segments(self) -> list[int]:
         return sorted(int(p.stem) for p in self.folder.glob(f"*{SUFFIX}") if p.stem.isdecimal())
 
     # -- reading
 
-    def replay(self, first_segment: int) -> Iterator[Any]:
-        """Every message from that segment on, in order; then the journal is open for writing.
+    def replay(self, first_segment: int, is_whole: bool = True) -> Iterator[Any]:
+        """Yield every message from that segment on, in order; afterwards the journal is open for writing.
 
-        Without its folder it begins anew. A torn tail is cut off and told in `cut`. Raises JournalDamaged.
+        is_whole: a last segment that says that another one follows it is then a sign of damage. A reader of single
+        segments, which an archive holds, passes False.
+
+        If there is no folder, an empty journal begins. A torn tail is cut off and described in `cut`.
+        Raises JournalDamaged.
         """
         if not self.folder.exists():
             self._begin_folder(first_segment)
             return
         present = self.segments()
-        if not present and first_segment == 1:  # no snapshot was ever taken: nothing can have been acknowledged
+        # Segment 1 is wanted only where no snapshot was ever taken, and a server listens only after its first one. So
+        # nothing can have been acknowledged, and an empty folder is no loss.
+        if not present and first_segment == 1:
             self._begin_segment(first_segment)
             return
-        segments = range(first_segment, max(first_segment, *present, 0) + 1)
-        for segment in segments:
+        segments = list(range(first_segment, max(first_segment, *present, 0) + 1))
+        empty = self._empty(segments[-1]) if len(segments) > 1 else None
+        while segments:
+            segment = segments.pop(0)
             if segment not in present:
                 raise JournalDamaged(f"{self._path(segment)}: is missing. {_WHAT_TO_DO}")
-            yield from self._replay_segment(segment, last=segment == segments[-1])
-        self._durable = self._number
+            # The next one may be a left-over of a rotation that failed; then this one is the last, and may be torn.
+            last = not segments or (len(segments) == 1 and empty is not None)
+            continued = yield from self._replay_segment(segment, last)
+            if not segments and continued and is_whole:
+                raise JournalDamaged(f"{self._path(segment + 1)}: is missing. {_WHAT_TO_DO}")
+            if len(segments) == 1 and empty is not None and not continued and self._number >= empty:
+                self._path(segments.pop()).unlink()
+        self._durable, self._durable_bytes = self._number, self.segment_bytes
 
-    def _replay_segment(self, segment: int, last: bool) -> Iterator[Any]:
+    def _empty(self, segment: int) -> int | None:
+        """The number with which a segment's records would begin, if it has none but a good head; otherwise None."""
+        with suppress(OSError, wire.WireError):
+            content = self._path(segment).read_bytes()[: SEGMENT_HEAD_BYTES + 1]
+            if len(content) == SEGMENT_HEAD_BYTES and content.startswith(MAGIC):
+                return _pair(content[len(MAGIC) :])[0]
+        return None
+
+    def _replay_segment(self, segment: int, last: bool) -> Generator[Any, None, bool]:
+        """Yield the segment's messages. The generator returns whether another segment was begun after this one."""
         path = self._path(segment)
-        file = FileIO(path, "r+")
+        if self._file is not None:  # of a segment that turned out not to be the last
+            self._file.close()
+        file = self._file = FileIO(path, "r+")
         size = os.fstat(file.fileno()).st_size
         try:
-            first, durable = _segment_head(file)
+            magic = file.read(len(MAGIC))
+            if magic not in (MAGIC, CONTINUED):
+                raise wire.WireError("this is no journal")
+            first, durable = _pair(file.read(RECORD_HEAD_BYTES))
             if self._number and first != self._number + 1:
                 raise wire.WireError(f"it begins with record {first}, after record {self._number}")
         except wire.WireError as error:
             raise JournalDamaged(f"{path}: its head is damaged ({error}). {_WHAT_TO_DO}") from None
-        self._segment, self._first, self._number, self._end = segment, first, first - 1, SEGMENT_HEAD_BYTES
+        self._segment, self._first, self._number, self.segment_bytes = segment, first, first - 1, SEGMENT_HEAD_BYTES
         fault: Exception | None = None
-        while self._end < size and fault is None:
+        while self.segment_bytes < size and fault is None:
             try:
                 message, end = self._read_record(file, size)
             except wire.WireError as error:
                 fault = error
             else:
-                self._number, self._end = self._number + 1, end
+                self._number, self.segment_bytes = self._number + 1, end
                 yield message
-        if self._number < durable or (fault and not last):
+        if self._number < durable or (fault and (magic == CONTINUED or not last)):
             raise JournalDamaged(
-                f"{path}: record {self._number + 1}, at byte {self._end}, is damaged "
+                f"{path}: record {self._number + 1}, at byte {self.segment_bytes}, is damaged "
                 f"({fault or 'it is missing'}), and it had been acknowledged. {_WHAT_TO_DO}"
             )
         if fault:
-            self.cut = Cut(path, self._end, size - self._end)
-            file.truncate(self._end)
-        if last:
-            self._file = file
-        else:
-            file.close()
+            lost_bytes = size - self.segment_bytes
+            self.cut = f"{path}: its last {lost_bytes} bytes were never written whole, nor acknowledged; cut off"
+            file.truncate(self.segment_bytes)
+        return magic == CONTINUED
 
     def _read_record(self, file: FileIO, size: int) -> tuple[Any, int]:
-        """(message, end). Raises wire.WireError."""
-        file.seek(self._end)
+        """(message, position behind the record) of the record at `segment_bytes`. Raises wire.WireError."""
+        file.seek(self.segment_bytes)
         number, length = _pair(file.read(RECORD_HEAD_BYTES))
-        end = self._end + RECORD_HEAD_BYTES + length
+        end = self.segment_bytes + RECORD_HEAD_BYTES + length
         if number != self._number + 1 or end > size:
             raise wire.WireError(f"record {number} of {length} bytes does not belong here")
-        reader = wire.Reader(*self._kinds, limit_bytes=self._limit_bytes)
+        reader = wire.FrameReader(*self._kinds, limit_bytes=self._limit_bytes)
         while not reader.complete:
             frame_bytes = int.from_bytes(file.read(LENGTH.size), "little")
             if file.tell() + frame_bytes > end:
@@ -154,38 +169,57 @@ class Journal:
     # -- writing
 
     def append(self, message: Any) -> None:
-        """Write a record; durable only after `flush`. Raises JournalFull, with the journal as it was."""
+        """Write a record; durable only after `flush`. Whatever is raised, the journal is as it was.
+
+        Raises JournalFull; WireError, ValueError if the message cannot be encoded.
+        """
         assert self._file is not None
-        body = self._end + RECORD_HEAD_BYTES
+        body = self.segment_bytes + RECORD_HEAD_BYTES
         position = body
         try:
             for frame in wire.frames(message):
                 position = self._write(position, LENGTH.pack(len(frame)) + frame)
-            head = PAIR.pack(self._number + 1, position - body)
-            self._write(self._end, head + CRC.pack(zlib.crc32(head)))
-        except OSError as error:
-            self._file.truncate(self._end)
-            raise _full(error, self._path(self._segment)) from error
+            # The record's head goes last: until it is there, the record counts as torn.
+            self._write(self.segment_bytes, _sealed_pair(self._number + 1, position - body))
+        except Exception as error:
+            self._file.truncate(self.segment_bytes)
+            if isinstance(error, OSError):
+                raise _full(error, self._path(self._segment)) from error
+            raise
         self._number += 1
-        self._end = position
+        self.segment_bytes = position
 
     def flush(self) -> None:
-        """All records are on disk when this returns. An error here is final: what the disk holds is unknown then."""
+        """Put all records on disk. An error here is final: after a failed sync nobody knows what the disk holds, and
+        a second one could succeed without the data being there."""
         assert self._file is not None
         if self._durable < self._number:
-            os.fdatasync(self._file.fileno())
-            self._durable = self._number
-            self._write(0, _segment_head_bytes(self._first, self._durable))
+            try:
+                os.fdatasync(self._file.fileno())
+            except OSError:
+                # The next life would read these records from the kernel's cache and take them for safe. Nobody was
+                # told that they are, so they may go.
+                with suppress(OSError):
+                    self._file.truncate(self._durable_bytes)
+                raise
+            self._durable, self._durable_bytes = self._number, self.segment_bytes
+            # Not synced by itself, which would double the cost: the next flush takes it to the disk.
+            self._write(0, MAGIC + _sealed_pair(self._first, self._durable))
 
     def rotate(self) -> int:
-        """Go on in a new segment; returns its number. A snapshot of the state at this moment needs no older one.
+        """Go on in a new segment and return its number. A snapshot of the state at this moment needs no older
+        segment.
 
-        Raises JournalFull, with the journal as it was.
+        Raises JournalFull; then the journal is as it was.
         """
         self.flush()
-        older = self._file
+        older, first = self._file, self._first
         self._begin_segment(self._segment + 1)
         if older is not None:
+            # If this fails, all is as it was but for one thing: should the new segment be deleted, nobody notices.
+            with suppress(OSError):
+                os.pwrite(older.fileno(), CONTINUED + _sealed_pair(first, self._number), 0)
+                os.fdatasync(older.fileno())
             older.close()
         return self._segment
 
@@ -201,11 +235,14 @@ class Journal:
             self._file = None
 
     def _begin_folder(self, segment: int) -> None:
-        """The folder appears with its first segment: one without any is damaged."""
+        """Make the folder under another name and rename it, so that it appears together with its first segment.
+
+        Therefore a folder without any segment beside a snapshot is known to have lost some.
+        """
         final, self.folder = self.folder, self.folder.with_suffix(".partial")
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+            make_folder(self.folder)
             self._begin_segment(segment)
             self.folder.rename(final)
             sync(final.parent)
@@ -215,23 +252,31 @@ class Journal:
     def _begin_segment(self, segment: int) -> None:
         path = self._path(segment)
         partial = path.with_suffix(".partial")
+        file: FileIO | None = None
         try:
             file = FileIO(partial, "w+")
-            file.write(_segment_head_bytes(self._number + 1, self._number))
+            head = MAGIC + _sealed_pair(self._number + 1, self._number)
+            if file.write(head) != len(head):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
             partial.rename(path)
             sync(self.folder)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            if file is not None:
+                file.close()
+            for left in (partial, path):  # a segment that is not used must not be found by the next life
+                with suppress(OSError):
+                    left.unlink(missing_ok=True)
             raise _full(error, path) from error
-        self._file, self._segment, self._first, self._end = file, segment, self._number + 1, SEGMENT_HEAD_BYTES
+        self._file, self._segment, self._first = file, segment, self._number + 1
+        self.segment_bytes = self._durable_bytes = SEGMENT_HEAD_BYTES
 
     def _write(self, position: int, content: bytes) -> int:
-        """Returns the position behind it."""
+        """Write all of the content; returns the position behind it."""
         assert self._file is not None
         rest = memoryview(content)
         while rest:
-            written = os.pwrite(self._file.fileno(), rest, position)
+            written = os.pwrite(self._file.fileno(), rest, position)  # may write less than it was given
             rest, position = rest[written:], position + written
         return position
 
@@ -245,22 +290,14 @@ _WHAT_TO_DO = (
 )
 
 
-def _segment_head_bytes(first: int, durable: int) -> bytes:
-    pair = PAIR.pack(first, durable)
-    return MAGIC + pair + CRC.pack(zlib.crc32(pair))
-
-
-def _segment_head(file: FileIO) -> tuple[int, int]:
-    """(first number, durable). Raises wire.WireError."""
-    file.seek(0)
-    raw = file.read(SEGMENT_HEAD_BYTES)
-    if raw[: len(MAGIC)] != MAGIC:
-        raise wire.WireError("this is no journal")
-    return _pair(raw[len(MAGIC) :])
+def _sealed_pair(first: int, second: int) -> bytes:
+    """Two numbers followed by their checksum."""
+    pair = PAIR.pack(first, second)
+    return pair + CRC.pack(zlib.crc32(pair))
 
 
 def _pair(raw: bytes) -> tuple[int, int]:
-    """Two numbers with their checksum. Raises wire.WireError."""
+    """The two numbers that `_sealed_pair` encoded. Raises wire.WireError."""
     pair, crc = raw[: PAIR.size], raw[PAIR.size :]
     if len(raw) != PAIR.size + CRC.size or CRC.pack(zlib.crc32(pair)) != crc:
         raise wire.WireError("its numbers do not fit their checksum")
@@ -269,6 +306,6 @@ def _pair(raw: bytes) -> tuple[int, int]:
 
 
 def _full(error: OSError, path: Path) -> OSError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if out_of_room(error):
         return JournalFull(error.errno, f"no room for the journal {path}")
     return error

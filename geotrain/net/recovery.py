@@ -1,4 +1,5 @@
-"""A server's state through its deaths: newest whole snapshot, then the journal through the state machine."""
+"""How a server gets its state back after its process died: it loads the newest whole snapshot, then handles all later
+messages again, which it reads from the journal, through the same `Server.handle`."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from geotrain.net.journal import Journal
-from geotrain.net.machine import AnyServer, take
-from geotrain.net.remote import Remote, newest_snapshot
-from geotrain.net.store import SNAPSHOTS, Store, StoreError
-from geotrain.outer.messages import Message, Refused, Silence
-from geotrain.outer.region_server import RegionServer
+from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
+from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
+from geotrain.outer.messages import MemberSilent, Message, Refused
+from geotrain.outer.server import Server
 
 JOURNAL = "journal"  # within a server's folder
 
 
 @dataclass(frozen=True)
 class Restarted:
-    """In a journal only: here the process died, and with it what `Server.state` leaves out."""
+    """A record that stands in journals only. At this point the process was restarted, and what `Server.state` leaves
+    out, such as who had joined, was lost. A replay has to lose it at the same point, to get to the same state."""
 
 
 KINDS = (Restarted, *typing.get_args(Message))
@@ -32,30 +33,34 @@ KINDS = (Restarted, *typing.get_args(Message))
 
 @dataclass
 class Recovered:
-    """server: as it was when the last journaled message had been applied, with no member joined.
-    faults: what was found damaged and passed over, for people. replayed: messages since the snapshot."""
+    """What `recover` gives.
 
-    server: AnyServer
-    store: Store
+    server: as it was when the last message in the journal had been applied, but with no member joined.
+    faults: sentences about what was found damaged and passed over. replayed: how many messages since the snapshot.
+    """
+
+    server: Server
+    store: SnapshotStore
     journal: Journal
     faults: list[str]
     replayed: int
 
 
 def recover(
-    build: Callable[[], AnyServer],
-    begin: Callable[[AnyServer], None],
+    build: Callable[[], Server],
+    begin: Callable[[Server], None],
     folder: Path,
     keep: int,
-    remote: Remote | None = None,
+    mirror: SnapshotMirror | None = None,
 ) -> Recovered:
-    """build: makes the server, without state. begin: gives a new one what it starts from. remote: where copies of
-    the snapshots are, for a folder that has lost its own.
+    """Bring a server back from its folder, or begin a new one in an empty folder.
 
+    build: makes the server, without state. begin: gives a new server what it starts from. keep: how many snapshots
+    stay. mirror: where copies of the snapshots are, for a folder that has lost its own.
     Raises StoreError, JournalDamaged, OSError.
     """
-    store = Store(folder / SNAPSHOTS, keep)
-    snapshot, faults = newest_snapshot(store, remote)
+    store = SnapshotStore(folder / SNAPSHOTS, keep)
+    snapshot, faults = newest_snapshot(store, mirror)
     server = build()
     journal = Journal(folder / JOURNAL, KINDS, limit_bytes=8 * server.layout.numel + 65536)
     if snapshot is not None:
@@ -70,48 +75,46 @@ def recover(
     replayed = 0
     for message in journal.replay(snapshot.meta["segment"] if snapshot else 1):
         replayed += 1
-        server = _replay(build, server, message)
+        if isinstance(message, Restarted):
+            server = _restarted(build, server)
+            continue
+        # A message that is refused now was refused then. What the server sends is dropped here: it was sent then, or
+        # will be sent again after the next join.
+        with suppress(Refused):
+            server.handle(message)
     if replayed:
-        server = _forget(build, server)
+        server = _restarted(build, server)
     journal.append(Restarted())
     journal.flush()
     if journal.cut is not None:
-        faults.append(str(journal.cut))
+        faults.append(journal.cut)
     return Recovered(server, store, journal, faults, replayed)
 
 
-def _replay(build: Callable[[], AnyServer], server: AnyServer, message: Any) -> AnyServer:
-    if isinstance(message, Restarted):
-        return _forget(build, server)
-    with suppress(Refused):  # it was then, too
-        take(server, message)
-    if isinstance(server, RegionServer):
-        server.outgoing()  # sent then, or said again after the next join
-    return server
-
-
-def _forget(build: Callable[[], AnyServer], server: AnyServer) -> AnyServer:
-    """What a restart leaves: the durable state."""
+def _restarted(build: Callable[[], Server], server: Server) -> Server:
+    """A server with nothing but this one's durable state, as after the death of its process."""
     fresh = build()
     fresh.load(*server.state())
     return fresh
 
 
-def begin_snapshot(server: AnyServer, journal: Journal, ended: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A copy of the state, and a journal that goes on from it. Between two messages, on the machine's thread.
+def begin_snapshot(server: Server, journal: Journal, ended: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copy the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes.
 
-    ended: in good order, everyone having left. Raises JournalFull.
+    It must be called on the server's thread, between two messages. ended: the run has ended in good order, everyone
+    having left. Raises JournalFull.
     """
     tensors, state = server.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
     for name, member in server.members.items():
-        # What the state leaves out is said again: joins, and halves of updates.
+        # The state leaves out who has joined, and updates of which not all parts have arrived. A replay of the new
+        # segment needs both, so their messages are repeated at its beginning.
         for join in member.joined.values():
             journal.append(join)
-        if member.silent:  # a join would say otherwise
-            journal.append(Silence(name, member.incarnation))
+        if member.silent:  # to be said after the joins, since a join makes a member alive
+            journal.append(MemberSilent(name, member.incarnation))
         for parts in member.arriving.values():
             for part in parts.values():
                 journal.append(part)
@@ -119,8 +122,12 @@ def begin_snapshot(server: AnyServer, journal: Journal, ended: bool) -> tuple[di
     return tensors, {"state": state, "segment": segment, "ended": ended}
 
 
-def finish_snapshot(store: Store, journal: Journal, tensors: dict[str, Tensor], meta: dict[str, Any]) -> int:
-    """Write it; then drop the journal that no snapshot needs any more. Returns its number. Raises StoreError."""
+def finish_snapshot(store: SnapshotStore, journal: Journal, tensors: dict[str, Tensor], meta: dict[str, Any]) -> int:
+    """Write the snapshot and return its number; then drop segments of the journal that no snapshot needs any more.
+
+    Raises StoreError.
+    """
+    # An older snapshot has to be good for a recovery, too, should the newest be damaged: hence the minimum of all.
     number = store.save(tensors, meta)
     journal.drop_before(min(meta["segment"] for meta in store.metas()))
     return number

@@ -1,12 +1,12 @@
-"""Messages ↔ frames. The dataclasses of `geotrain.outer.messages` (and `geotrain.net.calls`) are the definition:
-their fields and type hints drive encoding, decoding and validation, so there is no second schema.
+"""Turns messages into frames and back. The dataclasses of `geotrain.outer.messages` and `geotrain.net.rpc` are the
+format's definition: their fields and type hints drive encoding, decoding and validation, so there is no other schema.
 
 A message is one *header* frame, and *chunk* frames when it carries payloads (fields of type bytes):
 
     header   crc32 (4 bytes, little endian) + msgpack [VERSION, "Type", [field, …]], a payload given as its length
     chunk    crc32 + at most CHUNK_BYTES of the payloads, which stand end to end; a chunk never spans two payloads
 
-So a message of gigabytes is never built in one piece, and a receiver knows every size before it takes memory.
+So a message of gigabytes is never built in one piece, and a receiver knows every size before it allocates memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ CRC_BYTES = 4
 
 
 class WireError(ValueError):
-    """These bytes are not a message that belongs here. Says what was expected and what came."""
+    """These bytes are not a message that is allowed here. Says what was expected and what came."""
 
 
 class DamagedError(WireError):
-    """A frame was changed on its way; saying it again may help."""
+    """A frame was damaged on its way. Unlike other WireErrors, sending it again may help."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Stands for a payload of which only the length is known yet."""
+    """Stands in a message for a payload that has not arrived: only its length in bytes is known."""
 
     length: int
 
@@ -69,7 +69,7 @@ def frames(message: Any, first_chunk: int = 0) -> Iterator[bytes]:
 
 
 def crc_of(frame: bytes) -> int:
-    """The checksum that a frame begins with: of a header, it names a message well enough to go on with it."""
+    """The checksum at the beginning of a frame. A header's serves to tell whether two messages are the same one."""
     return int.from_bytes(frame[:CRC_BYTES], "little")
 
 
@@ -99,24 +99,25 @@ def _plain(value: Any, payloads: list[bytes]) -> Any:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-class Reader:
-    """Takes the frames of one message, of one of the allowed types, with at most `limit_bytes` of payload."""
+class FrameReader:
+    """Assembles one message from its frames. allowed: the types it may have. limit_bytes: of all its payloads."""
 
     def __init__(self, *allowed: type, limit_bytes: int = 0) -> None:
         self._allowed = {kind.__name__: kind for kind in allowed}
         self._limit_bytes = limit_bytes
         self._kind: type | None = None
-        self._raw: Any = None
-        self._lengths: list[int] = []
-        self._payloads: list[bytes] = []
-        self._chunks: list[memoryview] = []
+        self._raw: Any = None  # the header's fields, as msgpack gave them
+        self._lengths: list[int] = []  # of the payloads, in bytes
+        self._payloads: list[bytes] = []  # those that are whole
+        self._chunks: list[memoryview] = []  # of the payload that is arriving
+        self.opening = b""  # the header frame, once it was fed
         self._missing = 0  # bytes of the payload that is arriving
-        self.chunks = 0  # taken so far
-        self.taken_bytes = 0  # of payloads
+        self.chunks = 0  # how many have been fed
+        self.taken_bytes = 0  # how many bytes of payloads have been fed
 
     @property
     def header(self) -> Any:
-        """The message with `Expected` in place of payloads, once the first frame is here."""
+        """The message with `Expected` in place of its payloads; known once the first frame was fed."""
         lengths = iter(self._lengths)
         return self._build(lambda length: Expected(next(lengths)))
 
@@ -133,7 +134,10 @@ class Reader:
         return self._build(lambda length: next(payloads))
 
     def feed(self, frame: bytes) -> None:
-        """Raises WireError; the reader is of no use then."""
+        """Take the next frame. Raises WireError, in particular DamagedError.
+
+        A damaged frame changes nothing: the reader can go on with a whole one. After any other error it is useless.
+        """
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES}")
         body = memoryview(frame)[CRC_BYTES:]
@@ -141,6 +145,7 @@ class Reader:
             raise DamagedError(f"a frame of {len(frame)} bytes is damaged: its checksum differs")
         if self._kind is None:
             self._read_header(body)
+            self.opening = frame
         elif self.complete:
             raise WireError("more frames than the message has")
         else:
@@ -157,11 +162,13 @@ class Reader:
             name = str(raw[1])[:40]
             raise WireError(f"a message of type {name!r} is not expected here, only {', '.join(self._allowed)}")
         kind, self._raw = self._allowed[raw[1]], raw[2]
+        # The first pass over the fields validates them all and collects the payloads' lengths.
         _reader(kind)(self._raw, raw[1], self._count)
         self._kind = kind
         self._next_payload()
 
     def _count(self, length: Any) -> Any:
+        """Note a payload's length, after checking that there is room for it."""
         if type(length) is not int or not 0 <= length <= self._limit_bytes - sum(self._lengths):
             raise WireError(f"payloads of more than {self._limit_bytes} bytes are refused here")
         self._lengths.append(length)
@@ -179,7 +186,7 @@ class Reader:
             self._next_payload()
 
     def _next_payload(self) -> None:
-        """Empty payloads have no chunk."""
+        """Begin the next payload that has chunks; empty ones have none and are whole at once."""
         self._chunks = []
         while not self.complete and not self._lengths[len(self._payloads)]:
             self._payloads.append(b"")
@@ -194,14 +201,15 @@ class Reader:
 
 def unpack(frame: bytes, *allowed: type) -> Any:
     """A message without payloads from its only frame. Raises WireError."""
-    reader = Reader(*allowed)
+    reader = FrameReader(*allowed)
     reader.feed(frame)
     return reader.message
 
 
 # -------------------------------------------------------------------------------------- one reader for a type
 
-Read = Callable[[Any, str, Callable[[Any], Any]], Any]  # (raw value, where it stands, payload by length) → value
+# (what msgpack gave, the field's path for error messages, a function from a payload's length to the payload) → value
+Read = Callable[[Any, str, Callable[[Any], Any]], Any]
 
 
 @cache
@@ -217,10 +225,19 @@ def _reader(hint: Any) -> Read:
     if origin in (Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
         inner = _reader(arguments[0])
         return lambda raw, at, payload: None if raw is None else inner(raw, at, payload)
-    simple = {bytes: _read_payload, str: _read_text, int: _read_int, float: _read_float, bool: _read_bool}
-    if hint not in simple:
+    if hint is bytes:
+        return lambda raw, at, payload: payload(raw)
+    if hint not in PLAIN:
         raise TypeError(f"the wire has no form for {hint}")
-    return simple[hint]
+    fits, what = PLAIN[hint]
+
+    def read(raw: Any, at: str, payload: Callable[[Any], Any]) -> Any:
+        if not fits(raw):
+            shown = repr(raw) if isinstance(raw, int | float | bool) else type(raw).__name__
+            raise WireError(f"{at}: {what} expected, not {shown}")
+        return hint(raw)
+
+    return read
 
 
 def _dataclass_reader(kind: Any) -> Read:
@@ -244,40 +261,18 @@ def _tuple_reader(item: Read) -> Read:
     return read
 
 
-def _read_payload(raw: Any, at: str, payload: Callable[[Any], Any]) -> Any:
-    return payload(raw)
-
-
-def _read_text(raw: Any, at: str, payload: Callable[[Any], Any]) -> str:
-    if not isinstance(raw, str) or len(raw) > MAX_TEXT:
-        raise WireError(f"{at}: a text of at most {MAX_TEXT} characters expected")
-    return raw
-
-
-def _read_int(raw: Any, at: str, payload: Callable[[Any], Any]) -> int:
-    if type(raw) is not int or not -MAX_INT < raw < MAX_INT:
-        raise WireError(f"{at}: an integer expected, not {_shown(raw)}")
-    return raw
-
-
-def _read_float(raw: Any, at: str, payload: Callable[[Any], Any]) -> float:
-    if type(raw) not in (int, float) or not isfinite(raw):
-        raise WireError(f"{at}: a finite number expected, not {_shown(raw)}")
-    return float(raw)
-
-
-def _read_bool(raw: Any, at: str, payload: Callable[[Any], Any]) -> bool:
-    if type(raw) is not bool:
-        raise WireError(f"{at}: true or false expected, not {_shown(raw)}")
-    return raw
+# type → (whether a value from msgpack has it; how an error message names it). To Python a bool is an int, hence
+# `type`.
+PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    str: (lambda raw: isinstance(raw, str) and len(raw) <= MAX_TEXT, f"a text of at most {MAX_TEXT} characters"),
+    int: (lambda raw: type(raw) is int and -MAX_INT < raw < MAX_INT, "an integer"),
+    float: (lambda raw: type(raw) in (int, float) and isfinite(raw), "a finite number"),
+    bool: (lambda raw: type(raw) is bool, "true or false"),
+}
 
 
 def _read_numbers(raw: Any, at: str, payload: Callable[[Any], Any]) -> dict[str, float]:
-    """Plain numbers for people; a loss may be NaN."""
+    """A map of numbers that are shown to people. They need not be finite: a loss may be NaN."""
     if not isinstance(raw, dict) or not all(type(v) in (int, float) and type(k) is str for k, v in raw.items()):
         raise WireError(f"{at}: a map from texts to numbers expected")
     return {key: float(value) for key, value in raw.items()}
-
-
-def _shown(raw: Any) -> str:
-    return repr(raw) if isinstance(raw, int | float | bool) else type(raw).__name__

@@ -1,4 +1,4 @@
-"""Delta ↔ bytes: one small interface over every wire format, with error feedback.
+"""Turns a delta into bytes and back: one small interface over every wire format, with error feedback.
 
 Formats: fp32, bf16; int8, int4, e3m0 and e2m1 with a scale for each block; topk2, the largest elements of each
 block as 2 bits each. The arithmetic is in `geotrain.kernels`, which gives the same bits from torch, Triton and C.
@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import fsum, isfinite
 
 import torch
 from torch import Tensor
 
 from geotrain import kernels
 from geotrain.config import CodecConfig
-from geotrain.kernels.layout import Spec
+from geotrain.kernels.layout import SQUARES_BLOCK, Spec
 
 
 class CodecError(ValueError):
-    """A payload, or a tensor handed to the codec, is not what it must be. Nothing has been written."""
+    """A payload, or a tensor handed to the codec, has the wrong size, type or contents. Nothing has been written."""
 
 
 class NonFiniteError(ValueError):
-    """What was to be encoded holds infinities or NaN. Names the parameter or fragment."""
+    """The tensor to encode holds infinities or NaN. The message names the parameter or fragment."""
 
 
 def refusal(what: str) -> NonFiniteError:
+    """The error that says that `what` (a parameter, a region's progress) cannot be sent; the caller raises it."""
     return NonFiniteError(
         f"{what}: holds infinities or NaN and cannot be sent; "
         "skip this delta and look for a diverged loss or a too high learning rate"
@@ -33,23 +35,23 @@ def refusal(what: str) -> NonFiniteError:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDelta:
     """A coded tensor.
 
-    payload: uint8, 1-D, on the device of what was encoded.
-    sum_of_squares: of what was meant to be sent (values + decayed residual); a float, on a GPU a 0-d tensor.
-    finite: whether all of it was finite; on a GPU a 0-d tensor, so that encoding never waits for the device.
+    payload: uint8, 1-D, on the same device as the tensor that was encoded.
+    finite: whether every element was finite. On a GPU this is a 0-d tensor that the host has not read yet, because
+    reading it would make training wait for the device.
+    what: names the tensor in errors.
     """
 
     payload: Tensor
-    sum_of_squares: float | Tensor
     finite: bool | Tensor
     what: str
 
-    def check(self) -> Encoded:
-        """Raise NonFiniteError unless all was finite; on a GPU this waits for the device.
+    def check(self) -> EncodedDelta:
+        """Return itself, or raise NonFiniteError if an element was not finite. On a GPU this waits for the device.
 
-        CPU tensors are checked when they are encoded. On a GPU, call this before the payload is sent.
+        `Codec.encode` has checked CPU tensors already. On a GPU, call this before the payload is sent.
         """
         if not bool(self.finite):
             raise refusal(self.what or "a tensor")
@@ -57,41 +59,60 @@ class Encoded:
 
 
 class Codec:
-    """One wire format. Stateless: residuals belong to the caller.
+    """One wire format. It keeps no state: the caller owns the residuals, one for each stream of deltas.
 
-    Tensors are taken flat in memory order. `values` and `weights` may be fp32 or bf16; anchors, residuals and outputs
-    are fp32 and contiguous, on the same device. error_feedback: whether the caller is to keep a residual (zeros at
-    first, one for each stream of deltas) and pass it with every encode; never for fp32, which leaves nothing.
+    Tensors are read flat, in memory order. `values` may be fp32 or bf16; anchors, residuals and outputs are fp32 and
+    contiguous, on the same device.
     """
 
-    def __init__(self, name: str, spec: Spec, error_feedback: bool) -> None:
-        self.name = name
-        self.error_feedback = error_feedback and name != "fp32"
+    def __init__(self, spec: Spec) -> None:
+        self.name = spec.format
         self._spec = spec
 
+    @property
+    def error_feedback(self) -> bool:
+        """Whether the caller must keep a residual (zeros at first, one for each stream of deltas) and pass it to
+        every `encode`. True for every format but fp32, which loses nothing and so leaves nothing to carry over."""
+        return self.name != "fp32"
+
     def encoded_bytes(self, numel: int) -> int:
-        """Exact payload size, in advance."""
+        """Size in bytes of the payload of `numel` elements; it depends on nothing else, so receivers can check it."""
         return self._spec.encoded_bytes(numel)
 
-    def encode(self, values: Tensor, *, residual: Tensor | None = None, seed: int = 0, what: str = "") -> Encoded:
-        """Code v = values + decay · residual; residual (fp32, same size) becomes v − decoded, in place.
+    def encode(
+        self,
+        values: Tensor,
+        *,
+        anchor: Tensor | None = None,
+        residual: Tensor | None = None,
+        seed: int = 0,
+        what: str = "",
+    ) -> EncodedDelta:
+        """Encode v = values + decay · residual or, with an anchor, v = anchor − values + decay · residual.
 
-        seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. Raises
-        NonFiniteError (the residual of blocks that were finite has then been spent: drop it), CodecError.
+        One pass over memory. The residual (fp32, same size) becomes v − decoded(v), in place: what this payload could
+        not express goes with the next one (error feedback).
+
+        seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. Raises CodecError, and
+        NonFiniteError on a CPU; the residual is then unusable, since that of the finite blocks was updated already.
         """
-        return self._encode(values, None, residual, seed, what)
-
-    def encode_delta(
-        self, anchor: Tensor, weights: Tensor, *, residual: Tensor | None = None, seed: int = 0, what: str = ""
-    ) -> Encoded:
-        """Code v = anchor − weights + decay · residual in one pass over memory; else as `encode`."""
-        return self._encode(weights, anchor, residual, seed, what)
+        if values.dtype not in (torch.float32, torch.bfloat16):
+            raise CodecError(f"{what or 'a tensor'}: is {values.dtype}; the codecs take float32 and bfloat16")
+        for role, other in (("anchor", anchor), ("residual", residual)):
+            if other is not None:
+                _need_fp32(other, values.numel(), values.device, f"{what or 'a tensor'}: its {role}")
+        payload, finite = kernels.quantize(values, self._spec, anchor=anchor, residual=residual, seed=seed)
+        if values.device.type == "cpu":
+            return EncodedDelta(payload, bool(finite), what).check()
+        # On a GPU the flag stays a tensor: `bool` would stop training until the device has caught up.
+        return EncodedDelta(payload, finite, what)
 
     def decode(self, payload: Tensor, numel: int, *, out: Tensor | None = None, checked: bool = False) -> Tensor:
-        """The `numel` fp32 values of a payload, in `out` if given.
+        """Return the `numel` fp32 values of a payload, in `out` if given.
 
-        Raises CodecError if the payload's size is wrong or a scale is not finite or out of range. On a GPU that
-        check waits for the device: `check` the payload while it is in host memory and pass checked=True.
+        Raises CodecError if the payload's size is wrong or a scale is not finite or out of range. For a payload on a
+        GPU that check would wait for the device: call `check` while it is still in host memory, then pass
+        checked=True here.
         """
         if out is None:
             out = torch.empty(numel, dtype=torch.float32, device=payload.device)
@@ -104,31 +125,42 @@ class Codec:
         """out += weight · decoded, in place; `out` is fp32 and as large as what was encoded. Raises as `decode`."""
         self._decode(payload, out, weight, checked)
 
+    def decode_measured(self, payload: Tensor, out: Tensor) -> float:
+        """Decode into `out` and return the sum of the squares of its values, from the same pass over memory.
+
+        The sum has the same bits on every machine, so that a replay judges an update's norm alike. Raises CodecError
+        as `decode` does. With fp32 and bf16 `out` has been written by then, unlike in `decode`.
+        """
+        # These two have no scales to look at beforehand. Checking every value would be a second pass over memory; the
+        # sum of squares tells the same, since it is finite exactly when every value is (fp32 squared fits fp64).
+        plain = self.name in ("fp32", "bf16")
+        self._check_size(payload, out.numel())
+        if not plain:
+            self.check(payload, out.numel())
+        _need_fp32(out, out.numel(), payload.device, "decode: out")
+        squares = torch.empty(-(-out.numel() // SQUARES_BLOCK), dtype=torch.float64, device=out.device)
+        kernels.dequantize(payload, out, self._spec, squares=squares)
+        total = fsum(squares.tolist())  # correctly rounded, so the order of the blocks does not matter
+        if plain and not isfinite(total):
+            raise self._not_finite(out.numel())
+        return total
+
     def check(self, payload: Tensor, numel: int) -> None:
         """Raise CodecError unless this payload decodes to `numel` finite values."""
+        self._check_size(payload, numel)
+        if not kernels.payload_ok(payload, numel, self._spec):
+            raise self._not_finite(numel)
+
+    def _check_size(self, payload: Tensor, numel: int) -> None:
         wanted = self.encoded_bytes(numel)
         if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != wanted:
             raise CodecError(
                 f"{self.name} payload of {numel} elements must be {wanted} bytes (uint8, 1-D), "
                 f"not {tuple(payload.shape)} of {payload.dtype}"
             )
-        if not bool(kernels.payload_ok(payload, numel, self._spec)):
-            raise CodecError(f"{self.name} payload of {numel} elements holds values that are not finite; refused")
 
-    def _encode(
-        self, values: Tensor, anchor: Tensor | None, residual: Tensor | None, seed: int, what: str
-    ) -> Encoded:
-        if values.dtype not in (torch.float32, torch.bfloat16):
-            raise CodecError(f"{what or 'a tensor'}: is {values.dtype}; the codecs take float32 and bfloat16")
-        for role, other in (("anchor", anchor), ("residual", residual)):
-            if other is not None:
-                _need_fp32(other, values.numel(), values.device, f"{what or 'a tensor'}: its {role}")
-        payload, sum_of_squares, finite = kernels.quantize(
-            values, self._spec, anchor=anchor, residual=residual, seed=seed
-        )
-        if values.device.type == "cpu":
-            return Encoded(payload, float(sum_of_squares), bool(finite), what).check()
-        return Encoded(payload, sum_of_squares, finite, what)
+    def _not_finite(self, numel: int) -> CodecError:
+        return CodecError(f"{self.name} payload of {numel} elements holds values that are not finite; refused")
 
     def _decode(self, payload: Tensor, out: Tensor, weight: float | None, checked: bool) -> None:
         _need_fp32(out, out.numel(), payload.device, "decode: out")
@@ -139,20 +171,19 @@ class Codec:
 
 def make_codec(config: CodecConfig) -> Codec:
     """The codec that a run's configuration names."""
-    spec = Spec(
-        format=config.name,
-        block=config.block,
-        scale=config.scale,
-        stochastic=config.rounding == "stochastic",
-        error_decay=config.error_decay,
-        density=config.density,
-    )
-    return Codec(config.name, spec, config.error_feedback)
+    # Each codec's block has only the settings that mean something to it; their names are those of Spec's fields.
+    settings = config.model_dump(exclude={"name", "rounding"})
+    stochastic = getattr(config, "rounding", "nearest") == "stochastic"
+    return Codec(Spec(config.name, stochastic=stochastic, **settings))
 
 
 def rounding_seed(*stream: str | int) -> int:
-    """The seed of one encoding's random bits: another for each sender, part, sequence number and fragment, so that
-    the errors of what is summed are independent; the same in a replay."""
+    """The seed of one encoding's random bits, derived from what identifies it (sender, part, sequence, fragment).
+
+    Every encoding has a seed of its own, so that the rounding errors of deltas that are summed are independent and
+    average out. It is computed, not drawn, so that a replay gives the same bits.
+    """
+    # blake2b and not `hash`: Python salts the hashes of strings anew in every process.
     return int.from_bytes(blake2b(repr(stream).encode(), digest_size=8).digest(), "little")
 
 

@@ -1,45 +1,69 @@
-"""How weights travel down: as they are, or as a coded change of what the receiver was last sent.
+"""How weights travel down to a member: whole, or as a coded change against what that member already has.
 
-With a lossy codec both ends keep a mirror of what the receiver has; what a change leaves out stays in the
-difference and goes with the next one: error feedback without a residual.
+With a lossy codec both ends keep a *mirror*, the vector that the receiver has after decoding everything sent so far.
+The sender codes the difference between its weights and the mirror, then decodes its own payload into the mirror, as
+the receiver will. What coding lost is therefore part of the next difference: error feedback without a residual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from geotrain.config import CodecConfig
+from geotrain.config import CodecConfig, codec_config
+from geotrain.layout import StridedSlice, gather
 from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
-from geotrain.outer.messages import FragmentWeights
-from geotrain.outer.staging import on_host
+from geotrain.outer.messages import Answer, FragmentWeights
 
-Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]  # (payload, its check in host memory) → where it is used
+# Takes a payload and a check, runs the check on the payload in host memory, returns it on the device that decodes it.
+Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
 
-ABSOLUTE = ("fp32", "bf16")  # weights themselves survive these; anything coarser carries changes only
+# Precise enough to carry weights themselves. Coarser formats spend their few levels on the much smaller changes.
+ABSOLUTE = ("fp32", "bf16")
+VALIDATION_CODEC = codec_config("bf16")
+
+
+def on_host(payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
+    """A `Bring` for the CPU: the payload as a uint8 tensor in host memory, after `check` has accepted it."""
+    host = from_bytes(payload)
+    check(host)
+    return host
 
 
 def sends_changes(config: CodecConfig) -> bool:
+    """Whether this codec, on a way down, carries changes against a mirror instead of whole weights."""
     return config.name not in ABSOLUTE
 
 
-class WeightsSender:
-    """The server's end, for one member."""
+class _Mirror:
+    """What both ends of a way down keep. mirror: fragment → fp32 vector that the receiver has of it (empty for codecs
+    that carry whole weights)."""
 
     def __init__(self, config: CodecConfig) -> None:
         self.changes = sends_changes(config)
         self.codec = make_codec(config)
-        self.plain = make_codec(CodecConfig(name="fp32")) if self.changes else self.codec
+        # The first weights go whole, and exactly: there is nothing yet that they could be a change of.
+        self.plain = make_codec(codec_config("fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
 
+
+class WeightsSender(_Mirror):
+    """The server's end, for one part of one member."""
+
     def encode(self, fragment: int, version: int, held: Tensor) -> FragmentWeights:
-        """held: the member's part of the fragment, fp32, 1-D."""
+        """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
+
+        held: the receiver's elements of the fragment, fp32, 1-D. With changes, every message must be delivered, once
+        and in order, or the two mirrors differ; a member that lost one joins again and gets a new sender.
+        """
         what = f"weights of fragment {fragment}"
         if fragment in self.mirror:
-            mirror = self.mirror[fragment]
-            payload = self.codec.encode(held - mirror, seed=rounding_seed(version, fragment), what=what).payload
+            mirror, seed = self.mirror[fragment], rounding_seed(version, fragment)
+            # The codec encodes anchor − values, so this is the change: weights now minus what the receiver has.
+            payload = self.codec.encode(mirror, anchor=held, seed=seed, what=what).payload
             self.codec.decode_accumulate(payload, mirror)
             return FragmentWeights(fragment, version, to_bytes(payload), increment=True)
         if self.changes:
@@ -47,23 +71,21 @@ class WeightsSender:
         return FragmentWeights(fragment, version, to_bytes(self.plain.encode(held, what=what).payload))
 
 
-class WeightsReceiver:
+class WeightsReceiver(_Mirror):
     """The member's end."""
 
-    def __init__(self, config: CodecConfig) -> None:
-        self.changes = sends_changes(config)
-        self.codec = make_codec(config)
-        self.plain = make_codec(CodecConfig(name="fp32")) if self.changes else self.codec
-        self.mirror: dict[int, Tensor] = {}
-
     def check(self, weights: FragmentWeights, numel: int) -> None:
-        """Raises CodecError unless `decode` can take them here."""
+        """Raise CodecError if `decode` would refuse these weights.
+
+        numel: elements of the fragment that this receiver has.
+        """
         self._codec_of(weights).check(from_bytes(weights.payload), numel)
 
     def decode(self, weights: FragmentWeights, numel: int, bring: Bring = on_host) -> Tensor:
-        """The weights as fp32, 1-D, where `bring` puts the payload. The caller may not write to them.
+        """Return the weights as fp32, 1-D, on the device to which `bring` takes the payload.
 
-        Raises CodecError; then nothing has changed.
+        The caller must not write to them: the vector may be the mirror itself, against which the next change is
+        decoded. Raises CodecError; then nothing has changed.
         """
         codec = self._codec_of(weights)
         payload = bring(weights.payload, lambda host: codec.check(host, numel))
@@ -82,10 +104,33 @@ class WeightsReceiver:
         return self.codec if weights.increment else self.plain
 
 
+@dataclass
+class FrozenWeights:
+    """A copy of the global weights, taken when the first rank of a validating worker asked for them, so that all its
+    ranks evaluate the same weights while the run goes on.
+
+    number: of the validation. versions: global version of each fragment. weights: bf16, one vector a fragment.
+    """
+
+    number: int
+    versions: list[int]
+    weights: list[Tensor]
+
+    def answer(self, holds: tuple[tuple[StridedSlice, ...], ...], life: str) -> Answer:
+        """The elements that one part holds. holds: its slices of each fragment. life: of the server that answers."""
+        codec, parts = make_codec(VALIDATION_CODEC), []
+        for f, (version, weights_16) in enumerate(zip(self.versions, self.weights, strict=True)):
+            held = gather(weights_16.float(), holds[f])
+            parts.append(FragmentWeights(f, version, to_bytes(codec.encode(held).payload)))
+        return Answer(self.number, tuple(parts), life)
+
+
 def to_bytes(payload: Tensor) -> bytes:
+    """A payload (uint8, 1-D, on any device) as bytes for a message. On a GPU this waits for the device."""
     return payload.cpu().numpy().tobytes()
 
 
 def from_bytes(payload: bytes) -> Tensor:
-    """uint8, 1-D, a copy."""
+    """A message's payload as a tensor (uint8, 1-D, CPU), copied: torch wants writable memory, and bytes are not.
+    `frombuffer` refuses an empty buffer, which a part that holds nothing of a fragment sends."""
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

@@ -1,27 +1,53 @@
-"""What of a rank's deltas is under way, and when their answers are adopted: the schedule of one worker's rank.
+"""The schedule of one worker's rank: when its deltas leave, and when their answers are adopted.
 
-Whatever may take time is a generator that yields what it waits for (a future) and is sent its result. The trainer
-waits for real futures (`wait_for`), the simulator for events of its virtual clock: the same schedule runs in both.
+A method that may have to wait is a generator: it yields the future that it waits for, and is sent the future's
+result. The trainer blocks on real futures (`wait_for`), the simulator waits for events of its virtual clock, so the
+same code schedules both.
+
+All ranks of a worker must adopt the same answers at the same inner step, since they hold parts and copies of one
+model. Much here serves this rule: wherever ranks could see different things, they agree first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import rounding_seed
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
-from geotrain.outer.staging import Pending
 
 T = TypeVar("T")
-Waiting = Generator["Pending[Any]", Any, T]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """A future, as far as the outer loop needs one. `result` blocks, and raises what the future failed with."""
+
+    def done(self) -> bool: ...
+    def result(self) -> T_co: ...
+
+
+@dataclass(frozen=True)
+class Ready(Generic[T]):
+    """A future whose result is known from the start."""
+
+    value: T
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> T:
+        return self.value
+
+
+Waiting = Generator[Pending[Any], Any, T]
 
 
 class Client(Protocol):
-    """A rank's connection to the server above. What it returns has deadlines."""
+    """A rank's connection to the server above. Every future that it returns has a deadline."""
 
     def join(self, join: Join) -> Welcome: ...
     def push(self, part: UpdatePart) -> Pending[None]: ...
@@ -29,7 +55,7 @@ class Client(Protocol):
 
 
 class Weights(Protocol):
-    """Makes deltas and adopts weights (`geotrain.outer.worker.WorkerRank`)."""
+    """A rank's weights: makes deltas and adopts answers (`geotrain.outer.worker.WorkerRank` says how)."""
 
     @property
     def pushes(self) -> tuple[tuple[Any, ...], ...]: ...
@@ -41,19 +67,25 @@ class Weights(Protocol):
 
 
 class Rank(Protocol):
-    """The rank among the ranks of its worker."""
+    """One rank among the ranks of its worker. The three methods are collective: all ranks call them in the same
+    order."""
 
     @property
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    def agree(self, flag: bool) -> bool: ...
-    def settle(self) -> None: ...
-    def refresh(self) -> None: ...
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is true on every rank."""
+
+    def settle(self) -> None:
+        """Wait until the master weights contain every optimizer step (with ACCO the last one may still travel)."""
+
+    def refresh(self) -> None:
+        """Copy the master weights to the weights that training computes with, on all ranks."""
 
 
 def wait_for(waiting: Waiting[T]) -> T:
-    """Run to the end, blocking on each future. Raises what a future failed with."""
+    """Run the generator to its end, blocking on each future that it yields. Raises what a future failed with."""
     try:
         pending = next(waiting)
         while True:
@@ -63,9 +95,12 @@ def wait_for(waiting: Waiting[T]) -> T:
 
 
 @dataclass
-class _Travelling:
-    """Deltas under way. push: fails also where a delta could not be made; then no answer comes. due_step: inner step
-    at which the answer is to be adopted."""
+class _InFlight:
+    """An update that was sent and whose answer is not adopted yet.
+
+    push: done when the update is acknowledged. It also fails where a delta could not be made; then nothing was sent,
+    and no answer will ever come. due_step: the inner step at which the answer is to be adopted.
+    """
 
     push: Pending[None]
     answer: Pending[Answer]
@@ -74,9 +109,10 @@ class _Travelling:
 
 
 class Exchange:
-    """All ranks of a worker call it with the same steps and fragments, and adopt at the same step.
+    """One rank's exchange with the server above. All ranks of a worker call it with the same steps and fragments.
 
-    clock: seconds, as good for differences as `time.perf_counter`.
+    name: of the worker. fragments: how many the model has. clock: a monotonic clock, in seconds; it is handed in
+    because the simulator has a virtual one.
     """
 
     def __init__(
@@ -90,148 +126,147 @@ class Exchange:
         clock: Callable[[], float],
     ) -> None:
         self.name, self.overlap, self.clock = name, outer.overlap, clock
-        self.in_rounds = outer.rule == "sync"  # servers wait for a delta of every worker: none may be left out
+        self.in_rounds = outer.rule.synchronous  # the servers wait for every worker's delta: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
         self.all = tuple(range(fragments))
         self.incarnation = ""
-        self.server_life = ""  # of the server that gave the last weights
+        self.server_life = ""  # life of the server that gave the last weights
         self.sequence = 0  # of the next update
-        self.step = 0
-        self.job = 0
+        self.step = 0  # inner steps in this life of the worker
         self.step_s = 0.0  # seconds of one inner step, exchanges not counted
-        self.waited_s = 0.0  # in this job, with training at rest
-        self.travelling: list[_Travelling] = []
-        self.unsent: dict[int, set[int]] = {}  # lease → fragments whose delta does not hold all of it yet
-        self.lease: Lease | None = None
+        self.waited_s = 0.0  # seconds of this job in which training stood still for an answer
+        self.in_flight: list[_InFlight] = []
+        # Trained lease → fragments of which no delta has left since its last step. When fragments are sent in turn,
+        # the deltas that complete a lease leave during the next job.
+        self.unsent: dict[int, set[int]] = {}
+        self.lease: Lease | None = None  # in training now
+        self.next_job = 1
 
     def start(self, identity: Identity, incarnation: str) -> Waiting[int]:
         """Join the server and adopt its weights. Returns the number of the next job.
 
-        incarnation: names this life of the worker; the same on all its ranks, new in every life.
+        identity: of the run, as this worker's configuration has it. incarnation: names this life of the worker; the
+        same on all its ranks, new in every life.
         """
         self.incarnation = incarnation
-        welcome = self.client.join(
-            Join(
-                identity.run,
-                identity.config_digest,
-                identity.layout_digest,
-                identity.model,
-                self.name,
-                self.incarnation,
-                self.rank.rank,
-                self.rank.world_size,
-                self.weights.pushes,
-                self.weights.holds,
-                data=identity.data,
-            )
-        )
-        self.sequence, self.server_life = welcome.sequence, welcome.life
-        answer = yield from self._of_one_life((yield self.client.pull(0, self.all)), self.all)
-        self._adopt(answer, start=True)
+        i, rank = identity, self.rank
+        names = i.run, i.config_digest, i.layout_digest, i.model, self.name, incarnation
+        slices = self.weights.pushes, self.weights.holds
+        welcome = self.client.join(Join(*names, rank.rank, rank.world_size, *slices, data=i.data))
+        self.sequence, self.server_life, self.next_job = welcome.sequence, welcome.life, welcome.job
+        yield from self._adopt((yield self.client.pull(0, self.all)), self.all, start=True)
         return welcome.job
 
     def begin(self, lease: Lease) -> None:
-        self.lease, self.job, self.waited_s = lease, lease.job, 0.0
-        self._job_begin = self.clock()
-        self._job_step = self.step
+        """Begin a job: the inner steps that follow train this lease."""
+        self.lease, self.waited_s, self.next_job = lease, 0.0, lease.job + 1
+        self._job_begin, self._job_step = self.clock(), self.step
 
     def steps_at_rest(self, period: int) -> int:
-        """How many inner steps may pass from here before `after_step` must be called for an answer that training
-        waits for; `period` when there is none."""
-        if self.overlap.late == "continue" or not self.travelling:
+        """How many inner steps, at most `period`, a caller that takes several at once (the simulator) may take before
+        it must call `after_step` for an answer that training waits for. With `late = "continue"` it waits for
+        none."""
+        if self.overlap.late == "continue" or not self.in_flight:
             return period
-        return max(1, min(period, self.travelling[0].due_step - self.step))
+        return max(1, min(period, self.in_flight[0].due_step - self.step))
 
     def after_step(self, due: tuple[int, ...], metrics: dict[str, float], steps: int = 1) -> Waiting[None]:
-        """An inner step is done: adopt what is due, send the fragments whose turn it is.
+        """An inner step is done: adopt the answers that are due, then send the fragments that are.
 
-        steps: inner steps since the last call; none but the last may have had fragments due.
+        due: fragments to send after this step; they may be sent later or with the next delta (`overlap.late`).
+        metrics: for people, sent with the update. steps: inner steps since the last call; fragments may be due after
+        the last of them only.
         """
         assert self.lease is not None
-        for travelling in self.travelling:
-            if travelling.push.done():
-                travelling.push.result()  # raises what it failed with, though nobody waits for the answer yet
+        # A push that failed ends the run here, and not after the deadline of an answer that will never come.
+        for sent in self.in_flight:
+            if sent.push.done():
+                sent.push.result()
         self.step += steps
-        yield from self._adopt_due()
+        yield from self._adopt_answers()
         if self.step - self._job_step == self.lease.steps:
+            # Without the waits: the speed is told with the next lease request, and is to be the machine's own.
             spent = self.clock() - self._job_begin - self.waited_s
             self.step_s = spent / self.lease.steps
             self.unsent[self.lease.lease] = set(self.all)
         if due:
-            yield from self._push(due, metrics)
-            yield from self._adopt_due()  # with τ = 0 at once
+            yield from self._push(due, metrics, self.lease.job)
+            yield from self._adopt_answers()  # without overlap (τ = 0) the answer is due at once
 
     def finish(self) -> Waiting[None]:
-        """Send what no delta holds yet, and wait until every update is acknowledged."""
-        yield from self._adopt_all()
-        left = tuple(sorted({f for fragments in self.unsent.values() for f in fragments}))
-        if left:
-            yield from self._push(left, {})
-            yield from self._adopt_all()
+        """Send the progress that no delta contains yet, and wait for every answer.
 
-    def _push(self, due: tuple[int, ...], metrics: dict[str, float]) -> Waiting[None]:
-        busy = {f for t in self.travelling for f in t.fragments} & set(due)
+        In synchronous rounds this is a round too, in which all workers must send the same fragments: all but the one
+        that leaves after a job's last step, whether or not there is progress in them.
+        """
+        yield from self._adopt_answers(wait=True)
+        left = tuple(sorted({f for fragments in self.unsent.values() for f in fragments}))
+        if self.in_rounds:
+            left = self.all[:-1]
+        if left:
+            yield from self._push(left, {}, self.next_job)
+            yield from self._adopt_answers(wait=True)
+
+    def _push(self, due: tuple[int, ...], metrics: dict[str, float], job: int) -> Waiting[None]:
+        busy = {f for sent in self.in_flight for f in sent.fragments} & set(due)
         if busy and self.overlap.late == "continue" and not self.in_rounds:
-            due = tuple(f for f in due if f not in busy)  # their progress goes with the next delta
+            due = tuple(f for f in due if f not in busy)  # the progress of the others goes with their next delta
             if not due:
                 return
         elif busy:
-            yield from self._adopt_all()
-        self.rank.settle()  # the masters must hold every step
-        stream = (self.name, self.rank.rank, self.sequence)
-        deltas = tuple(self.weights.make_delta(f, rounding_seed(*stream, f)) for f in due)
-        leases = self._leases_complete_with(due)
+            # A fragment has one update in flight: the next delta is counted from the answer to the last.
+            yield from self._adopt_answers(wait=True)
+        self.rank.settle()  # the delta must contain every step
+        seeds = [rounding_seed(self.name, self.rank.rank, self.sequence, f) for f in due]
+        deltas = tuple(self.weights.make_delta(f, seed) for f, seed in zip(due, seeds, strict=True))
+        for fragments in self.unsent.values():
+            fragments.difference_update(due)
+        # A lease counts as trained only when the deltas of all fragments contain all its steps.
+        leases = tuple(lease for lease, fragments in self.unsent.items() if not fragments)
+        for lease in leases:
+            del self.unsent[lease]
         header = (self.name, self.incarnation, self.sequence, self.rank.rank)
 
         def push() -> Pending[None]:
             made = tuple(delta.result() for delta in deltas)
             return self.client.push(UpdatePart(*header, made, job=job, leases=leases, metrics=metrics))
 
-        job = self.job
+        # On a GPU the deltas are still being copied to the host: `push` runs when they are there, training goes on.
         pushed = self.weights.when_made(push)
         answer = self.client.pull(self.sequence, due)
-        self.travelling.append(_Travelling(pushed, answer, due, self.step + self.overlap.steps))
+        self.in_flight.append(_InFlight(pushed, answer, due, self.step + self.overlap.steps))
         self.sequence += 1
 
-    def _leases_complete_with(self, due: tuple[int, ...]) -> tuple[int, ...]:
-        for fragments in self.unsent.values():
-            fragments.difference_update(due)
-        complete = tuple(lease for lease, fragments in self.unsent.items() if not fragments)
-        for lease in complete:
-            del self.unsent[lease]
-        return complete
+    def _adopt_answers(self, wait: bool = False) -> Waiting[None]:
+        """Adopt the answers that are due, oldest first. wait: adopt all of them, waiting for each.
 
-    def _adopt_due(self) -> Waiting[None]:
-        while self.travelling and self.travelling[0].due_step <= self.step:
-            first = self.travelling[0]
-            if self.overlap.late == "continue" and not self.rank.agree(first.answer.done()):
+        With `late = "continue"` an answer that is due but has not come is left for a later step.
+        """
+        while self.in_flight and (wait or self.in_flight[0].due_step <= self.step):
+            first = self.in_flight[0]
+            # An answer may have reached some ranks only. It is adopted by all or by none, or copies of one parameter
+            # would differ.
+            if not wait and self.overlap.late == "continue" and not self.rank.agree(first.answer.done()):
                 return
-            yield from self._adopt_first()
+            begin = self.clock()
+            self.in_flight.pop(0)
+            yield first.push  # before the answer: if the push failed there will be none, and this raises why
+            yield from self._adopt((yield first.answer), first.fragments)
+            self.waited_s += self.clock() - begin
 
-    def _adopt_all(self) -> Waiting[None]:
-        while self.travelling:
-            yield from self._adopt_first()
+    def _adopt(self, answer: Answer, fragments: tuple[int, ...], start: bool = False) -> Waiting[None]:
+        """Adopt the answer once all ranks have it from the same life of the server; until then pull it again.
 
-    def _adopt_first(self) -> Waiting[None]:
-        begin = self.clock()
-        first = self.travelling.pop(0)
-        yield first.push  # before the answer, which never comes to what was not sent
-        answer = yield from self._of_one_life((yield first.answer), first.fragments)
-        self._adopt(answer)
-        self.waited_s += self.clock() - begin
+        If the server restarts between the pulls of two ranks, it freezes the answer anew, perhaps with newer weights,
+        and ranks that hold copies of one parameter would differ.
 
-    def _of_one_life(self, answer: Answer, fragments: tuple[int, ...]) -> Waiting[Answer]:
-        """The answer, pulled again until all ranks have it from the same life of the server. Without this, ranks that
-        hold copies of one parameter could adopt different weights when the server restarts between their pulls.
-
-        Each rank compares with the life it saw before; since a round of pulls begins after every rank has ended the
-        one before, two equal rounds on every rank are the same life on all."""
+        A rank only knows its own answers, so it compares each with the one before. The ranks pull in rounds, since
+        `agree` waits for all of them. If every rank saw the same life in two successive rounds, all saw the same one:
+        the life that was there when the first round ended and the second began.
+        """
         while not self.rank.agree(answer.life == self.server_life):
             self.server_life = answer.life
             answer = yield self.client.pull(answer.sequence, fragments)
-        return answer
-
-    def _adopt(self, answer: Answer, start: bool = False) -> None:
         self.rank.settle()
         for weights in answer.weights:
             self.weights.on_weights(weights, start)

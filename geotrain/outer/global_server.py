@@ -1,35 +1,43 @@
-"""The global server's state machine: the run's weights, and the ledger of its data."""
+"""The global server's state machine: it holds the run's weights and accounts for its training data."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.outer.layout import Layout
-from geotrain.outer.leases import LeaseBook
+from geotrain.layout import Layout
+from geotrain.outer.events import Steered, ValidationDone
+from geotrain.outer.leases import LeaseBook, Validations, check_numbers
+from geotrain.outer.member import MOST_WEIGHT
 from geotrain.outer.messages import (
+    GLOBAL,
     Finished,
     Join,
     Lease,
     LeaseRequest,
+    Message,
+    OperatorCommand,
     Refused,
     Release,
-    Steer,
+    Trained,
     UpdatePart,
     Validated,
     Welcome,
 )
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server import Identity, Server
-from geotrain.outer.validation import Validations
 
 
 class GlobalServer(Server):
-    """Applies its members' updates, answers them with the newest weights, hands out data.
+    """Applies its members' updates, answers them with the newest weights, and hands out data.
 
-    regions: region → its workers. In a flat run (`outer.levels` = 1) the members are the workers themselves.
+    regions: region → its workers. The members are the regions or, in a flat run (`outer.levels` = 1), the workers.
+    train_samples, samples_per_step: of the run, and of one inner step. validate_every_samples: committed samples
+    between two validations; None: there are none. sample_tokens: tokens in one sample, for the event log, which
+    counts tokens.
     """
 
     def __init__(
@@ -41,105 +49,147 @@ class GlobalServer(Server):
         train_samples: int,
         samples_per_step: int,
         validate_every_samples: int | None = None,
+        sample_tokens: int = 1,
     ) -> None:
         workers = {w: (w,) for names in regions.values() for w in names}
-        self.workers_of = workers if config.levels == 1 else regions
-        self.members_of = regions if config.levels == 1 else {name: (name,) for name in regions}
-        self._member_of = {worker: member for member, names in self.workers_of.items() for worker in names}
-        members = tuple(self.workers_of)
-        rule = global_rule(config, members)
-        super().__init__(identity, layout, rule, members, config.up, config.down, config.limits)
-        rounds = tuple(workers) if config.rule == "sync" else None
+        self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
+        self.members_of = regions if config.flat else {name: (name,) for name in regions}  # region → its members here
+        self._member_of = {worker: member for member, names in self._workers_of.items() for worker in names}
+        members = tuple(self._workers_of)
+        rule = global_rule(config.rule, members)
+        role: Literal["worker", "region"] = "worker" if config.flat else "region"
+        super().__init__(GLOBAL, role, identity, layout, rule, members, config.up, config.down, config.limits)
+        self.sample_tokens = sample_tokens
+        rounds = tuple(workers) if config.rule.synchronous else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
         self.validations = Validations(validate_every_samples)
         self.paused = self.stopping = False
-        self.draining: set[str] = set()  # members that are to leave, or have left for that reason
+        self.draining: set[str] = set()  # members that shall leave, or have left because they were drained
 
-    def on_steer(self, steer: Steer) -> None:
-        """Raises Refused."""
-        match steer.what:
+    def _route(self, message: Message) -> Any:
+        match message:
+            case LeaseRequest():
+                return self._on_lease_request(message)
+            case Release():
+                return self.book.release(message.leases)
+            case Trained():
+                self._commit(message.member, message.leases)
+                return None
+            case OperatorCommand():
+                return self._on_operator_command(message)
+            case Validated():
+                self.frozen = None  # a copy of all weights, which nobody needs any more
+                committed = self.book.committed_samples
+                if self.validations.on_validated(message, committed):
+                    self._events.append(ValidationDone(**asdict(message), tokens=committed * self.sample_tokens))
+                return None
+        return super()._route(message)
+
+    def _on_operator_command(self, command: OperatorCommand) -> str:
+        """Returns the run's phase. Raises Refused."""
+        match command.what:
             case "pause" | "resume":
-                self.paused = steer.what == "pause"
+                self.paused = command.what == "pause"
             case "stop":
                 self.stopping = True
             case "drain":
-                if steer.region not in self.members_of:
-                    raise Refused(f"no region is called {steer.region!r} here; known: {', '.join(self.members_of)}")
+                if command.region not in self.members_of:
+                    raise Refused(f"no region is called {command.region!r} here; known: {', '.join(self.members_of)}")
                 if self.book.rounds is not None:
                     raise Refused("each round of a synchronous run needs every worker: stop the run instead")
-                self.draining.update(self.members_of[steer.region])
+                self.draining.update(self.members_of[command.region])
             case _:
-                raise Refused(f"{steer.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop")
+                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop")
+        self._events.append(Steered(command.what, command.region))
+        return self.phase
 
-    def on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
-        """None: the run is paused, ask again. Raises Refused when the worker is none of this run's."""
+    def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
+        """Grant a lease; None while the run is paused. Raises Refused when the worker is not one of this run's."""
         if request.worker not in self._member_of:
             raise Refused(f"no worker of this run is called {request.worker!r}")
-        self.members[self._member_of[request.worker]].silent = False
+        check_numbers(request)
+        if self.member_role == "worker":
+            self._check_request(request)  # otherwise its region has done so
+        self._present(self._member_of[request.worker])
         leaves = self.leaves(request.worker)
         task = self.validations.task_for(request.worker, self.book)
         granted = self.book.grant(request, not (self.paused or leaves), task)
+        # The lease may be one granted before, which is given again as it was and does not carry the new task.
         if task and isinstance(granted, Lease) and granted.validate == task:
             self.validations.handed_out(self.book.committed_samples)
+        # A worker that is to leave still gets the leases it held already, and is told that it is finished after them.
         return self.book.dismiss(request) if granted is None and leaves else granted
 
-    def on_validated(self, result: Validated) -> bool:
-        """Whether it is news. Raises Refused."""
-        self.frozen = None
-        return self.validations.on_validated(result, self.book.committed_samples)
-
-    def validation_weights(self) -> list[Tensor]:
-        return [state.x for state in self.fragments]
-
-    def global_version_of(self, fragment: int) -> int:
-        return self.fragments[fragment].version
+    def validation_weights(self) -> tuple[list[int], list[Tensor]]:
+        return self.versions, [state.x for state in self.fragments]
 
     def leaves(self, worker: str) -> bool:
-        """Whether the worker is to finish what it has, and leave."""
-        return self.stopping or any(worker in self.workers_of[name] for name in self.draining)
+        """Whether the worker gets no new lease and leaves after those it holds: the run stops, or it is drained."""
+        return self.stopping or any(worker in self._workers_of[name] for name in self.draining)
 
-    def on_join(self, join: Join) -> Welcome:
-        """A member that was drained, and comes back, takes part again."""
+    def lease_is_due(self, worker: str) -> bool:
+        return not self.paused or self.leaves(worker)
+
+    def most_weight(self, member: str) -> int:
+        if self.member_role == "worker":
+            return 1
+        return len(self._workers_of[member]) if self.rule.in_rounds else MOST_WEIGHT
+
+    def lent(self, member: str) -> int:
+        workers = self._workers_of[member]  # each may send one more, at the end
+        return len(workers) + len(self.holds(member)) + self.book.returned_by(workers)
+
+    def workers_of(self, member: str) -> tuple[str, ...]:
+        return self._workers_of[member]
+
+    def _on_join(self, join: Join) -> Welcome:
+        """A drained member that has left and comes back in a new life takes part again: that ends the draining."""
         before = self.members.get(join.member)
         back = before is not None and before.left and before.incarnation != join.incarnation
-        welcome = super().on_join(join)
+        welcome = super()._on_join(join)
         if back and join.member in self.draining:
             self.draining.remove(join.member)
-            for worker in self.workers_of[join.member]:
+            for worker in self._workers_of[join.member]:
                 self.book.dismissed.pop(worker, None)
         return welcome
 
-    def on_release(self, release: Release) -> None:
-        self.book.release(release.leases)
+    def holds(self, name: str) -> dict[int, Lease]:
+        return self.book.held_by(set(self._workers_of[name]))
 
-    def holds(self, name: str) -> set[int]:
-        """Leases that are out with this member's workers."""
-        return set(self.book.held_by(set(self.workers_of[name])))
-
-    def release_leases(self, name: str) -> None:
+    def _release_leases(self, name: str) -> None:
         self.book.release(tuple(self.holds(name)))
 
-    def on_new_life(self, name: str, join: Join) -> None:
-        self.book.release(tuple(self.holds(name) - set(join.leases)))
+    def _begin_life(self, join: Join) -> None:
+        # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
+        # that contain it, and still answers for the leases that it names.
+        self.book.release(tuple(self.holds(join.member).keys() - set(join.leases)))
 
-    def on_applied(self, part: UpdatePart) -> None:
-        """A member commits only what it holds: another's leases, and its own that were given away, are not."""
-        self.book.commit(tuple(self.holds(part.member) & set(part.leases)))
+    def _commit(self, member: str, leases: tuple[int, ...]) -> int:
+        """Commit those of the leases that went to the member, be they open or, since it counted as dead, returned.
+        Returns their samples."""
+        self._member(member)
+        workers = self._workers_of[member]
+        return self.book.commit(tuple(n for n in dict.fromkeys(leases) if self.book.given_to(n) in workers))
+
+    def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
+        return self._commit(part.member, part.leases), self.book.committed_samples * self.sample_tokens
 
     def begin_again(self) -> None:
         super().begin_again()
+        # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
         self.book.dismissed.clear()
         self.paused = self.stopping = False
         self.draining.clear()
 
     @property
     def finished(self) -> bool:
-        """The run is over: every member left, or all data is trained and nobody else is at work."""
+        """Whether the run has ended: every member left, or all data is trained and nobody is at work any more. The
+        second holds also where a member died at the end and never said goodbye."""
         return self.empty or (self.over and self.idle)
 
     @property
     def over(self) -> bool:
-        """Nothing is left to do for anybody: all data is trained; or the run is to stop, and no lease is out."""
+        """Whether nothing is left to train: all data is committed, or the run is to stop and no lease is out."""
         return self.book.finished or (self.stopping and not self.book.open)
 
     @property
@@ -149,7 +199,7 @@ class GlobalServer(Server):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def status(self) -> dict[str, Any]:
-        """complete: no data is left, and none is out."""
+        """Plain data for people and tests. complete: no data is left, and none is out."""
         return {
             **super().status(),
             "phase": self.phase,
@@ -159,6 +209,7 @@ class GlobalServer(Server):
             "train_samples": self.book.train_samples,
             "committed_samples": self.book.committed_samples,
             "dispatched_samples": self.book.next_start,
+            "repeated_samples": self.book.repeated_samples,
             "open_leases": len(self.book.open),
         }
 

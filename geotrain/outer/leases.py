@@ -1,27 +1,38 @@
-"""The ledger of training data: which samples were handed out, to whom, and which are trained for good.
+"""Accounts for the training data: which samples were handed out, to whom, and which are trained for good.
 
-Pure: no clock, no disk. Samples are numbered 0 … train_samples − 1 over the run; the data loader turns a number
-into text. A lease is *committed* when the update that contains it was applied by the global server; until then it
-may return to the pool and be trained by another worker.
+Samples are numbered 0 … train_samples − 1 over the run; the data loader turns a number into text. A lease is
+*committed* when the global server has applied the update that contains its training; until then it may return to the
+pool and be trained by another worker. So each sample is counted once, whoever dies.
 """
 
 from __future__ import annotations
 
-from math import ceil, inf
+from collections.abc import Collection
+from dataclasses import asdict, astuple
+from heapq import nsmallest
+from math import ceil, inf, isfinite
 from typing import Any
 
-from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
+from geotrain.outer.member import MOST_JOBS
+from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused, Validated
 
-ROUNDS_KEPT = 8  # of a synchronous run: a worker's next life may ask for one of them again
+RETURNED_KEPT = 4096  # leases that came back, of which a late update may still tell that they were trained after all
+FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
+SHORTEST_STEP_S, LONGEST_STEP_S = 1e-6, 1e6  # inner steps are neither shorter nor longer, whatever a worker claims
+MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
+MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
+ROUNDS_KEPT = 8  # of a synchronous run: the next life of a worker that died may ask for a recent round again
 
 
 class LeaseBook:
-    """Leases of one run.
+    """The leases of one run: what is left to hand out, what is out, and how much is committed.
 
-    train_samples: how many the run has, a multiple of samples_per_step (one inner step of any worker).
-    local_steps: H. scale_local_steps: H_i = max(1, ceil(H · speed_i)), the speed relative to the fastest worker
-    known (DyLU, arXiv 2401.09135). rounds: for synchronous rules, the workers' names: job j of every worker is then
-    laid out at once, in the order of names, so that a run is the same whoever asks first.
+    train_samples: samples in the run, a multiple of samples_per_step (the samples of one inner step of any worker).
+    local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
+    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135).
+    rounds: for synchronous rules, the names of all workers. Job j of every worker is then laid out at once, in the
+    order of names, so that the same worker trains the same samples whoever asks first.
+    Raises ValueError when train_samples is no multiple of samples_per_step.
     """
 
     def __init__(
@@ -42,37 +53,44 @@ class LeaseBook:
         self.scale_local_steps = scale_local_steps
         self.rounds = tuple(sorted(rounds)) if rounds else None
         self.next_lease = 1
-        self.next_start = 0
+        self.next_start = 0  # samples from here on were never handed out
         self.pool: list[tuple[int, int]] = []  # (start, samples) that came back, sorted
-        self.open: dict[int, Lease] = {}
+        self.open: dict[int, Lease] = {}  # lease number → lease that is handed out and not committed
+        self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
         self.committed_samples = 0
-        self.dismissed: dict[str, int] = {}  # worker → job for which it was told that it is finished
-        self.step_s: dict[str, float] = {}
+        self.repeated_samples = 0  # trained by two, since the first was taken for dead and came back too late
+        self.dismissed: dict[str, int] = {}  # worker → first job for which it was told that it is finished
+        self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
-        self._held: dict[str, dict[int, Lease]] = {}  # worker → job → what is open
+        # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
+        self._held: dict[str, dict[int, Lease]] = {}
         self._fastest_s = inf
 
     @property
     def finished(self) -> bool:
-        """Nothing left to hand out, nothing out."""
+        """Whether nothing is left to hand out, and nothing is out."""
         return not self.open and not self._left()
 
     def grant(self, request: LeaseRequest, new: bool = True, validate: int = 0) -> Lease | Finished | None:
-        """The lease for this worker's job; the same one again when asked again.
+        """The lease for this worker's job, the same one when it is asked for again; Finished when no data is left.
 
-        new: whether more data may be handed out; otherwise None stands for what would have been a new lease. A round
-        that some worker has begun is not new: the others would wait for those who are left out.
-        validate: goes with a lease that is made now.
+        new: whether more data may be handed out (not while the run is paused). If not, None is returned in place of a
+        new lease. A round that some worker has begun does not count as new: leaving out the others would let those
+        who have begun wait for them without end. validate: number of the validation that goes with a new lease.
 
-        Finished does not wait for leases that are out with others: should one come back, its worker's next life
-        asks for it.
+        Finished is said as soon as nothing is left to hand out, although leases that are out with others may still
+        come back: waiting for their commits could deadlock, since a region sends its last updates only when its
+        workers have left. What comes back is trained by the next life of the worker that held it.
+        Raises Refused for a worker or a round that is not of this synchronous run.
         """
         held = self._held.get(request.worker, {}).get(request.job)
         if held:
             return held
-        if request.job == self.dismissed.get(request.worker):  # the same to all its ranks
+        # All ranks of a worker must get the same reply, even if a lease has come back between their requests. Nor
+        # does it get a later job, which a region may ask for in reserve: it leaves without coming to it.
+        if request.job >= self.dismissed.get(request.worker, inf):
             return Finished(request.worker, request.job)
-        if 0 < request.step_s < inf:
+        if request.step_s:
             self.note_speed(request.worker, request.step_s)
         if self.rounds is not None:
             return self._grant_round(request, new, validate)
@@ -83,33 +101,57 @@ class LeaseBook:
         return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
-        """This worker gets no more data."""
+        """Tell this worker that it gets no more data, and remember from which job on."""
         self.dismissed[request.worker] = request.job
         return Finished(request.worker, request.job)
 
     def commit(self, leases: tuple[int, ...]) -> int:
-        """These leases are trained for good. Returns the samples committed; unknown or committed ones count 0."""
+        """These leases are trained for good. Returns how many samples that are. Leases that are unknown or committed
+        already count 0, so that no sample is counted twice.
+
+        A lease that came back, as its worker was taken for dead, may have been trained all the same. What of it is
+        still in the pool is committed; what others have got meanwhile is trained twice, which is counted.
+        """
         samples = 0
         for number in leases:
-            lease = self._close(number)
-            if lease:
+            if lease := self._close(number):
                 samples += lease.samples
+            elif lease := self.returned.pop(number, None):
+                taken = self._withdraw(lease.start, lease.samples)
+                samples += taken
+                self.repeated_samples += lease.samples - taken
         self.committed_samples += samples
         return samples
 
     def release(self, leases: tuple[int, ...]) -> None:
-        """These leases return to the pool; unknown or committed ones are passed over."""
-        for number in leases:
+        """These leases return to the pool. Leases that are unknown or committed are ignored.
+
+        Those of synchronous rounds stay out: a place is its worker's, whichever of its lives trains it.
+        """
+        for number in leases if self.rounds is None else ():
             lease = self._close(number)
             if lease is None:
                 continue
+            # Its worker may have been told that it is finished; now there is data again for its next life.
             self.dismissed.pop(lease.worker, None)
-            if self.rounds is None:
-                self.pool.append((lease.start, lease.samples))
+            self.pool.append((lease.start, lease.samples))
+            self.returned[number] = lease
+            if len(self.returned) > RETURNED_KEPT:
+                del self.returned[next(iter(self.returned))]  # the oldest
         self.pool.sort()
 
-    def held_by(self, workers: set[str]) -> tuple[int, ...]:
-        return tuple(lease.lease for worker in workers for lease in self._held.get(worker, {}).values())
+    def held_by(self, workers: set[str]) -> dict[int, Lease]:
+        """The open leases of these workers, by their numbers."""
+        return {lease.lease: lease for worker in workers for lease in self._held.get(worker, {}).values()}
+
+    def returned_by(self, workers: tuple[str, ...]) -> int:
+        """How many leases of these workers came back, and may have been trained all the same."""
+        return sum(lease.worker in workers for lease in self.returned.values())
+
+    def given_to(self, number: int) -> str:
+        """The worker that this lease went to, be it open or returned; "" when it is committed or unknown."""
+        lease = self.open.get(number) or self.returned.get(number)
+        return lease.worker if lease else ""
 
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -118,46 +160,54 @@ class LeaseBook:
             "next_start": self.next_start,
             "pool": [list(r) for r in self.pool],
             "open": [[n, v.worker, v.job, v.start, v.samples, v.steps, v.validate] for n, v in self.open.items()],
+            "returned": [list(astuple(lease)) for lease in self.returned.values()],
             "committed_samples": self.committed_samples,
+            "repeated_samples": self.repeated_samples,
             "dismissed": self.dismissed,
             "step_s": self.step_s,
             "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        """The counterpart of `state`."""
         self.next_lease, self.next_start = state["next_lease"], state["next_start"]
         self.pool = [(start, samples) for start, samples in state["pool"]]
         self.open = {n: Lease(worker, job, n, *place) for n, worker, job, *place in state["open"]}
-        self.committed_samples = state["committed_samples"]
+        returned = [Lease(*saved) for saved in state.get("returned", ())]  # older snapshots have none
+        self.returned = {lease.lease: lease for lease in returned}
+        self.committed_samples, self.repeated_samples = state["committed_samples"], state.get("repeated_samples", 0)
         self.dismissed = dict(state["dismissed"])
         self.step_s = dict(state["step_s"])
-        self.laid_out = {
-            int(job): {w: (start, samples) for w, (start, samples) in places.items()}
-            for job, places in state["laid_out"].items()
-        }
+        self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
         self._held = {}
         for lease in self.open.values():
             self._held.setdefault(lease.worker, {})[lease.job] = lease
-        self._fastest_s = min(self.step_s.values(), default=inf)
+        if self.step_s:
+            self._note_fastest()
 
     def _steps(self, worker: str) -> int:
         if not self.scale_local_steps or worker not in self.step_s:
             return self.local_steps
-        return max(1, ceil(self.local_steps * self._fastest_s / self.step_s[worker]))
+        return max(1, ceil(self.local_steps * min(1.0, self._fastest_s / self.step_s[worker])))
 
     def note_speed(self, worker: str, step_s: float) -> None:
-        """Lease requests tell it; before the first one where speeds were measured before the run."""
-        was_fastest = self.step_s.get(worker) == self._fastest_s
+        """Remember how fast a worker is. Its lease requests tell it; a simulation, whose speeds are known from the
+        start, calls this before the first request. step_s: seconds of one inner step."""
         self.step_s[worker] = step_s
-        if was_fastest and step_s > self._fastest_s:
-            self._fastest_s = min(self.step_s.values())
-        else:
-            self._fastest_s = min(self._fastest_s, step_s)
+        self._note_fastest()
+
+    def _note_fastest(self) -> None:
+        """Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at
+        most FASTER times as fast as the next."""
+        fastest, *others = nsmallest(2, self.step_s.values())
+        self._fastest_s = max([fastest, *(next_s / FASTER for next_s in others)])
 
     def _left(self) -> bool:
         return bool(self.pool) or self.next_start < self.train_samples
 
     def _take(self, samples: int) -> tuple[int, int]:
+        """(start, samples) of at most so many samples. What came back goes first: it is the oldest, and the run
+        cannot end without it."""
         if self.pool:
             start, size = self.pool.pop(0)
             if size > samples:
@@ -167,27 +217,44 @@ class LeaseBook:
         self.next_start = min(start + samples, self.train_samples)
         return start, self.next_start - start
 
+    def _withdraw(self, start: int, samples: int) -> int:
+        """Take these samples out of the pool, as far as they are in it. Returns how many were."""
+        end, taken, left = start + samples, 0, list[tuple[int, int]]()
+        for at, size in self.pool:
+            first, last = max(at, start), min(at + size, end)
+            if first >= last:
+                left.append((at, size))
+                continue
+            taken += last - first
+            left += [(a, b - a) for a, b in ((at, first), (last, at + size)) if a < b]
+        self.pool = left
+        return taken
+
     def _grant_round(self, request: LeaseRequest, new: bool, validate: int) -> Lease | Finished | None:
         assert self.rounds is not None
         if request.worker not in self.rounds:
             raise Refused(f"worker {request.worker!r} is not one of this synchronous run's: {', '.join(self.rounds)}")
         newest = max(self.laid_out, default=0)
+        # Paused, and this would begin a new round. At the end of the data it would not: then Finished is due instead.
+        if request.job > newest + 1:
+            raise Refused(f"worker {request.worker!r} asks for round {request.job}, but round {newest + 1} is next")
         if newest < request.job and not new and self.next_start < self.train_samples:
             return None
-        while newest < request.job and self._lay_out(newest + 1):
-            newest += 1
-        if newest < request.job:
+        if newest < request.job and not self._lay_out(request.job):
             return self.dismiss(request)
         if request.job not in self.laid_out:
             raise Refused(f"worker {request.worker!r} asks for round {request.job}; the run is at round {newest}")
         return self._open(request, *self.laid_out[request.job][request.worker], validate)
 
     def _lay_out(self, job: int) -> bool:
-        """Give every worker its place in a round; False when the run ends before it. A round is whole or not at all:
-        with equal steps the same bits follow whoever asks first; with DyLU the speeds known to the first who asks
-        decide for all."""
+        """Give every worker its samples of a round; False when too little data is left for a whole one.
+
+        With equal steps the same bits follow whoever asks first. With DyLU the speeds that are known when the first
+        worker asks decide for all.
+        """
         assert self.rounds is not None
         samples = {worker: self._steps(worker) * self.samples_per_step for worker in self.rounds}
+        # A round in which some had nothing to train could never be completed, so the last few samples are left out.
         if self.next_start + sum(samples.values()) > self.train_samples:
             self.next_start = self.train_samples
             return False
@@ -200,6 +267,7 @@ class LeaseBook:
         return True
 
     def _close(self, number: int) -> Lease | None:
+        """Strike a lease off the list of those that are out; None when it is not on it."""
         lease = self.open.pop(number, None)
         if lease:
             del self._held[lease.worker][lease.job]
@@ -212,3 +280,126 @@ class LeaseBook:
         self._held.setdefault(request.worker, {})[request.job] = lease
         self.next_lease += 1
         return lease
+
+
+def check_numbers(request: LeaseRequest) -> None:
+    """Raise Refused for a job or a speed that no worker has."""
+    step_s = request.step_s
+    if not 0 < request.job <= MOST_JOBS or (step_s and not SHORTEST_STEP_S <= step_s <= LONGEST_STEP_S):
+        raise Refused(f"{request.worker}: no worker comes to job {request.job}, or takes {step_s:g} s a step")
+
+
+def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, most: int) -> None:
+    """Raise Refused unless this is what a worker asks for: a job soon after those that it has not trained.
+
+    jobs: for which it holds leases or waits for them. last_job: of its last update; 0: that is not known. most: jobs
+    that it may have at once.
+    """
+    check_numbers(request)
+    first = min(jobs, default=last_job + 1)
+    if (jobs or last_job) and request.job >= first + most:
+        raise Refused(
+            f"{request.worker} asks for job {request.job}, but has not trained job {first}: it gets no more than "
+            f"{most} ahead. Send their updates first",
+            retry_s=5.0,
+        )
+
+
+class LentLeases:
+    """What a region answers for to the global server, until it goes up as trained: the leases of its workers."""
+
+    def __init__(self, workers: tuple[str, ...]) -> None:
+        self.held: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
+        # Worker → lease number → lease that went back while its present life counted as dead. It may train it all the
+        # same: it was only cut off, or has not heard of it.
+        self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
+
+    def of(self, worker: str) -> dict[int, Lease]:
+        """Those that the worker holds, by their numbers."""
+        return {lease.lease: lease for lease in self.held[worker].values()}
+
+    def give_back(self, worker: str) -> tuple[int, ...]:
+        """All that the worker holds goes back to the global server. Returns the numbers."""
+        back = self.of(worker)
+        self.given_back[worker] = dict([*self.given_back[worker].items(), *back.items()][-RETURNED_KEPT:])
+        self.held[worker].clear()
+        return tuple(back)
+
+    def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:
+        """Strike off what the worker says it has trained, as far as it was its own."""
+        mine = self.given_back[worker] | self.of(worker)
+        trained = [mine[number] for number in dict.fromkeys(numbers) if number in mine]
+        for lease in trained:
+            if self.given_back[worker].pop(lease.lease, None) is None:
+                del self.held[worker][lease.job]
+        return trained
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        tables = {"leases": self.held, "given_back": self.given_back}
+        return {
+            name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
+            for name, table in tables.items()
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The counterpart of `state`."""
+        for table in (*self.held.values(), *self.given_back.values()):
+            table.clear()
+        for lease in (Lease(*saved) for saved in state["leases"]):
+            self.held[lease.worker][lease.job] = lease
+        for lease in (Lease(*saved) for saved in state.get("given_back", ())):  # older snapshots have none
+            self.given_back[lease.worker][lease.lease] = lease
+
+
+class Validations:
+    """Decides when a worker gets the task to evaluate the global weights, and keeps the newest result.
+
+    A task goes out with a lease; the worker evaluates before it trains that lease, and nobody else waits for it.
+    A task whose worker dies is lost. The next one comes in its time, since a validation only informs people.
+    every_samples: committed samples between two tasks; None: there are no validations.
+    """
+
+    def __init__(self, every_samples: int | None) -> None:
+        self.every_samples = every_samples
+        self.number = 0  # of the last task that was handed out
+        self.due_samples = every_samples or 0
+        self.latest: dict[str, Any] | None = None
+
+    def task_for(self, worker: str, book: LeaseBook) -> int:
+        """The number of the task that this worker would get if it were granted a lease now; 0: none.
+
+        The fastest worker gets it, since it loses the least time. If it has not asked within half a period (it may be
+        dead, or cut off), whoever asks next gets the task.
+        """
+        if self.every_samples is None or book.committed_samples < self.due_samples:
+            return 0
+        fastest = min(book.step_s, key=lambda name: book.step_s[name], default=worker)
+        late = book.committed_samples >= self.due_samples + self.every_samples // 2
+        return self.number + 1 if worker == fastest or late else 0
+
+    def handed_out(self, committed_samples: int) -> None:
+        """The task has gone out with a lease."""
+        assert self.every_samples is not None
+        self.number += 1
+        # The next multiple: a task that went out late does not shift the ones after it, nor does any pile up.
+        self.due_samples = (committed_samples // self.every_samples + 1) * self.every_samples
+
+    def on_validated(self, result: Validated, committed_samples: int) -> bool:
+        """Take a worker's result. Returns whether it is a new one: it is sent again when the reply was lost. Raises
+        Refused for a validation that was not asked for, or a loss that is not finite."""
+        numbers = result.loss, result.seconds
+        if not 0 < result.number <= self.number or not all(map(isfinite, numbers)) or result.version < 0:
+            raise Refused(f"{result.worker}: validation {result.number} with loss {result.loss} was not asked for")
+        if self.latest is not None and result.number <= self.latest["number"]:
+            return False
+        self.latest = {**asdict(result), "samples": committed_samples}
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {"number": self.number, "due_samples": self.due_samples, "latest": self.latest}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.number, self.latest = state["number"], state["latest"]
+        self.due_samples = state["due_samples"] or self.every_samples or 0

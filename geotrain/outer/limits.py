@@ -1,94 +1,116 @@
-"""Updates whose norm is far above the usual: how a server knows them.
+"""How a server recognizes an update whose norm is far above the usual one.
 
-The usual is learned from the updates that were applied, for each fragment, as median and deviation of the norms'
-logarithms: one wild update moves neither. A region's updates are unequal by themselves, since delayed Nesterov moves
-its weights by the momentum of many updates at every N-th: so what is not above twice the largest that was remembered
-passes as well. All members of a server are of one kind (workers, or regions), so their updates are alike. Pure, and
-the same bits on replay.
+For each fragment the server keeps the logarithms of the norms of the last updates it applied. What is usual is their
+median and their median absolute deviation; unlike mean and variance, these hardly move for one wild update.
+
+A healthy region's updates differ among themselves: delayed Nesterov moves its weights by the momentum of many updates
+at every N-th, so some are ten times their neighbours. So an update also passes when it is at most twice the largest
+remembered norm. One history serves all members of a server, since they are of one kind (workers, or regions).
+
+A replay must accept and refuse as the server did. So nothing but journaled state decides, with the same bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from math import exp, fsum, inf, log, sqrt
 from statistics import median
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from geotrain.config import LimitsConfig
 from geotrain.outer.messages import Refused
 
-MEMORY = 64  # accepted updates of each member, on average, from which the usual is taken
-PEAK = 2.0  # times the largest remembered
-LEAST_DEVIATION = 0.25  # of the logarithm: norms that hardly vary may double all the same
-NORMAL = 1.4826  # standard deviation over median absolute deviation of normal numbers
-ROW, STEP_ROWS = 4096, 4096
+MEMORY = 64  # norms remembered for each fragment, times the number of members
+FAR = 4.0  # beyond so many times what would be usual by the others' updates, no history of a member's own helps it
+LEAST_OF_OTHERS = 4  # updates of others, by which one is measured
+PEAK = 2.0  # a norm up to this many times the largest remembered one passes
+LEAST_DEVIATION = 0.25  # of the logarithm, so that norms that hardly varied so far do not make a small change suspect
+NORMAL = 1.4826  # standard deviation over median absolute deviation of a normal distribution
+Noted = tuple[str, float, float]
+FP32_MAX = (2 - 2**-23) * 2.0**127
 
 
-def norm(vector: Tensor) -> float:
-    """Euclidean norm of an fp32 vector: the same bits however many threads compute it, since each row of ROW elements
-    is summed by one, and the rows' sums exactly."""
-    whole = vector.numel() // ROW * ROW
-    rows = vector[:whole].view(-1, ROW)
-    pieces = [rows[start : start + STEP_ROWS] for start in range(0, len(rows), STEP_ROWS)]
-    pieces += [vector[whole:].view(1, -1)]
-    sums = [s for piece in pieces for s in piece.square().sum(1, dtype=torch.float64).tolist()]
-    return sqrt(fsum(sums)) if all(s < inf for s in sums) else inf
+def norm(sums_of_squares: Sequence[float]) -> float:
+    """Euclidean norm of a delta, from its parts' sums of squares; infinite when the total exceeds fp32's range.
+
+    The bits are the same on replay: each part's sum has a fixed order (`Codec.decode_measured`), and `fsum` rounds
+    once, whatever the order of the parts.
+    """
+    total = fsum(sums_of_squares)
+    return sqrt(total) if total <= FP32_MAX else inf
 
 
-class Usual:
-    """The usual size of a positive number, from the last ones."""
-
-    def __init__(self, memory: int, logs: Sequence[float] = ()) -> None:
-        self.logs: deque[float] = deque(logs, maxlen=memory)
-
-    def limit(self, deviations: float) -> float:
-        """Above it lies what is more than so many deviations above the usual, and above all peaks so far."""
-        centre = median(self.logs)
-        deviation = NORMAL * median(abs(value - centre) for value in self.logs)
-        exponent = max(centre + deviations * max(deviation, LEAST_DEVIATION), max(self.logs) + log(PEAK))
-        return exp(exponent) if exponent < 700 else inf
+def usual_limit(logs: Sequence[float], deviations: float) -> float:
+    """The largest number that still passes after those with these logarithms: the larger of `deviations` deviations
+    above their median, and PEAK times the largest. Logarithms, because norms differ by factors: half and double are
+    equally far from the usual. Needs at least one."""
+    centre = median(logs)
+    deviation = NORMAL * median(abs(value - centre) for value in logs)
+    exponent = max(centre + deviations * max(deviation, LEAST_DEVIATION), max(logs) + log(PEAK))
+    return exp(exponent) if exponent < 700 else inf  # `exp` raises OverflowError from about 709.8 on
 
 
 class NormLimits:
-    """What was usual so far, for each fragment.
+    """Refuses updates with an unusual norm, for each fragment by its own history.
 
-    A region's update stands for `weight` workers' updates, more of them after a partition, fewer at the end: it is
-    refused only when both its norm and its norm over its weight are unusual.
+    A region's update stands for `weight` workers' updates: more of them after a partition, fewer at the run's end. So
+    two histories are kept, of norms and of norms divided by weight, and an update is refused only when it is unusual
+    in both: a region that was cut off sends a large sum of ordinary updates.
+
+    One member alone could make ever larger norms usual, a little at a time, and drive the weights of the others where
+    it likes. So an update is refused, too, when it is FAR beyond what would be usual by the others' updates alone.
     """
 
     def __init__(self, config: LimitsConfig, fragments: int, members: int) -> None:
         self.deviations, self.free = config.norm_deviations, config.norm_free_updates * members
+        # At least as many as are let through at first, or the check would never begin.
         self._memory = max(MEMORY * members, self.free)
-        self._usual = [(Usual(self._memory), Usual(self._memory)) for _ in range(fragments)]  # norms; over weights
+        # For each fragment: (member, log of the norm, log of the norm over weight) of the last updates, oldest first.
+        self._noted: list[deque[Noted]] = [deque(maxlen=self._memory) for _ in range(fragments)]
 
-    def check(self, member: str, fragment: int, size: float, weight: int) -> None:
-        """Raises Refused. size: the norm."""
-        if self.deviations is None or (size < inf and len(self._usual[fragment][0].logs) < self.free):
+    def check(self, member: str, fragment: int, size: float, weight: int, others: Container[str] = ()) -> None:
+        """Raise Refused if an update is out of the ordinary. size: its norm. others: members that are at work, by
+        whose updates it is measured. Remembers nothing (see `note`)."""
+        if self.deviations is None:
             return
-        if size < inf:
-            limits = [usual.limit(self.deviations) for usual in self._usual[fragment]]
-            if size <= limits[0] or size / weight <= limits[1]:
-                return
-            usually = f"; up to {limits[0]:.3g} is usual here"
-        else:
-            usually = ""
-        raise Refused(
-            f"{member}: fragment {fragment}: the update's norm of {size:.3g} is far out of the ordinary{usually}. "
-            "Look for a diverged loss; to allow it, raise outer.limits.norm_deviations or set it to null"
-        )
+        if size == inf:  # a norm beyond fp32 is never ordinary
+            raise _unusual(member, fragment, size, "")
+        noted = self._noted[fragment]
+        theirs = [each for each in noted if each[0] != member and each[0] in others]
+        # Any other passes until enough updates have shown what is usual.
+        for known, needed, factor, whose in (
+            (noted, self.free, 1.0, "is usual here"),
+            (theirs, LEAST_OF_OTHERS, FAR, "is to be expected by what the others send"),
+        ):
+            if len(known) < needed:
+                continue
+            histories = [each[1] for each in known], [each[2] for each in known]
+            limits = [factor * usual_limit(logs, self.deviations) for logs in histories]
+            if size > limits[0] and size / weight > limits[1]:
+                raise _unusual(member, fragment, size, f"; up to {limits[0]:.3g} {whose}")
 
-    def note(self, fragment: int, size: float, weight: int) -> None:
-        """An update was applied."""
-        if size > 0:
-            for usual, value in zip(self._usual[fragment], (size, size / weight), strict=True):
-                usual.logs.append(log(value))
+    def note(self, member: str, fragment: int, size: float, weight: int) -> None:
+        """Remember the norm of an update that was accepted. What was refused is never remembered: a member that keeps
+        sending wild updates cannot make them usual."""
+        if size > 0:  # zero has no logarithm
+            self._noted[fragment].append((member, log(size), log(size / weight)))
 
     def state(self) -> list[Any]:
-        return [[list(usual.logs) for usual in pair] for pair in self._usual]
+        """As plain JSON data."""
+        return [[list(column) for column in zip(*noted, strict=True)] for noted in self._noted]
 
     def load(self, state: list[Any]) -> None:
-        self._usual = [(Usual(self._memory, norms), Usual(self._memory, rates)) for norms, rates in state]
+        """The counterpart of `state`."""
+        for noted, columns in zip(self._noted, state, strict=True):
+            if len(columns) == 2:  # an older snapshot does not know whose they were
+                columns = [[""] * len(columns[0]), *columns]
+            noted.clear()
+            noted.extend(zip(*columns, strict=True))
+
+
+def _unusual(member: str, fragment: int, size: float, usually: str) -> Refused:
+    return Refused(
+        f"{member}: fragment {fragment}: the update's norm of {size:.3g} is far out of the ordinary{usually}. "
+        "Look for a diverged loss; to allow it, raise outer.limits.norm_deviations or set it to null"
+    )

@@ -1,18 +1,24 @@
-"""What is said on the wire: frozen dataclasses, the same for sockets, journal and simulator.
+"""Messages between workers, region servers and the global server: the same objects on the wire, in the journal and in
+the simulator. Their fields and type hints are the only schema of wire and journal.
 
-Members of a server are workers (each of several ranks, its *parts*) or region servers (one part). A member's
-updates are numbered; a server applies each number once. Payloads are encoded by the codec of the link.
+Members of a server are workers (each of several ranks, its *parts*) or region servers (one part). A member numbers
+its updates, and a server applies each number once, so that a sender in doubt may send again. Payloads are encoded
+with the codec of the link that they cross.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from geotrain.outer.layout import Slice
+from geotrain.layout import StridedSlice
 
 
 class Refused(Exception):
-    """The receiver will not take this message. `retry_s`: seconds to wait before trying again; None: never."""
+    """The receiver does not accept this message, and has changed nothing because of it.
+
+    reason: in words, for the operator of the sender. retry_s: seconds after which sending it again may succeed; None
+    means that it never will.
+    """
 
     def __init__(self, reason: str, retry_s: float | None = None) -> None:
         super().__init__(reason)
@@ -21,15 +27,32 @@ class Refused(Exception):
 
 
 class NotJoined(Refused):
-    """The server does not know this life of the member (it may have been restarted): join, then say it again."""
+    """The server does not know this life of the member: it has not joined with every part, or the server was
+    restarted and has forgotten all joins. The sender joins, then sends the message again."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What both ends of a link must have in common before they exchange weights.
+
+    config_digest, layout_digest: of the run's configuration, and of the parameters' names, shapes and fragments.
+    """
+
+    run: str
+    config_digest: str
+    layout_digest: str
+    model: str  # in words, for error messages
+    data: str = ""  # sha256 of the training data, where it is known
 
 
 @dataclass(frozen=True)
 class Join:
-    """A member's rank introduces itself, once for each of its lives (`incarnation`).
+    """A rank of a member introduces itself. It does so in every life of the member and of the server.
 
-    pushes, holds: for each fragment, the slices whose deltas this part sends, and whose weights it wants back.
-    leases: leases a region server still answers for (granted or trained, not yet committed).
+    incarnation: names this life of the member; a restarted member has a new one. part, parts: its rank and world
+    size. pushes, holds: for each fragment, the slices whose deltas this part sends, and the slices whose weights it
+    needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive.
+    leases: leases that a region server still answers for (granted or trained, not yet committed).
     data: sha256 of the training data; "" when it is not known here.
     """
 
@@ -41,17 +64,17 @@ class Join:
     incarnation: str
     part: int
     parts: int
-    pushes: tuple[tuple[Slice, ...], ...]
-    holds: tuple[tuple[Slice, ...], ...]
+    pushes: tuple[tuple[StridedSlice, ...], ...]
+    holds: tuple[tuple[StridedSlice, ...], ...]
     leases: tuple[int, ...] = ()
     data: str = ""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The server knows the member: its next update is `sequence`, its next job is `job`.
+    """Reply to a Join. The member goes on with update `sequence` and job `job`, both one after the last applied.
 
-    life: names the server's present life. versions: of its fragments, now.
+    life: names the server's present life. versions: of its fragments, now; empty before it has weights.
     """
 
     sequence: int
@@ -62,7 +85,10 @@ class Welcome:
 
 @dataclass(frozen=True)
 class FragmentDelta:
-    """One rank's encoded delta of one fragment. anchor_version: the server's version it started from."""
+    """One rank's encoded delta of one fragment.
+
+    anchor_version: the version of the server's fragment from which the delta is counted; staleness follows from it.
+    """
 
     fragment: int
     anchor_version: int
@@ -71,11 +97,11 @@ class FragmentDelta:
 
 @dataclass(frozen=True)
 class UpdatePart:
-    """One rank's part of its member's update `sequence`. The server applies an update when all parts are there.
+    """One rank's part of its member's update `sequence`. The server applies an update when all parts have arrived.
 
-    job: the worker's job that it belongs to. weight: how many workers' deltas it stands for (their mean).
+    job: the worker's job in which the update was made. weight: how many workers' deltas it stands for.
     leases: the data leases whose training is complete with this update.
-    metrics: plain numbers for people: loss, tokens, seconds.
+    metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them.
     """
 
     member: str
@@ -91,8 +117,11 @@ class UpdatePart:
 
 @dataclass(frozen=True)
 class FragmentWeights:
-    """One fragment's weights for one part, at `version`. increment: the payload is a change of what the receiver
-    was last sent, not the weights themselves."""
+    """One fragment's weights for one part, at `version`.
+
+    increment: the payload is a change, to be added to what the receiver was last sent, and not the weights
+    themselves.
+    """
 
     fragment: int
     version: int
@@ -104,8 +133,9 @@ class FragmentWeights:
 class Answer:
     """Weights for one part of a member, in answer to its update `sequence` (0: to its join).
 
-    life: of the server that froze it. One life gives all parts the same versions; after a restart the server freezes
-    answers anew, so ranks must not mix those of two lives.
+    An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it.
+    life: of the server that froze it. One life gives all parts the same versions. A restarted server has lost the
+    frozen answers and makes new ones of newer weights, so the ranks of a worker must not mix those of two lives.
     """
 
     sequence: int
@@ -115,7 +145,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """A worker asks for the data of its job number `job`. Asking again for the same job gives the same lease.
+    """A worker asks for the data of its job number `job`. Asking again for the same job gives the same lease, so that
+    a request whose reply was lost can be repeated, and all ranks of a worker can ask.
 
     step_s: measured seconds of one inner step (0: not known yet).
     """
@@ -127,9 +158,10 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class Lease:
-    """Samples [start, start + samples) of the run, to be trained in `steps` inner steps.
+    """Samples [start, start + samples) of the run, handed to a worker to be trained in `steps` inner steps.
 
-    validate: number of a validation of the global weights, to be done first; 0: none.
+    lease: its number, unique in the run. validate: number of a validation of the global weights that the worker has
+    to do before it trains; 0: none.
     """
 
     worker: str
@@ -143,7 +175,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Finished:
-    """No data is left for this worker: flush and leave."""
+    """No data is left for this worker: it sends the progress that it has not sent yet, and leaves."""
 
     worker: str
     job: int
@@ -157,15 +189,27 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """These leases of the member are trained, though no update of it will bring them: without the ledger, what its
+    workers trained while an update travelled is in none."""
+
+    member: str
+    leases: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Leave:
-    """The member is done; what it sent is all it had."""
+    """The member has nothing left to send and ends."""
 
     member: str
 
 
 @dataclass(frozen=True)
-class Silence:
-    """This life of the member has not been heard of for too long: it is taken for dead, until it speaks again."""
+class MemberSilent:
+    """Nothing was heard from this life of the member for too long: it counts as dead until it speaks again.
+
+    A message, because the state machine has no clock and a replay must see the same silence at the same place.
+    """
 
     member: str
     incarnation: str
@@ -184,17 +228,21 @@ class Validated:
 
 
 @dataclass(frozen=True)
-class Steer:
-    """What a person wants of the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region`
-    finish what they have, flush and leave) or "stop" (all workers do)."""
+class OperatorCommand:
+    """A person steers the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region` finish the
+    leases they hold, send their progress and leave) or "stop" (all workers do)."""
 
     what: str
     region: str = ""
 
 
 @dataclass(frozen=True)
-class Offence:
-    """An update of this life of the member was refused for good."""
+class UpdateRejected:
+    """An update of this life of the member was refused for good. Refusals may precede the journal, so they are
+    recorded by this message: a replay then quarantines the same members.
+
+    A region server is told so about itself when the global server has refused an update of it.
+    """
 
     member: str
     incarnation: str
@@ -202,15 +250,16 @@ class Offence:
 
 
 @dataclass(frozen=True)
-class Pardon:
+class LiftQuarantine:
     """The member is no longer quarantined: its time is over, or the operator says so."""
 
     member: str
 
 
 @dataclass(frozen=True)
-class Over:
-    """All data of the run is trained for good: said by the global server to a region that still waits for workers."""
+class RunComplete:
+    """All data of the run is committed. The global server tells a region, which may still be waiting for workers that
+    will not come back."""
 
 
 Message = (
@@ -222,19 +271,21 @@ Message = (
     | Lease
     | Finished
     | Release
+    | Trained
     | Leave
-    | Silence
+    | MemberSilent
     | Validated
-    | Steer
-    | Offence
-    | Pardon
-    | Over
+    | OperatorCommand
+    | UpdateRejected
+    | LiftQuarantine
+    | RunComplete
 )
 
 
 @dataclass(frozen=True)
 class Send:
-    """A state machine's wish: deliver `message` to `part` of member `to` ("global" is the global server)."""
+    """A message for somebody else, which a state machine returns because it has no socket: deliver `message` to
+    `part` of member `to` (`GLOBAL` is the global server)."""
 
     to: str
     message: Message

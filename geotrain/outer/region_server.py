@@ -1,18 +1,26 @@
-"""The region server's state machine: HALoS's "local parameter server"."""
+"""The region server's state machine (HALoS's "local parameter server"): it applies its workers' deltas, and exchanges
+the region's progress for global weights.
+
+It is a server to its workers and a member of the global server at once. Its journal covers both sides, so a restart
+loses neither an acknowledged worker's update nor the numbering of what it sent up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
+from geotrain.layout import Layout
 from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
-from geotrain.outer.layout import Layout
+from geotrain.outer.events import Left, Merged, SentUp, StartedOver
+from geotrain.outer.leases import LentLeases
+from geotrain.outer.member import MOST_LEASES, mean_metrics
 from geotrain.outer.messages import (
     GLOBAL,
     Answer,
@@ -23,23 +31,29 @@ from geotrain.outer.messages import (
     Lease,
     LeaseRequest,
     Leave,
-    Offence,
+    MemberSilent,
+    Message,
+    OperatorCommand,
     Refused,
     Release,
+    RunComplete,
     Send,
-    Silence,
+    Trained,
     UpdatePart,
+    UpdateRejected,
     Validated,
     Welcome,
 )
-from geotrain.outer.rules import RegionRule, region_rule
+from geotrain.outer.rules import RegionRule
 from geotrain.outer.server import Identity, Server
 
 
 class RegionServer(Server):
-    """Applies its workers' deltas at once; every K of them, sends its own progress to the global server.
+    """Applies its workers' deltas as its rule says and sends the region's own progress to the global server: with the
+    asynchronous rules each delta at once, and progress after every K of them.
 
-    Call `outgoing()` after every message for what should be sent now.
+    workers: its members. validates: whether to keep a copy of the newest global weights for workers that evaluate
+    them (4 bytes a parameter).
     """
 
     rule: RegionRule
@@ -50,59 +64,102 @@ class RegionServer(Server):
         identity: Identity,
         layout: Layout,
         config: OuterConfig,
+        rule: RegionRule,
         workers: tuple[str, ...],
         validates: bool = False,
     ) -> None:
-        rule = region_rule(config, workers)
-        super().__init__(identity, layout, rule, workers, config.local, config.local, config.limits)
-        self.name = name
+        super().__init__(name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits)
         self.up_codec = make_codec(config.up)
         self.downlink = WeightsReceiver(config.down)
-        self.residuals: dict[int, Tensor] = {}
+        self.residuals: dict[int, Tensor] = {}  # fragment → what coding has kept back on the way up so far
         self.global_versions = [0] * len(layout.fragments)
         self.sequence = 0  # of the last update sent up
-        self.in_flight: dict[int, UpdatePart] = {}  # sequence → update without its answer
-        self.leases: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
-        self.reserve = config.lease_reserve if config.rule != "sync" else 0  # rounds are laid out with known speeds
-        self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs that wait for their lease
-        self.reserved_to = dict.fromkeys(workers, 0)  # the last job whose lease was asked for in this life
+        self.in_flight: dict[int, UpdatePart] = {}  # sequence → update whose answer has not come yet
+        self.leases = LentLeases(workers)
+        self.reserve = config.lease_reserve
+        self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
+        self.reserved_to = dict.fromkeys(workers, 0)  # worker → last job asked for in its present life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
         self.newest: list[Tensor] | None = [] if validates else None  # global weights, for validation
-        self.first_versions = [0] * len(layout.fragments)  # that the first weights get here
-        self.over = False  # all data of the run is trained for good
-        self.gone = False  # said goodbye to the global server
-        self.done = False  # and it said goodbye: this region has nothing left to do
-        self._outgoing: list[Send] = []
+        # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
+        self.first_versions = [0] * len(layout.fragments)
+        self._over = False  # the global server has said that all data of the run is committed
+        self.gone = False  # this server's Leave is on its way to the global server
+        self.done = False  # the global server has taken the Leave: this region has nothing left to do
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    @property
+    def finished(self) -> bool:
+        return self.done
+
+    def workers_of(self, member: str) -> tuple[str, ...]:
+        return (member,)
+
+    def holds(self, name: str) -> dict[int, Lease]:
+        return self.leases.of(name)
+
+    def _route(self, message: Message) -> Any:
+        match message:
+            case LeaseRequest():
+                return self._on_lease_request(message)
+            case Welcome():
+                return self._on_welcome(message)
+            case Answer():
+                return self._on_global_weights(message)
+            case Lease() | Finished():
+                return self._on_lease(message)
+            case Validated():
+                self.frozen = None
+                self._sends.append(Send(GLOBAL, message))
+                return None
+            case RunComplete():  # workers that died are not waited for any more, since nothing is left to train
+                self._over = True
+                self._send_what_is_due()
+                return None
+            case Leave() if message.member == self.name:  # our own, said to us once the global server has taken it
+                self.done = True
+                self._events.append(Left(self.name))
+                return None
+            case UpdateRejected() if message.member == self.name:
+                return self._on_own_update_rejected(message)
+            case OperatorCommand():
+                raise Refused(f"a region's server can be told to snapshot and to pardon, not to {message.what!r}")
+        reply = super()._route(message)
+        # The K-th update makes a send due. So may the leaving or silence of the last worker at work: what is pending
+        # then leaves without waiting for more.
+        if reply is True or isinstance(message, Leave | MemberSilent):
+            self._send_what_is_due()
+        return reply
 
     # -- upwards
 
     def join_message(self) -> Join:
+        """The Join to the global server. It names all leases for which this region answers, be they not trained,
+        trained and not sent, or in flight; the global server gives every other lease of the region to others."""
         whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
-        held = [lease.lease for jobs in self.leases.values() for lease in jobs.values()]
-        held += list(self.trained)
-        held += [n for update in self.in_flight.values() for n in update.leases]
         i = self.identity
-        return Join(
-            i.run,
-            i.config_digest,
-            i.layout_digest,
-            i.model,
-            self.name,
-            self.incarnation,
-            0,
-            1,
-            whole,
-            whole,
-            tuple(held),
-            self.data,
-        )
+        names = i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation
+        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data)
 
-    def on_welcome(self, welcome: Welcome) -> int:
-        """The global server knows us. Returns how many of our updates it had acknowledged and lost (restored from
-        an older state); what is in flight is numbered anew then.
+    def _answered_for(self) -> tuple[int, ...]:
+        """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
+        held = [number for worker in self.members for number in self.leases.of(worker)]
+        held += list(self.trained)
+        held += [number for update in self.in_flight.values() for number in update.leases]
+        return tuple(held)
 
-        It may also know more of our updates than we do, when this region's folder was lost, or restored from an older
-        state: what that holds as pending went up later, so it begins again from the global weights.
+    def _on_welcome(self, welcome: Welcome) -> int:
+        """Compare the global server's count of our updates with our own. Returns how many it acknowledged and lost.
+
+        It knows fewer than it has acknowledged when it was restored from an older state: its acknowledged updates are
+        gone, and those in flight are numbered anew to follow what it does know.
+
+        It knows more than we have sent when this region's own folder was lost or restored from an older state. What
+        that state holds as pending went up later, so sending it would count it twice: the region begins again from
+        the global weights.
         """
         known = welcome.sequence - 1
         if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.layout.fragments)):
@@ -110,7 +167,9 @@ class RegionServer(Server):
                 f"{self.name}: a welcome with sequence {welcome.sequence}, versions {welcome.versions} is none"
             )
         if known > self.sequence and self.fragments:
-            self._start_over()
+            self._start_over(f"the global server knows {known} updates of this region, its own state {self.sequence}")
+        # Updates before the oldest in flight were answered, so the global server should expect that one or a later
+        # one.
         oldest = min(self.in_flight, default=self.sequence + 1)
         lost = max(0, oldest - welcome.sequence)
         if lost:
@@ -120,19 +179,36 @@ class RegionServer(Server):
             }
             self.sequence = known + len(self.in_flight)
         self.sequence = max(self.sequence, known)
-        if lost and welcome.versions:  # versions that it has lost, too, are none to start from
-            self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
-            self.in_flight = {
-                s: replace(u, deltas=tuple(self._as_known(d) for d in u.deltas)) for s, u in self.in_flight.items()
-            }
+        # It has lost versions as well, and refuses an update that starts from a version that it never gave.
+        if lost and welcome.versions:
+            oldest_known = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
+            for s, u in self.in_flight.items():
+                deltas = (
+                    replace(d, anchor_version=min(d.anchor_version, oldest_known[d.fragment])) for d in u.deltas
+                )
+                self.in_flight[s] = replace(u, deltas=tuple(deltas))
+            self.global_versions = oldest_known
         return lost
 
-    def _as_known(self, delta: FragmentDelta) -> FragmentDelta:
-        return replace(delta, anchor_version=min(delta.anchor_version, self.global_versions[delta.fragment]))
+    def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
+        """The global server will never take an update of ours. Sent again, it would be refused again, after every
+        restart. What it holds is given up, and its data goes back to be trained again.
 
-    def _start_over(self) -> None:
-        """Give back all data, forget all weights but their versions, and have the workers join again."""
-        held = self.join_message().leases
+        Raises Refused in synchronous rounds, which need it: there the run has to be looked at.
+        """
+        if self.rule.in_rounds:
+            raise Refused(f"{self.name}: a synchronous round cannot do without this update: {rejected.reason}")
+        if self.in_flight:  # otherwise it was said twice
+            self._start_over(rejected.reason)
+
+    def _start_over(self, reason: str) -> None:
+        """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.
+
+        Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So is the
+        number of the last update that was answered: those in flight count as never sent.
+        """
+        held = self._answered_for()
+        self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
         for table in (self.in_flight, self.trained, self.residuals, self.downlink.mirror):
@@ -140,28 +216,39 @@ class RegionServer(Server):
         for name, member in self.members.items():
             member.forget()
             member.owed.clear()
-            self.leases[name].clear()
+            self.leases.give_back(name)
             self.wanted[name].clear()
             self.reserved_to[name] = 0
         if held:
-            self._outgoing.append(Send(GLOBAL, Release(held)))
+            self._sends.append(Send(GLOBAL, Release(held)))
+        self._events.append(StartedOver(reason))
 
     def set_weights(self, vectors: list[Tensor]) -> None:
+        """The first weights, in this life or after `_start_over`."""
         super().set_weights(vectors)
         for state, version in zip(self.fragments, self.first_versions, strict=True):
             state.version = version
 
-    def on_global_weights(self, answer: Answer) -> None:
-        """The answer to an update of ours, or (sequence 0) to our join. Raises Refused; then nothing has changed."""
+    def _on_global_weights(self, answer: Answer) -> None:
+        """Merge the answer to an update of ours or, without weights so far, to our join (sequence 0).
+
+        Raises Refused; then nothing has changed.
+        """
         first = not self.fragments
         if not first and answer.sequence not in self.in_flight:
-            return  # a second copy: a change must not be added to the mirror twice
-        self._check_answer(answer, first)
+            return  # a second copy of an answer: its changes must not be added to the mirror twice
+        every = list(range(len(self.layout.fragments)))
+        wanted = every if first else [d.fragment for d in self.in_flight[answer.sequence].deltas]
+        if sorted(w.fragment for w in answer.weights) != sorted(wanted) or any(w.version < 0 for w in answer.weights):
+            raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {wanted}")
+        # All are checked before any is decoded, since decoding changes the mirror.
+        for weights in answer.weights:
+            self.check_weights(weights)
         vectors = [self.decode_weights(w) for w in answer.weights]
         if self.newest is not None:
             self.newest = self.newest or [torch.empty(0) for _ in self.layout.fragments]
             for weights, vector in zip(answer.weights, vectors, strict=True):
-                self.newest[weights.fragment] = vector.clone()
+                self.newest[weights.fragment] = vector.clone()  # the vector may be the mirror, which goes on changing
         if first:
             self.set_weights([v.clone() for v in vectors])
             self.global_versions = [w.version for w in answer.weights]
@@ -169,120 +256,84 @@ class RegionServer(Server):
                 self.rule.start(state)
         else:
             del self.in_flight[answer.sequence]
-            for weights in answer.weights:
-                self.global_versions[weights.fragment] = weights.version
             for weights, vector in zip(answer.weights, vectors, strict=True):
+                self.global_versions[weights.fragment] = weights.version
                 state = self.fragments[weights.fragment]
                 self.answer_members(self.rule.on_global_weights(state, vector), weights.fragment)
-        self._send_what_is_due()
+        size = sum(len(weights.payload) for weights in answer.weights)
+        self._events.append(Merged(answer.sequence, list(self.global_versions), size))
+        self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
 
-    def _check_answer(self, answer: Answer, first: bool) -> None:
-        whole = range(len(self.layout.fragments))
-        wanted = list(whole) if first else [d.fragment for d in self.in_flight[answer.sequence].deltas]
-        if sorted(w.fragment for w in answer.weights) != sorted(wanted) or any(w.version < 0 for w in answer.weights):
-            raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {wanted}")
-        for weights in answer.weights:
-            self.check_weights(weights)
+    # -- leases: forwarded, and remembered until the update that contains their training is committed
 
-    def outgoing(self) -> list[Send]:
-        """Messages that should leave now; each is returned once."""
-        out, self._outgoing = self._outgoing, []
-        return out
+    def _on_lease_request(self, request: LeaseRequest) -> Lease | None:
+        """The lease if it is here already; otherwise None, and the request goes up to the global server.
 
-    # -- leases: forwarded, and remembered until the delta that used them went up
-
-    def on_lease_request(self, request: LeaseRequest) -> Lease | None:
-        """The lease, if it is here already; otherwise None, and the request goes up. So do requests for the jobs
-        after it, as far as the reserve reaches."""
+        Leases of the following jobs are asked for too, as far as the reserve reaches, so that a region that is cut
+        off can train on.
+        """
         worker, job = request.worker, request.job
-        self._member(worker).silent = False
-        lease = self.leases[worker].get(job)
+        last = self._check_request(request, self.wanted.get(worker, ()))
+        lease = self.leases.held[worker].get(job)
         if lease is None:
             self.wanted[worker].add(job)
-            self._outgoing.append(Send(GLOBAL, request))
-        for ahead in range(max(job, self.reserved_to[worker]) + 1, job + 1 + self.reserve):
-            self._outgoing.append(Send(GLOBAL, replace(request, job=ahead)))
+            self._sends.append(Send(GLOBAL, request))
+        for ahead in range(max(job, self.reserved_to[worker]) + 1, min(job + self.reserve, last) + 1):
+            self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
             self.reserved_to[worker] = ahead
         return lease
 
-    def on_lease(self, lease: Lease | Finished) -> None:
-        if lease.job <= self._member(lease.worker).job:
-            return  # a second copy of an answer: that job is done
-        if isinstance(lease, Lease):
-            self.leases[lease.worker][lease.job] = lease
-        if lease.job in self.wanted[lease.worker]:
+    def _on_lease(self, lease: Lease | Finished) -> None:
+        """The reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
+        counts as dead, or has done this job."""
+        worker = self._member(lease.worker)
+        done = lease.job < self.next_job(lease.worker)
+        if isinstance(lease, Lease) and lease.lease not in self._answered_for():
+            if worker.away or done:
+                self._sends.append(Send(GLOBAL, Release((lease.lease,))))
+                return
+            self.leases.held[lease.worker][lease.job] = lease
+        if lease.job in self.wanted[lease.worker] and not done:
             self.wanted[lease.worker].discard(lease.job)
-            self._outgoing.append(Send(lease.worker, lease))
+            self._sends.append(Send(lease.worker, lease))
 
-    # -- validation
-
-    def on_validated(self, result: Validated) -> None:
-        self.frozen = None
-        self._outgoing.append(Send(GLOBAL, result))
-
-    def validation_weights(self) -> list[Tensor]:
+    def validation_weights(self) -> tuple[list[int], list[Tensor]]:
         newest = self.newest or []
-        return newest if all(vector.numel() for vector in newest) else []
-
-    def global_version_of(self, fragment: int) -> int:
-        return self.global_versions[fragment]
+        # Empty vectors stand for fragments of which nothing has come since this process began.
+        return (self.global_versions, newest) if all(vector.numel() for vector in newest) else ([], [])
 
     # -- members
 
-    def on_join(self, join: Join) -> Welcome:
+    def _on_join(self, join: Join) -> Welcome:
         known = self.data
-        welcome = super().on_join(join)
-        if self.data != known:  # the global server is told before any data is asked for
-            self._outgoing.append(Send(GLOBAL, self.join_message()))
+        welcome = super()._on_join(join)
+        # A worker has just told which data it trains on. The global server must know before any lease is asked for,
+        # so that regions with different data are refused.
+        if self.data != known:
+            self._sends.append(Send(GLOBAL, self.join_message()))
         return welcome
 
-    def on_silence(self, silence: Silence) -> None:
-        super().on_silence(silence)
-        self._send_what_is_due()
-
-    def on_offence(self, offence: Offence) -> bool:
-        quarantined = super().on_offence(offence)
-        if quarantined:
-            self._send_what_is_due()
-        return quarantined
-
-    def on_over(self) -> None:
-        """The global server says that nothing is left to train: the dead are not waited for any more."""
-        self.over = True
-        self._send_what_is_due()
-
-    def on_new_life(self, name: str, join: Join) -> None:
-        self.wanted[name].clear()
-        self.reserved_to[name] = 0
-        self.release_leases(name)
-
-    def on_leave(self, name: str) -> None:
-        super().on_leave(name)
-        self.release_leases(name)  # asked for in reserve, and no longer wanted
-        self._send_what_is_due()
-
-    def on_farewell(self) -> None:
-        """The global server took our Leave."""
-        self.done = True
+    def _begin_life(self, join: Join) -> None:
+        self.wanted[join.member].clear()
+        self._release_leases(join.member)
+        self.leases.given_back[join.member].clear()  # its former life trained them, if anyone
 
     def begin_again(self) -> None:
         super().begin_again()
-        self.over = self.gone = self.done = False
+        self._over = self.gone = self.done = False
 
-    def on_applied(self, part: UpdatePart) -> None:
-        """Leases that the worker does not hold (any more) do not count: others train them."""
-        jobs = self.leases[part.member]
-        held = {lease.lease: job for job, lease in jobs.items()}
-        trained = [number for number in part.leases if number in held]
-        for number in trained:
-            del jobs[held[number]]
+    def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
+        """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as
+        dead go up as well: the global server knows whether they are in the pool still, or trained twice."""
+        trained = self.leases.take_trained(part.member, part.leases)
+        # The training of a lease is spread over the fragments that have something pending. The lease goes up with the
+        # last of these that leaves: only then is all of its training part of the global weights.
         pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
-        self.trained.update({number: set(pending) for number in trained})
-        self._send_what_is_due()
+        self.trained.update({lease.lease: set(pending) for lease in trained})
+        return sum(lease.samples for lease in trained), None
 
     @property
     def lost_updates(self) -> int:
-        """Updates that were applied here but never become part of the global weights (only without ledger)."""
         return sum(state.counts.get("lost", 0) for state in self.fragments)
 
     def status(self) -> dict[str, Any]:
@@ -306,15 +357,11 @@ class RegionServer(Server):
         meta["region"] = {
             "sequence": self.sequence,
             "first_versions": list(self.first_versions),
-            "over": self.over,
+            "over": self._over,
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
-            "leases": [
-                [v.worker, v.job, v.lease, v.start, v.samples, v.steps, v.validate]
-                for jobs in self.leases.values()
-                for v in jobs.values()
-            ],
+            **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
                 [s, u.weight, list(u.leases), u.metrics, [[d.fragment, d.anchor_version] for d in u.deltas]]
@@ -326,14 +373,13 @@ class RegionServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         saved = meta["region"]
-        self.residuals = {f: tensors[f"residual.{f}"] for f in _numbers(tensors, "residual.")}
-        self.downlink.mirror = {f: tensors[f"mirror.{f}"] for f in _numbers(tensors, "mirror.")}
+        for table, prefix in ((self.residuals, "residual."), (self.downlink.mirror, "mirror.")):
+            table.clear()
+            table.update({int(k.removeprefix(prefix)): v for k, v in tensors.items() if k.startswith(prefix)})
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
-        self.over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
+        self._over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
         self.first_versions = list(saved["first_versions"])
-        self.leases = {name: {} for name in self.members}
-        for worker, job, *rest in saved["leases"]:
-            self.leases[worker][job] = Lease(worker, job, *rest)
+        self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
             payloads = tuple(
@@ -344,16 +390,26 @@ class RegionServer(Server):
             )
 
     def resend(self) -> list[Send]:
-        """After a new join: what is in flight, under this life's name. The receiver applies each only once."""
+        """What is in flight, under this life's name, to be sent again after a join. The global server knows by their
+        numbers which of them it has applied already."""
         self.in_flight = {s: replace(u, incarnation=self.incarnation) for s, u in sorted(self.in_flight.items())}
-        return [Send(GLOBAL, u) for u in self.in_flight.values()]
+        return [*(Send(GLOBAL, update) for update in self.in_flight.values()), *self._last_words()]
+
+    def _last_words(self) -> list[Send]:
+        """At the end, what is trained and will be in no update: without the ledger, what came while one travelled."""
+        if not self.idle or self.in_flight:
+            return []
+        pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
+        trained = tuple(lease for lease, fragments in self.trained.items() if not fragments & pending)
+        parts = [trained[at : at + MOST_LEASES] for at in range(0, len(trained), MOST_LEASES)]
+        return [Send(GLOBAL, Trained(self.name, part)) for part in parts]
 
     # -- between tensors and payloads
 
     def encode_progress(self, fragment: int, delta: Tensor) -> bytes:
-        """The payload of the update that `sequence` numbers."""
+        """The payload of update `self.sequence`. Raises NonFiniteError, naming the parameter."""
         residual = None
-        if self.up_codec.name != "fp32":
+        if self.up_codec.error_feedback:
             if fragment not in self.residuals:
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
@@ -366,7 +422,7 @@ class RegionServer(Server):
             raise refusal(f"region {self.name}: {what}") from None
 
     def check_weights(self, weights: FragmentWeights) -> None:
-        """Raises Refused."""
+        """Raise Refused if these global weights cannot be decoded here."""
         try:
             self.downlink.check(weights, self.layout.fragments[weights.fragment].numel)
         except CodecError as error:
@@ -377,60 +433,46 @@ class RegionServer(Server):
 
     # -- inside
 
-    def release_leases(self, name: str) -> None:
-        untrained, self.leases[name] = self.leases[name], {}
-        if untrained:
-            self._outgoing.append(Send(GLOBAL, Release(tuple(lease.lease for lease in untrained.values()))))
+    def _release_leases(self, name: str) -> None:
+        """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
+        # Those of its reserve are asked for again in the order of their jobs: a later one that is granted while an
+        # earlier one finds no data left would be held by a worker that leaves.
+        self.reserved_to[name] = 0
+        if untrained := () if self.rule.in_rounds else self.leases.give_back(name):
+            self._sends.append(Send(GLOBAL, Release(untrained)))
 
     def _send_what_is_due(self) -> None:
+        """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
         for fragment, state in enumerate(self.fragments):
-            if self.rule.may_send(state, flush=self.idle):
-                delta, weight = self.rule.take_progress(state)
-                self.sequence += 1
-                payload = self.encode_progress(fragment, delta)
-                update = UpdatePart(
-                    self.name,
-                    self.incarnation,
-                    self.sequence,
-                    0,
-                    (FragmentDelta(fragment, self.global_versions[fragment], payload),),
-                    weight=weight,
-                    leases=self._leases_complete_with(fragment),
-                    metrics=self._mean_metrics(),
-                )
-                self.in_flight[self.sequence] = update
-                self._outgoing.append(Send(GLOBAL, update))
+            if not self.rule.may_send(state, flush=self.idle):
+                continue
+            delta, weight = self.rule.take_progress(state)
+            self.sequence += 1
+            payload = self.encode_progress(fragment, delta)
+            sent = FragmentDelta(fragment, self.global_versions[fragment], payload)
+            # A lease goes up with the last of its fragments that leaves.
+            for fragments in self.trained.values():
+                fragments.discard(fragment)
+            complete = (lease for lease, fragments in self.trained.items() if not fragments)
+            leases = tuple(islice(complete, MOST_LEASES))
+            for lease in leases:
+                del self.trained[lease]
+            # Metrics of those who are at work; at the end, when all have left, of everybody.
+            here = [m for m in self.members.values() if not m.left] or list(self.members.values())
+            update = UpdatePart(
+                self.name,
+                self.incarnation,
+                self.sequence,
+                0,
+                (sent,),
+                weight=weight,
+                leases=leases,
+                metrics=mean_metrics([member.metrics for member in here]),
+            )
+            self.in_flight[self.sequence] = update
+            self._sends.append(Send(GLOBAL, update))
+            self._events.append(SentUp(update.sequence, [fragment], weight, len(payload)))
+        self._sends += self._last_words()
         if (self.empty or (self.over and self.idle)) and not self.gone and not self.in_flight:
             self.gone = True
-            self._outgoing.append(Send(GLOBAL, Leave(self.name)))
-
-    def _leases_complete_with(self, fragment: int) -> tuple[int, ...]:
-        """Leases whose every fragment has gone up once this one has; the rest wait for their other fragments."""
-        for fragments in self.trained.values():
-            fragments.discard(fragment)
-        complete = tuple(lease for lease, fragments in self.trained.items() if not fragments)
-        for lease in complete:
-            del self.trained[lease]
-        return complete
-
-    def _mean_metrics(self) -> dict[str, float]:
-        """Of the workers that are here; at the end, of those that were here."""
-        here = [m for m in self.members.values() if not m.left] or list(self.members.values())
-        return mean_metrics([m.metrics for m in here])
-
-
-def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A region's numbers for people, from its workers': their rates together, the mean of the rest."""
-    told: dict[str, list[float]] = {}
-    for metrics in workers:
-        for name, value in metrics.items():
-            told.setdefault(name, []).append(value)
-    told.pop("staleness", None)  # counted in the region's versions
-    return {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in told.items()}
-
-
-_ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))
-
-
-def _numbers(tensors: dict[str, Tensor], prefix: str) -> list[int]:
-    return [int(k.removeprefix(prefix)) for k in tensors if k.startswith(prefix)]
+            self._sends.append(Send(GLOBAL, Leave(self.name)))

@@ -1,4 +1,7 @@
-"""Why this plan, and what came next: one decision at a time taken otherwise, predicted in full."""
+"""Explains a plan: the reasons for its decisions, and the next best of each.
+
+An alternative takes one decision otherwise and keeps the others; the whole run is then predicted for it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from geotrain.plan.grouping import Worker
-from geotrain.plan.job import Prediction, WorkerPrediction, predict
-from geotrain.plan.layouts import words
-from geotrain.plan.planner import Plan
-from geotrain.plan.resolve import resolve
+from geotrain.plan.layouts import layout_text
+from geotrain.plan.planner import Plan, resolve
+from geotrain.plan.predict import RunPrediction, WorkerPrediction, predict
 from geotrain.plan.settings import BUSY, TRAFFIC, Setting
 
 SHOWN = 3  # alternatives to each decision
@@ -21,7 +23,7 @@ PARTS = {
     "tensor_s": "tensor parallelism",
     "pipeline_s": "pipeline",
     "reduction_s": "gradients",
-    "words_s": "words between ranks",
+    "small_collectives_s": "words between ranks",
 }
 
 
@@ -30,7 +32,7 @@ class Alternative:
     """One decision taken otherwise, the whole run's figures then, and what is worse."""
 
     decision: str
-    prediction: Prediction
+    prediction: RunPrediction
     worse: str
 
 
@@ -40,9 +42,9 @@ def reasons(plan: Plan) -> list[str]:
     found = []
     for names, worker in alike(plan):
         layout, limit = worker.layout, p.workers[names[0]].limit
-        where, hosts = " + ".join(worker.regions), len(layout.spots)
+        where, hosts = " + ".join(worker.regions), len(layout.hosts)
         found.append(
-            f"{', '.join(names)}: {words(layout.parallel, layout.ranks, layout.micro_batch)} on {hosts} "
+            f"{', '.join(names)}: {layout_text(layout.parallel, layout.ranks, layout.micro_batch)} on {hosts} "
             f"host{'s' * (hosts > 1)} of {where}: the shortest step of all layouts that fit, "
             f"{layout.step.step_s:.3g} s; most of what is lost: {limit}"
         )
@@ -62,15 +64,46 @@ def reasons(plan: Plan) -> list[str]:
         f"{BUSY:.0%} (fullest: {s.busy:.0%}) and traffic under {TRAFFIC:.0%} of the accelerators' price"
     )
     found += [
-        f"idle: {count} of {spot.slots} {spot.kind} on {spot.host} ({spot.region}): {why}"
-        for spot, count, why in plan.idle
+        f"idle: {count} of {host.slots} {host.kind} on {host.host} ({host.region}): {why}"
+        for host, count, why in plan.idle
     ]
     return found
 
 
-def alternatives(plan: Plan) -> list[Alternative]:
-    """The next best of each decision."""
-    return [*_layouts(plan), *_places(plan), *_settings(plan)]
+def alternatives(plan: Plan) -> Iterator[Alternative]:
+    """The next best of each decision: layouts, the global server's place, outer settings."""
+
+    def predicted(workers: dict[str, Worker], place: str, setting: Setting) -> RunPrediction:
+        return predict(*resolve(plan.task, workers, place, setting.outer, plan.wish.tokens))
+
+    for names, worker in alike(plan)[:MOST_WORKERS]:
+        for other in worker.others[:SHOWN]:
+            changed = {**plan.workers, names[0]: replace(worker, layout=other)}
+            prediction = predicted(changed, plan.place.region, plan.setting)
+            decision = f"{names[0]}: {layout_text(other.parallel, other.ranks, other.micro_batch)}"
+            if other.ranks != worker.layout.ranks:
+                decision += f", {other.ranks} of its accelerators"
+            worse = _worse_step(plan.prediction.workers[names[0]], prediction.workers[names[0]])
+            yield Alternative(decision, prediction, worse)
+
+    now_s = plan.place.worst_s
+    for place in plan.places[1 : 1 + SHOWN]:
+        worse = f"the slowest region exchanges the whole model in {place.worst_s:.3g} s, not {now_s:.3g} s"
+        prediction = predicted(plan.workers, place.region, plan.setting)
+        yield Alternative(f"global server in {place.region}", prediction, worse)
+
+    # Settings come in order; those that exchange about as often differ only in codec, overlap or shares of H and K.
+    shown, last = 0, plan.setting.steps
+    for setting in plan.settings[1:]:
+        if shown == SHOWN:
+            break
+        if setting.steps < DISTINCT * last and setting.misses == plan.setting.misses:
+            continue
+        shown, last = shown + 1, setting.steps
+        worse = f"{setting.steps:.3g} inner steps between global exchanges, not {plan.setting.steps:.3g}"
+        if setting.misses > 0:
+            worse = f"utilization {setting.utilization:.0%}, fullest link {setting.busy:.0%}: beyond the limits"
+        yield Alternative(outer_text(setting), predicted(plan.workers, plan.place.region, setting), worse)
 
 
 def alike(plan: Plan) -> list[tuple[list[str], Worker]]:
@@ -78,61 +111,21 @@ def alike(plan: Plan) -> list[tuple[list[str], Worker]]:
     groups: dict[object, tuple[list[str], Worker]] = {}
     for name, worker in plan.workers.items():
         own = worker.layout
-        key = (own.parallel, own.micro_batch, tuple((s.region, s.kind) for s in own.spots), own.slots)
+        key = (own.parallel, own.micro_batch, tuple((s.region, s.kind) for s in own.hosts), own.slots)
         groups.setdefault(key, ([], worker))[0].append(name)
     return list(groups.values())
 
 
-def _layouts(plan: Plan) -> Iterator[Alternative]:
-    for names, worker in alike(plan)[:MOST_WORKERS]:
-        for other in worker.others[:SHOWN]:
-            changed = {**plan.workers, names[0]: replace(worker, layout=other)}
-            prediction = _predicted(plan, changed, plan.place.region, plan.setting)
-            decision = f"{names[0]}: {words(other.parallel, other.ranks, other.micro_batch)}"
-            if other.ranks != worker.layout.ranks:
-                decision += f", {other.ranks} of its accelerators"
-            worse = _worse_step(plan.prediction.workers[names[0]], prediction.workers[names[0]])
-            yield Alternative(decision, prediction, worse)
-
-
-def _places(plan: Plan) -> Iterator[Alternative]:
-    for place in plan.places[1 : 1 + SHOWN]:
-        prediction = _predicted(plan, plan.workers, place.region, plan.setting)
-        worse = (
-            f"the slowest region exchanges the whole model in {place.worst_s:.3g} s, not {plan.place.worst_s:.3g} s"
-        )
-        yield Alternative(f"global server in {place.region}", prediction, worse)
-
-
-def _settings(plan: Plan) -> Iterator[Alternative]:
-    shown, last = 0, plan.setting.steps
-    for setting in plan.settings[1:]:
-        if shown == SHOWN:
-            break
-        if setting.steps < DISTINCT * last and setting.misses == plan.setting.misses:
-            continue  # as often, with another codec or overlap, or other shares of H and K
-        shown, last = shown + 1, setting.steps
-        prediction = _predicted(plan, plan.workers, plan.place.region, setting)
-        if setting.misses > 0:
-            worse = f"utilization {setting.utilization:.0%}, fullest link {setting.busy:.0%}: beyond the limits"
-        else:
-            worse = f"{setting.steps:.3g} inner steps between global exchanges, not {plan.setting.steps:.3g}"
-        yield Alternative(outer_words(setting), prediction, worse)
-
-
-def outer_words(setting: Setting) -> str:
+def outer_text(setting: Setting) -> str:
     o = setting.outer
     overlap = f", overlap {o.overlap.steps}" if o.overlap.steps else ""
-    updates = f", K {o.updates_per_send}" if o.levels == 2 and o.rule != "sync" else ""
-    return f"{o.rule}: H {o.local_steps}{updates}, {o.up.name} up, {o.down.name} down, {o.local.name} local{overlap}"
-
-
-def _predicted(plan: Plan, workers: dict[str, Worker], place: str, setting: Setting) -> Prediction:
-    return predict(*resolve(plan.task, workers, place, setting.outer, plan.wish.tokens))
+    updates = f", K {o.rule.updates_per_send}" if not o.flat and not o.rule.synchronous else ""
+    codecs = f"{o.up.name} up, {o.down.name} down, {o.local.name} local"
+    return f"{o.rule.name}: H {o.local_steps}{updates}, {codecs}{overlap}"
 
 
 def _worse_step(own: WorkerPrediction, other: WorkerPrediction) -> str:
-    more = {words: getattr(other.step, part) - getattr(own.step, part) for part, words in PARTS.items()}
+    more = {name: getattr(other.step, part) - getattr(own.step, part) for part, name in PARTS.items()}
     most = max(more, key=lambda part: more[part])
     if more[most] <= 0:
         return "no slower a step; a smaller micro-batch" if other.step_s <= own.step_s * 1.0001 else "a slower step"

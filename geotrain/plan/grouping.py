@@ -1,29 +1,30 @@
 """How the hosts form workers: within each region, and across regions where the model does not fit into one.
 
-Within a region. Hosts of one kind and size are interchangeable, so a set of workers is a list of host counts. For
-every count the fastest layout is known (`layouts`); a table over (workers, hosts) gives the best total for each
-number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
+Within a region. Hosts of one kind and size are interchangeable, so a set of workers is a list of host counts. The
+fastest layout is known for every count (`layouts`); dynamic programming over (workers, hosts) then gives the best
+total for each number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
 
-More workers reach a little more tokens a second (they reduce gradients over fewer ranks) but train on staler
-weights, which this model does not price. So of all numbers of workers the smallest is taken that comes within SLACK
-of the best.
+More workers reach slightly more tokens a second, since they reduce gradients over fewer ranks, but they train on
+staler weights, and the cost model puts no price on that. So of all numbers of workers the smallest is taken that
+comes within SLACK of the best.
 
-Across regions. A region that is too small by itself may be joined with others like it, and with the nearest one that
-is not. The best way to divide the regions among the sets tried is found exactly; `joinable` says which sets.
+Across regions. A region that is too small for the model by itself may be joined with others like it, and with the
+nearest one that is large enough. Not all sets of regions are tried (`joinable`), but the best division of the regions
+among the sets that are is found exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 from scipy.cluster.hierarchy import linkage
 
 from geotrain.config import ConfigError
-from geotrain.plan.inventory import Spot, Task
-from geotrain.plan.layouts import KEPT, Layout, Refusals, layouts
+from geotrain.plan.inventory import Host, PlanTask
+from geotrain.plan.layouts import KEPT, Refusals, WorkerLayout, layouts
 from geotrain.plan.spanning import spanning_layouts
 
 SLACK = 0.05
@@ -35,12 +36,12 @@ NO_LINK_S = 1e12
 class Worker:
     """A worker, and the layouts that came next on the same hosts."""
 
-    layout: Layout
-    others: tuple[Layout, ...]
+    layout: WorkerLayout
+    others: tuple[WorkerLayout, ...]
 
     @property
     def regions(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(spot.region for spot in self.layout.spots))
+        return tuple(dict.fromkeys(host.region for host in self.layout.hosts))
 
 
 Workers = tuple[Worker, ...]
@@ -51,9 +52,14 @@ def speed(workers: Iterable[Worker]) -> float:
     return sum(1 / worker.layout.step.step_s for worker in workers)
 
 
-def form_workers(task: Task, refused: Refusals) -> Workers:
+def form_workers(task: PlanTask, refused: Refusals) -> Workers:
     """The workers of all regions; none when the model fits nowhere."""
-    alone = {region: region_workers(task, spots, refused) for region, spots in task.spots.items()}
+    alone: dict[str, Workers] = {}
+    for region, hosts in task.hosts.items():
+        kinds: dict[tuple[str, int], list[Host]] = {}
+        for host in hosts:
+            kinds.setdefault((host.kind, host.slots), []).append(host)
+        alone[region] = tuple(w for alike in kinds.values() for w in like_workers(task, alike, refused))
     small = [region for region, workers in alone.items() if not workers]
     if not small:
         return tuple(w for workers in alone.values() for w in workers)
@@ -62,12 +68,17 @@ def form_workers(task: Task, refused: Refusals) -> Workers:
     for chosen in joinable(task, small):
         nearest = sorted(large, key=lambda region: distance_s(task, region, chosen))[:1]
         for joined in {chosen, chosen.union(nearest)}:
-            if not sets.get(joined):
-                sets[joined] = spanning_worker(task, sorted(joined), refused)
+            if sets.get(joined):
+                continue
+            try:
+                found = spanning_layouts(task, [h for r in sorted(joined) for h in task.hosts[r]], refused)
+            except ConfigError as error:  # a link between the regions has no figure
+                found, refused.missing = [], refused.missing or str(error)
+            sets[joined] = (Worker(found[0], tuple(found[1:KEPT])),) if found else ()
     return best_division(sets, list(alone))
 
 
-def joinable(task: Task, small: Sequence[str]) -> list[frozenset[str]]:
+def joinable(task: PlanTask, small: Sequence[str]) -> list[frozenset[str]]:
     """Sets of small regions to join: all of them where they are few; else those that an average-linkage tree over
     the links between them joins, near ones first."""
     if len(small) <= MOST_COMBINED:
@@ -79,7 +90,7 @@ def joinable(task: Task, small: Sequence[str]) -> list[frozenset[str]]:
     return clusters
 
 
-def distance_s(task: Task, region: str, others: frozenset[str]) -> float:
+def distance_s(task: PlanTask, region: str, others: frozenset[str]) -> float:
     """To send the activations of a step's batch to the nearest of the others; infinite where no link is known."""
     size = 2 * task.tokens_per_step * task.architecture.hidden_size
     known = (link for other in others if (link := task.network.link(region, other)) is not None)
@@ -93,49 +104,27 @@ def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -
     def of(left: frozenset[str]) -> Workers:
         if left not in best:
             first = min(left, key=regions.index)
-            options = [
-                (*workers, *of(left - joined))
-                for joined, workers in sets.items()
-                if first in joined and joined <= left
-            ]
+            fitting = [joined for joined in sets if first in joined and joined <= left]
+            options = [(*sets[joined], *of(left - joined)) for joined in fitting]
             best[left] = max(options, key=speed)
         return best[left]
 
     return of(frozenset(regions))
 
 
-def spanning_worker(task: Task, regions: Sequence[str], refused: Refusals) -> Workers:
-    """None where no layout fits, or a link between the regions has no figure."""
-    spots = [spot for region in regions for spot in task.spots[region]]
-    try:
-        found = spanning_layouts(task, spots, refused)
-    except ConfigError as error:
-        refused.missing = refused.missing or str(error)
-        return ()
-    return (Worker(found[0], tuple(found[1:KEPT])),) if found else ()
-
-
-def region_workers(task: Task, spots: Sequence[Spot], refused: Refusals) -> Workers:
-    """Of one region: each kind of host by itself; see `form_workers` for all kinds together."""
-    kinds: dict[tuple[str, int], list[Spot]] = {}
-    for spot in spots:
-        kinds.setdefault((spot.kind, spot.slots), []).append(spot)
-    return tuple(w for alike in kinds.values() for w in like_workers(task, alike, refused))
-
-
-def like_workers(task: Task, spots: Sequence[Spot], refused: Refusals) -> Workers:
+def like_workers(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Workers:
     """Of hosts of one kind, size and region."""
-    n = len(spots)
-    by_count = {count: found for count in range(1, n + 1) if (found := layouts(task, spots[:count], refused))}
+    n = len(hosts)
+    by_count = {count: found for count in range(1, n + 1) if (found := layouts(task, hosts[:count], refused))}
     if not by_count:
         return ()
     rate = {count: 1 / found[0].step.step_s for count, found in by_count.items()}
     counts = fewest_workers(rate, n)
     workers, used = [], 0
     for count in sorted(counts, reverse=True):
-        mine = tuple(spots[used : used + count])
+        mine = tuple(hosts[used : used + count])
         used += count
-        moved = [_on(layout, mine) for layout in by_count[count]]
+        moved = [replace(layout, hosts=mine) for layout in by_count[count]]  # hosts like those it was made for
         workers.append(Worker(moved[0], tuple(moved[1:])))
     return tuple(workers)
 
@@ -149,23 +138,13 @@ def fewest_workers(rate: Mapping[int, float], hosts: int) -> tuple[int, ...]:
     bound = hosts * max(r / count for count, r in rate.items())
     rows: list[list[tuple[float, tuple[int, ...]]]] = [[(0.0, ())] * (hosts + 1)]
     for _ in range(hosts // min(rate)):
-        before = rows[-1]
-        rows.append(
-            [
-                max(
-                    ((before[h - c][0] + r, (*before[h - c][1], c)) for c, r in rate.items() if c <= h),
-                    default=(0.0, ()),
-                )
-                for h in range(hosts + 1)
-            ]
-        )
+        before, row = rows[-1], []
+        for h in range(hosts + 1):
+            grown = [(before[h - c][0] + r, (*before[h - c][1], c)) for c, r in rate.items() if c <= h]
+            row.append(max(grown, default=(0.0, ())))
+        rows.append(row)
         if rows[-1][hosts][0] >= (1 - SLACK) * bound:
             break
     totals = [row[hosts] for row in rows[1:]]
     enough = (1 - SLACK) * max(total for total, _ in totals)
     return next(counts for total, counts in totals if total >= enough)
-
-
-def _on(layout: Layout, spots: tuple[Spot, ...]) -> Layout:
-    """The same layout on other hosts that are like its own."""
-    return Layout(spots, layout.slots, layout.parallel, layout.micro_batch, layout.step, layout.memory_bytes)

@@ -1,15 +1,21 @@
-"""What a plan may use: the hosts of each region, and what the user has decided already."""
+"""What the planner starts from: the hosts of each region, and the settings that the user has fixed (pins)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from geotrain.canonical import Architecture
-from geotrain.config import ClusterConfig, ConfigError, DeviceConfig, HostConfig, RegionConfig, RunConfig
-from geotrain.plan.job import model_of
-from geotrain.plan.network import Network
+from geotrain.config import (
+    Architecture,
+    ClusterConfig,
+    ConfigError,
+    DeviceConfig,
+    HostConfig,
+    RegionConfig,
+    RunConfig,
+)
+from geotrain.plan.model.network import LinkTable
 
 Objective = Literal["speed", "cost"]
 
@@ -20,7 +26,7 @@ class PlanError(ConfigError):
 
 @dataclass(frozen=True)
 class Pins:
-    """Keys that the user wrote into the run file, and that the plan keeps. outer: dotted keys of the outer block."""
+    """Keys that the user wrote into the run file; the plan keeps them. outer: keys of the outer block."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -32,19 +38,19 @@ class Pins:
 
 def pins_of(raw: Mapping[str, Any], global_region: str | None = None) -> Pins:
     """raw: the run file, as JSON. The micro-batch is no pin: DeepSpeed's block must always state one."""
-    parallel = raw.get("parallel", {})
+    parallel, outer = raw.get("parallel", {}), raw.get("outer", {})
     return Pins(
         parallel.get("tensor"),
         parallel.get("pipeline"),
         parallel.get("sequence"),
         raw.get("model", {}).get("recompute"),
-        frozenset(raw.get("outer", {})),
+        frozenset(outer) | {f"rule.{key}" for key in outer.get("rule", {})},
         global_region,
     )
 
 
 @dataclass(frozen=True)
-class Spot:
+class Host:
     """A host that may be used. slots: accelerators that it has."""
 
     region: str
@@ -61,15 +67,15 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanTask:
     """What is to be planned. run: settings that are not pinned are replaced."""
 
     run: RunConfig
     pins: Pins
     cluster: ClusterConfig
     architecture: Architecture
-    network: Network
-    spots: Mapping[str, Sequence[Spot]]
+    network: LinkTable
+    hosts: Mapping[str, Sequence[Host]]
 
     @property
     def batch(self) -> int:
@@ -79,16 +85,9 @@ class Task:
     def tokens_per_step(self) -> int:
         return self.batch * self.run.data.sequence_length
 
-    def with_recompute(self, recompute: str) -> Task:
+    def with_recompute(self, recompute: str) -> PlanTask:
         model = self.run.model.model_copy(update={"recompute": recompute})
-        return Task(
-            self.run.model_copy(update={"model": model}),
-            self.pins,
-            self.cluster,
-            self.architecture,
-            self.network,
-            self.spots,
-        )
+        return replace(self, run=self.run.model_copy(update={"model": model}))
 
 
 def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
@@ -96,10 +95,10 @@ def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
     return region.hosts or tuple(h for w in region.workers for h in w.hosts)
 
 
-def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> Task:
+def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> PlanTask:
     """Raises ConfigError where a host names no device, UnsupportedModelError."""
-    network = Network(cluster)
-    spots: dict[str, list[Spot]] = {}
+    network = LinkTable(cluster)
+    found: dict[str, list[Host]] = {}
     for region in cluster.regions:
         hosts = hosts_of(region)
         names = [h.host for h in hosts]
@@ -109,8 +108,8 @@ def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> Task:
         for host in hosts:
             device = network.device(host, f"region {region.name!r}")
             place = host.region or region.name
-            spots.setdefault(place, []).append(Spot(place, host.host, host.slots, str(host.device), device))
+            found.setdefault(place, []).append(Host(place, host.host, host.slots, str(host.device), device))
     known = [r.name for r in cluster.regions]
     if pins.global_region is not None and pins.global_region not in known:
         raise PlanError(f"--pin-global {pins.global_region}: no such region; regions: {', '.join(known)}")
-    return Task(run, pins, cluster, model_of(run), network, spots)
+    return PlanTask(run, pins, cluster, run.architecture, network, found)

@@ -1,33 +1,33 @@
-"""How like hosts can share a model: every layout of one worker on them, the fastest first.
+"""How hosts of one kind can share a model: every layout of one worker on them, the fastest first.
 
 Tensor parallelism stays inside a host. Layouts that DeepSpeed, Megatron-core or the memory do not allow are left out.
-They are tried in the order of a lower bound on their step, and the trying stops when no other can be among the best:
-what is found is the fastest of all of them under the cost model.
+Layouts are tried in the order of a lower bound on their step, and the search stops when no untried one can be among
+the best, so the result is the fastest of all layouts under the cost model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from geotrain.config import ConfigError, ParallelConfig, WorkerConfig
-from geotrain.plan.inventory import Spot, Task
-from geotrain.plan.job import work_of
-from geotrain.plan.memory import rank_memory
-from geotrain.plan.step import StepTime, step_time
-from geotrain.plan.work import stage_flops
+from geotrain.layout import parameter_count
+from geotrain.plan.inventory import Host, PlanError, PlanTask
+from geotrain.plan.model.memory import rank_memory
+from geotrain.plan.model.step import StepTime, step_time
+from geotrain.plan.model.work import stage_flops
+from geotrain.plan.predict import work_of
 
-FULL_MICRO_TOKENS = (
-    8192  # a micro-batch of so many tokens keeps an accelerator's matrix units as busy as a larger one
-)
+FULL_MICRO_TOKENS = 8192  # a micro-batch of so many tokens keeps the matrix units as busy as a larger one
 KEPT = 4  # layouts of one worker that are remembered
+MOST_MORE_HOSTS = 256  # tried, to say how many are missing
 
 
 @dataclass(frozen=True)
-class Layout:
+class WorkerLayout:
     """One worker's layout on given hosts, in rank order, and its predicted step."""
 
-    spots: tuple[Spot, ...]
+    hosts: tuple[Host, ...]
     slots: int  # used on each host
     parallel: ParallelConfig
     micro_batch: int
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.slots * len(self.spots)
+        return self.slots * len(self.hosts)
 
     @property
     def replicas(self) -> int:
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def usd_per_hour(self) -> float | None:
-        prices = [spot.device.usd_per_hour for spot in self.spots]
+        prices = [host.device.usd_per_hour for host in self.hosts]
         return None if None in prices else self.slots * sum(p for p in prices if p is not None)
 
     @property
@@ -52,40 +52,29 @@ class Layout:
         """Faster is better; where it makes no difference, the larger micro-batch."""
         return round(self.step.step_s, 9), -self.micro_batch
 
-    def worker(self, name: str) -> WorkerConfig:
-        return worker_of(name, self.spots, self.slots, self.parallel, self.micro_batch)
-
 
 @dataclass
 class Refusals:
     """Why layouts were left out. shortage: the smallest one, in bytes a rank, with the layout's words. missing: the
-    first link without a figure, for want of which regions were not joined."""
+    first link without a figure, for want of which regions were not joined. rule: the first that one broke."""
 
     shortage_bytes: int | None = None
     shortage_of: str = ""
     missing: str = ""
-    rules: list[str] = field(default_factory=list)
-
-    def short(self, missing_bytes: int, of: str) -> None:
-        if self.shortage_bytes is None or missing_bytes < self.shortage_bytes:
-            self.shortage_bytes, self.shortage_of = missing_bytes, of
-
-    def rule(self, text: str) -> None:
-        if text not in self.rules and len(self.rules) < 8:
-            self.rules.append(text)
+    rule: str = ""
 
 
-def home_of(spots: Sequence[Spot]) -> str:
+def home_of(hosts: Sequence[Host]) -> str:
     """The region that most of the hosts stand in."""
-    regions = [spot.region for spot in spots]
+    regions = [host.region for host in hosts]
     return max(dict.fromkeys(regions), key=regions.count)
 
 
-def worker_of(name: str, spots: Sequence[Spot], slots: int, parallel: ParallelConfig, micro: int) -> WorkerConfig:
-    home = home_of(spots)
+def worker_of(name: str, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int) -> WorkerConfig:
+    home = home_of(hosts)
     return WorkerConfig(
         name=name,
-        hosts=tuple(spot.config(home, slots) for spot in spots),
+        hosts=tuple(host.config(home, slots) for host in hosts),
         parallel=parallel,
         deepspeed={"train_micro_batch_size_per_gpu": micro},
     )
@@ -95,7 +84,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def micro_batches(task: Task, replicas: int) -> list[int]:
+def micro_batches(task: PlanTask, replicas: int) -> list[int]:
     """Micro-batch sizes with which so many replicas share the batch evenly, up to the first that is large enough."""
     if task.batch % replicas:
         return []
@@ -104,7 +93,7 @@ def micro_batches(task: Task, replicas: int) -> list[int]:
     return [m for m in sizes if m <= enough]
 
 
-def parallels(task: Task, slots: int, most_pipeline: int) -> Iterator[ParallelConfig]:
+def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[ParallelConfig]:
     """Layouts that divide the model, tensor parallelism inside a host, as far as they are not pinned."""
     a, pins = task.architecture, task.pins
     for tp in [pins.tensor] if pins.tensor is not None else divisors(slots):
@@ -118,52 +107,50 @@ def parallels(task: Task, slots: int, most_pipeline: int) -> Iterator[ParallelCo
 
 
 def fitting(
-    task: Task, spots: Sequence[Spot], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
+    task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
 ) -> int | None:
     """Bytes of the fullest rank if this layout is allowed and fits the smallest accelerator."""
-    worker = worker_of("w", spots, slots, parallel, micro)
+    worker = worker_of("w", hosts, slots, parallel, micro)
     try:
         need = sum(rank_memory(task.run, task.architecture, worker).values())
     except ConfigError as error:
-        refused.rule(str(error))
+        refused.rule = refused.rule or str(error)
         return None
-    limit = round(1e9 * min(spot.device.memory_gb for spot in spots))
-    if need > limit:
-        refused.short(need - limit, f"{words(parallel, worker.ranks, micro)} on {spots[0].kind}")
-        return None
-    return need
+    limit = round(1e9 * min(host.device.memory_gb for host in hosts))
+    if need <= limit:
+        return need
+    if refused.shortage_bytes is None or need - limit < refused.shortage_bytes:
+        refused.shortage_bytes = need - limit
+        refused.shortage_of = f"{layout_text(parallel, worker.ranks, micro)} on {hosts[0].kind}"
+    return None
 
 
-def words(parallel: ParallelConfig, ranks: int, micro: int) -> str:
+def layout_text(parallel: ParallelConfig, ranks: int, micro: int) -> str:
     dp = ranks // (parallel.tensor * parallel.pipeline)
     return f"TP {parallel.tensor} × PP {parallel.pipeline} × DP {dp}, micro-batch {micro}"
 
 
-def least_step_s(task: Task, parallel: ParallelConfig, replicas: int, micro: int, speed: float) -> float:
+def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro: int, speed: float) -> float:
     """No step of this layout is shorter: arithmetic alone, every stage once and the slowest m − 1 times more.
 
     speed: useful operations a second of the fastest accelerator.
     """
-    stages = [
-        sum(
-            stage_flops(
-                task.architecture, task.run.data.sequence_length, s, parallel.pipeline, task.run.model.recompute
-            )
-        )
-        for s in range(parallel.pipeline)
-    ]
-    tokens = micro * task.run.data.sequence_length
-    times = [tokens * flops / (speed * parallel.tensor) for flops in stages]
+    length, stages = task.run.data.sequence_length, parallel.pipeline
+    times = [
+        micro * length * sum(stage_flops(task.architecture, length, s, stages, task.run.model.recompute))
+        / (speed * parallel.tensor)
+        for s in range(stages)
+    ]  # fmt: skip
     m = task.batch // (replicas * micro)
     return sum(times) + (m - 1) * max(times)
 
 
-def layouts(task: Task, spots: Sequence[Spot], refused: Refusals) -> list[Layout]:
+def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[WorkerLayout]:
     """The fastest few layouts of one worker that uses all these hosts, which are of one kind and region."""
     tried: list[tuple[float, int, ParallelConfig, int]] = []
-    speed = max(spot.device.tflops * spot.device.efficiency for spot in spots) * 1e12
-    for slots in range(spots[0].slots, 0, -1):
-        ranks = slots * len(spots)
+    speed = max(host.device.tflops * host.device.efficiency for host in hosts) * 1e12
+    for slots in range(hosts[0].slots, 0, -1):
+        ranks = slots * len(hosts)
         for parallel in parallels(task, slots, ranks):
             if ranks % (parallel.tensor * parallel.pipeline):
                 continue
@@ -171,28 +158,97 @@ def layouts(task: Task, spots: Sequence[Spot], refused: Refusals) -> list[Layout
             for micro in micro_batches(task, replicas):
                 bound = least_step_s(task, parallel, replicas, micro, speed)
                 tried.append((bound, slots, parallel, micro))
-    best: dict[tuple[int, ParallelConfig], Layout] = {}
+    best: dict[tuple[int, ParallelConfig], WorkerLayout] = {}
     for bound, slots, parallel, micro in sorted(tried, key=lambda t: (t[0], -t[3])):
         ranked = sorted(layout.step.step_s for layout in best.values())
         if len(ranked) >= KEPT and bound > ranked[KEPT - 1]:
             break
-        known = best.get((slots, parallel))
+        known = best.get((slots, parallel))  # of layouts that differ in the micro-batch alone one is kept
         if known is not None and bound >= known.step.step_s:
             continue
-        found = evaluated(task, spots, slots, parallel, micro, refused)
+        found = evaluated(task, hosts, slots, parallel, micro, refused)
         if found is not None and (known is None or found.order < known.order):
             best[slots, parallel] = found
     return sorted(best.values(), key=lambda layout: layout.order)[:KEPT]
 
 
 def evaluated(
-    task: Task, spots: Sequence[Spot], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
-) -> Layout | None:
+    task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
+) -> WorkerLayout | None:
     """The layout with its step, if it is allowed and fits."""
-    need = fitting(task, spots, slots, parallel, micro, refused)
+    need = fitting(task, hosts, slots, parallel, micro, refused)
     if need is None:
         return None
-    worker = worker_of("w", spots, slots, parallel, micro)
-    seats = task.network.seats(home_of(spots), worker)
-    step = step_time(work_of(task.run, task.architecture, worker), seats, task.network)
-    return Layout(tuple(spots), slots, parallel, micro, step, need)
+    worker = worker_of("w", hosts, slots, parallel, micro)
+    ranks = task.network.ranks(home_of(hosts), worker)
+    step = step_time(work_of(task.run, task.architecture, worker), ranks, task.network)
+    return WorkerLayout(tuple(hosts), slots, parallel, micro, step, need)
+
+
+# ------------------------------------------------------------------------- a model that fits nowhere
+
+
+def nothing_fits(task: PlanTask, refused: Refusals) -> PlanError:
+    """The error that says why there is no worker at all."""
+    what = f"{parameter_count(task.architecture):,} parameters, sequences of {task.run.data.sequence_length}"
+    if refused.missing:
+        apart = f"fits into no region alone, and regions cannot be joined: {refused.missing}"
+        return PlanError(f"the model ({what}) {apart}")
+    if refused.shortage_bytes is None:
+        a, pins = task.architecture, task.pins
+        rule = refused.rule or (
+            f"tensor parallelism stays inside a host and divides {a.heads} and {a.kv_heads} heads, pipeline "
+            f"parallelism divides {a.layers} layers, replicas divide a batch of {task.batch}; pinned: "
+            f"parallel.tensor = {pins.tensor or 'free'}, parallel.pipeline = {pins.pipeline or 'free'}; free them or "
+            "change the batch"
+        )
+        return PlanError(f"no layout of the model ({what}) is allowed on any hosts: {rule}")
+    return PlanError(
+        f"the model ({what}) fits on no hosts of cluster {task.cluster.name!r}: the layout that comes nearest, "
+        f"{refused.shortage_of}, is short of {refused.shortage_bytes:,} bytes a rank; {smallest_change(task)}"
+    )
+
+
+def smallest_change(task: PlanTask) -> str:
+    """Tried in this order: keys of the run, then more hosts of the largest kind, then larger accelerators."""
+    if task.pins.recompute is None:
+        task = task.with_recompute("full")  # as the plan itself would
+    changes = []
+    if task.run.model.recompute != "full":
+        changes.append(("model.recompute = 'full'", task.with_recompute("full")))
+    free = replace(task, pins=replace(task.pins, tensor=None, pipeline=None, sequence=None))
+    if free.pins != task.pins:
+        changes.append(("parallel.tensor and parallel.pipeline not pinned", free))
+        changes.append(("parallel not pinned and model.recompute = 'full'", free.with_recompute("full")))
+    zero = task.run.deepspeed.get("zero_optimization", {})
+    if zero.get("stage", 0) == 0:
+        block = {**task.run.deepspeed, "zero_optimization": {**zero, "stage": 1}}
+        changed = replace(task, run=task.run.model_copy(update={"deepspeed": block}))
+        changes.append(("deepspeed.zero_optimization.stage = 1", changed))
+    every = [host for hosts in task.hosts.values() for host in hosts]
+    for what, changed in changes:
+        if fits(changed, every):
+            return f"it would fit with {what}"
+    largest = max(every, key=lambda host: (host.device.memory_gb * host.slots, host.slots))
+    alike = [host for host in every if (host.kind, host.slots) == (largest.kind, largest.slots)]
+    for more in range(1, MOST_MORE_HOSTS + 1):
+        grown = [*alike, *(replace(largest, host=f"new-{i}") for i in range(more))]
+        if fits(task, grown):
+            return f"it would fit with {more} more host{'s' * (more > 1)} of {largest.slots} × {largest.kind}"
+    return "use accelerators with more memory, or a smaller model"
+
+
+def fits(task: PlanTask, hosts: Sequence[Host]) -> bool:
+    """Whether some worker on some of these hosts, wherever they stand, holds the model."""
+    refused = Refusals()
+    for slots in sorted({host.slots for host in hosts}, reverse=True):
+        roomy = sorted((s for s in hosts if s.slots >= slots), key=lambda s: -s.device.memory_gb)
+        for parallel in parallels(task, slots, len(roomy) * slots):
+            share = parallel.tensor * parallel.pipeline
+            for count in range(len(roomy), 0, -1):
+                ranks = count * slots
+                if ranks % share or not micro_batches(task, ranks // share):
+                    continue
+                if fitting(task, roomy[:count], slots, parallel, 1, refused) is not None:
+                    return True
+    return False

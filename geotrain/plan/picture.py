@@ -6,7 +6,7 @@ from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
 
-from geotrain.plan.network import GLOBAL
+from geotrain.plan.model.network import GLOBAL
 from geotrain.plan.planner import Plan
 
 BOX_W, ROW_H = 3.4, 0.62
@@ -19,7 +19,7 @@ def draw(plan: Plan, path: Path) -> None:
     from matplotlib.figure import Figure
 
     regions = sorted({region for worker in plan.workers.values() for region in worker.regions})
-    regions = [r for r in plan.task.spots if r in regions]
+    regions = [r for r in plan.task.hosts if r in regions]
     radius = max(3.2, 0.95 * len(regions))
     at = {
         region: (
@@ -51,16 +51,16 @@ def _region(axes: Any, plan: Plan, region: str, centre: tuple[float, float]) -> 
 
     rows = []
     for name, worker in plan.workers.items():
-        here = [s for s in worker.layout.spots if s.region == region]
+        here = [s for s in worker.layout.hosts if s.region == region]
         if here:
             w = plan.prediction.workers[name]
-            part = "" if len(worker.regions) == 1 else f", {len(here)} of {len(worker.layout.spots)} hosts"
+            part = "" if len(worker.regions) == 1 else f", {len(here)} of {len(worker.layout.hosts)} hosts"
             kinds = "+".join(dict.fromkeys(s.kind for s in here))
             rows.append(
                 f"{name}: {worker.layout.slots * len(here)} × {kinds}{part}\n"
                 f"TP {w.parallel.tensor} × PP {w.parallel.pipeline} × DP {w.replicas}, {w.utilization:.0%}"
             )
-    left = sum(count for spot, count, _ in plan.idle if spot.region == region)
+    left = sum(count for host, count, _ in plan.idle if host.region == region)
     shown = rows[:MOST_ROWS] + ([f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
     shown += [f"{left} left idle"] if left else []
     height = ROW_H * len(shown) + 0.5

@@ -1,26 +1,40 @@
 """The whole plan: workers, global server, outer settings; what it predicts, what came next, and how good it can be.
 
-Decisions are taken one after the other, each by complete search where its module says so: workers first (most steps
-a second), then the global server's place, then the outer settings that the links between them bear. What is proven
-of the whole is only its distance from `Prediction.bound_tokens_per_s` and `Plan.inventory_tokens_per_s`: no plan on
-these accelerators trains more tokens a second than all of them without any waiting.
+Decisions are taken one after the other, each by complete search where its module says so: first the workers (most
+steps a second), then the place of the global server, then the outer settings that the links between them bear. A
+later decision never revises an earlier one. Of the whole only the distance from two bounds is proven,
+`RunPrediction.bound_tokens_per_s` and `Plan.inventory_tokens_per_s`: no plan on these accelerators trains more tokens
+a second than all of them would without any waiting.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from geotrain.config import ClusterConfig, RunConfig
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    LinkConfig,
+    OuterConfig,
+    RegionConfig,
+    RunConfig,
+    WorkerConfig,
+    parse,
+)
+from geotrain.layout import parameter_count
 from geotrain.plan.grouping import Worker, Workers, form_workers, speed
-from geotrain.plan.inventory import Objective, PlanError, Spot, Task
-from geotrain.plan.job import Prediction, predict
-from geotrain.plan.layouts import Refusals, home_of
-from geotrain.plan.resolve import name_workers, resolve
-from geotrain.plan.settings import BUSY, TRAFFIC, Place, Setting, places, settings
-from geotrain.plan.shortage import nothing_fits
-from geotrain.plan.work import useful_flops
+from geotrain.plan.inventory import Host, Objective, PlanError, PlanTask, hosts_of
+from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
+from geotrain.plan.model.network import GLOBAL
+from geotrain.plan.model.work import useful_flops
+from geotrain.plan.predict import RunPrediction, predict
+from geotrain.plan.settings import BUSY, TRAFFIC, ServerPlace, Setting, line_to, places, settings
 
 DAY_S = 86_400.0
+GLOBAL_PORT = 7070
+LONGEST_NAME = 28  # of a region, in the names of its workers
 NO_WORSE = 1.001  # prices a token within this factor are equal
 
 
@@ -37,36 +51,38 @@ class Wish:
 
 @dataclass(frozen=True)
 class Plan:
-    """run, cluster: to be launched as they are. idle: accelerators left out, (spot, how many, why)."""
+    """run, cluster: to be launched as they are. idle: accelerators left out, (host, how many, why)."""
 
-    task: Task
+    task: PlanTask
     wish: Wish
-    refused: Refusals
     run: RunConfig
     cluster: ClusterConfig
-    prediction: Prediction
+    prediction: RunPrediction
     workers: dict[str, Worker]
-    place: Place
+    place: ServerPlace
     setting: Setting
-    places: tuple[Place, ...]
+    places: tuple[ServerPlace, ...]
     settings: tuple[Setting, ...]
-    idle: tuple[tuple[Spot, int, str], ...]
+    idle: tuple[tuple[Host, int, str], ...]
     inventory_tokens_per_s: float
     notes: tuple[str, ...] = field(default=())
 
 
-def plan(task: Task, wish: Wish) -> Plan:
+def plan(task: PlanTask, wish: Wish) -> Plan:
     """Raises PlanError when the model fits nowhere, a figure is missing, or what is pinned cannot be had."""
     refused = Refusals()
-    task, workers = _workers(task, refused)
+    # The fastest workers, without recomputation where that makes no difference.
+    choices = [task.pins.recompute] if task.pins.recompute is not None else ["none", "full"]
+    formed = [(tasked, form_workers(tasked, refused)) for tasked in map(task.with_recompute, choices)]
+    task, workers = max(formed, key=lambda entry: speed(entry[1]))
     if not workers:
         raise nothing_fits(task, refused)
     every = workers
     if wish.objective == "cost":
         workers = cheapest(task, workers, wish)
     named = name_workers(task, workers)
-    homes = list(dict.fromkeys(home_of(w.layout.spots) for w in workers))
-    model_bytes = 2 * task.architecture.parameter_count  # bf16: which codec is chosen does not change the order
+    homes = list(dict.fromkeys(home_of(w.layout.hosts) for w in workers))
+    model_bytes = 2 * parameter_count(task.architecture)  # bf16: which codec is chosen does not change the order
     found_places = places(task, homes, model_bytes)
     place = found_places[0]
     prices = [w.layout.usd_per_hour for w in workers]
@@ -81,47 +97,38 @@ def plan(task: Task, wish: Wish) -> Plan:
             f"traffic ≤ {TRAFFIC:.0%} of the accelerators' price): utilization {setting.utilization:.0%}, fullest "
             f"link {setting.busy:.0%}"
         )
+    everything = sum(h.slots * h.device.tflops * h.device.efficiency for hosts in task.hosts.values() for h in hosts)
     return Plan(
-        task,
-        wish,
-        refused,
-        run,
-        cluster,
-        predict(run, cluster),
-        named,
-        place,
-        setting,
-        tuple(found_places),
-        tuple(found_settings),
-        tuple(idle_spots(task, workers, every)),
-        sum(s.slots * s.device.tflops * s.device.efficiency for spots in task.spots.values() for s in spots)
-        * 1e12
-        / useful_flops(task.architecture, task.run.data.sequence_length),
-        tuple(notes),
+        task=task,
+        wish=wish,
+        run=run,
+        cluster=cluster,
+        prediction=predict(run, cluster),
+        workers=named,
+        place=place,
+        setting=setting,
+        places=tuple(found_places),
+        settings=tuple(found_settings),
+        idle=tuple(idle_hosts(task, workers, every)),
+        inventory_tokens_per_s=1e12 * everything / useful_flops(task.architecture, task.run.data.sequence_length),
+        notes=tuple(notes),
     )
 
 
-def _workers(task: Task, refused: Refusals) -> tuple[Task, Workers]:
-    """The fastest, without recomputation where that makes no difference; and the task with that recomputation."""
-    choices = [task.pins.recompute] if task.pins.recompute is not None else ["none", "full"]
-    tried = []
-    for recompute in choices:
-        tasked = task.with_recompute(recompute)
-        tried.append((tasked, form_workers(tasked, refused)))
-    return max(tried, key=lambda entry: speed(entry[1]))
-
-
-def cheapest(task: Task, workers: Workers, wish: Wish) -> Workers:
+def cheapest(task: PlanTask, workers: Workers, wish: Wish) -> Workers:
     """Workers in the order of their price a token: as many as are needed to end in time; without a time, all that
     are no dearer than the cheapest."""
-    prices = {id(w): w.layout.usd_per_hour for w in workers}
-    unpriced = sorted({s.kind for w in workers for s in w.layout.spots if s.device.usd_per_hour is None})
+    unpriced = sorted({h.kind for w in workers for h in w.layout.hosts if h.device.usd_per_hour is None})
     if unpriced:
         raise PlanError(f"--objective cost: devices.{unpriced[0]} has no usd_per_hour; add it, or plan for speed")
-    ranked = sorted(workers, key=lambda w: (prices[id(w)] or 0.0) * w.layout.step.step_s)
-    dearest_s = [(prices[id(w)] or 0.0) * w.layout.step.step_s for w in ranked]
+
+    def price(worker: Worker) -> float:
+        """Of a step, and so of a token."""
+        return (worker.layout.usd_per_hour or 0.0) * worker.layout.step.step_s
+
+    ranked = sorted(workers, key=price)
     if wish.within_days is None:
-        return tuple(w for w, price in zip(ranked, dearest_s, strict=True) if price <= NO_WORSE * dearest_s[0])
+        return tuple(w for w in ranked if price(w) <= NO_WORSE * price(ranked[0]))
     for count in range(1, len(ranked) + 1):
         days = wish.tokens / (speed(ranked[:count]) * task.tokens_per_step) / DAY_S
         if days <= wish.within_days:
@@ -132,21 +139,95 @@ def cheapest(task: Task, workers: Workers, wish: Wish) -> Workers:
     )
 
 
-def idle_spots(task: Task, workers: Workers, every: Workers) -> list[tuple[Spot, int, str]]:
+def idle_hosts(task: PlanTask, workers: Workers, every: Workers) -> list[tuple[Host, int, str]]:
     """Accelerators that no worker uses: (host, how many, why)."""
-    used = {(s.region, s.host): w.layout.slots for w in workers for s in w.layout.spots}
-    dear = {(s.region, s.host) for w in every for s in w.layout.spots}
+    used = {(s.region, s.host): w.layout.slots for w in workers for s in w.layout.hosts}
+    dear = {(s.region, s.host) for w in every for s in w.layout.hosts}
     found = []
-    for spots in task.spots.values():
-        for spot in spots:
-            place = (spot.region, spot.host)
-            if place in used and used[place] < spot.slots:
-                found.append((spot, spot.slots - used[place], "no layout of its worker gains from them"))
-            elif place not in used:
-                why = (
-                    "dearer a token"
-                    if place in dear
-                    else "would not make any worker faster, or cannot hold the model"
-                )
-                found.append((spot, spot.slots, why))
+    for host in (host for hosts in task.hosts.values() for host in hosts):
+        place = (host.region, host.host)
+        if place not in used:
+            other = "would not make any worker faster, or cannot hold the model"
+            found.append((host, host.slots, "dearer a token" if place in dear else other))
+        elif used[place] < host.slots:
+            found.append((host, host.slots - used[place], "no layout of its worker gains from them"))
     return found
+
+
+# ----------------------------------------------------- the decisions as the two files that `geotrain launch` takes
+
+
+def name_workers(task: PlanTask, workers: Workers) -> dict[str, Worker]:
+    """`<region>-<number>` by the region that most of a worker's hosts stand in."""
+    named: dict[str, Worker] = {}
+    for region in task.cluster.regions:
+        mine = [w for w in workers if home_of(w.layout.hosts) == region.name]
+        named.update({f"{region.name[:LONGEST_NAME]}-{i}": worker for i, worker in enumerate(mine)})
+    return named
+
+
+def resolve(
+    task: PlanTask, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float
+) -> tuple[RunConfig, ClusterConfig]:
+    """The run and the cluster as planned: regions that neither have a worker nor lend a host to one are left out."""
+    return _run(task, workers, outer, tokens), _cluster(task, workers, place)
+
+
+def _run(task: PlanTask, workers: Mapping[str, Worker], outer: OuterConfig, tokens: float) -> RunConfig:
+    layouts = [worker.layout for worker in workers.values()]
+    raw = task.run.model_dump(by_alias=True, mode="json")
+    raw["parallel"] = layouts[0].parallel.model_dump()
+    raw["outer"] = outer.model_dump(by_alias=True, mode="json")
+    raw["deepspeed"]["train_micro_batch_size_per_gpu"] = layouts[0].micro_batch
+    a_round = task.batch * (len(layouts) * outer.local_steps if outer.rule.synchronous else 1)
+    wanted = tokens / task.run.data.sequence_length
+    before, samples = raw["data"]["train_samples"], a_round * max(1, round(wanted / a_round))
+    raw["data"]["train_samples"] = samples
+    schedule = raw["deepspeed"].get("scheduler", {}).get("params", {})
+    if schedule.get("total_num_steps") == before // task.batch:  # the schedule ends with the data
+        schedule["total_num_steps"] = samples // task.batch
+    return parse(RunConfig, raw, "the planned run")
+
+
+def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> ClusterConfig:
+    given = task.cluster
+    regions, homes = [], []
+    used = {(host.region, host.host) for worker in workers.values() for host in worker.layout.hosts}
+    for region in given.regions:
+        at_home = {name: w for name, w in workers.items() if home_of(w.layout.hosts) == region.name}
+        mine = tuple(_worker(name, worker, region, given) for name, worker in at_home.items())
+        lent = tuple(h for h in hosts_of(region) if (region.name, h.host) in used)
+        if mine:
+            homes.append(region.name)
+            regions.append(region.model_copy(update={"workers": mine, "hosts": ()}))
+        elif lent:
+            regions.append(region.model_copy(update={"workers": (), "hosts": lent}))
+    kept = {region.name for region in regions}
+    links = [link for link in given.links if set(link.regions) <= kept]
+    for home in homes:
+        line = line_to(task, home, place)
+        price = line.usd_per_gb or None
+        links.append(
+            LinkConfig(regions=(home, GLOBAL), gbps=line.gbps, rtt_ms=2000 * line.latency_s, usd_per_gb=price)
+        )
+    update: dict[str, Any] = {"regions": tuple(regions), "links": tuple(links)}
+    if place != GLOBAL:
+        there = given.region(place)
+        update |= {"global_ssh": there.ssh, "global_folder": None}
+        if there.ssh is not None:
+            port = given.global_server.port or GLOBAL_PORT
+            port += port == there.server.port  # both servers listen on one machine
+            update |= {"global_server": Address(host=there.server.host, port=port), "global_folder": there.folder}
+    raw = given.model_copy(update=update).model_dump(by_alias=True, mode="json")
+    return parse(ClusterConfig, raw, "the planned cluster")
+
+
+def _worker(name: str, worker: Worker, region: RegionConfig, given: ClusterConfig) -> WorkerConfig:
+    """Started by DeepSpeed's launcher on each host: over ssh, or here if its hosts are (or stand for) this machine.
+    A worker that has all these hosts already keeps its launcher."""
+    own = worker.layout
+    config = worker_of(name, own.hosts, own.slots, own.parallel, own.micro_batch)
+    local = given.emulate_links or all(host.host in ("localhost", "127.0.0.1") for host in config.hosts)
+    like = next((w for w in region.workers if {h.host for h in w.hosts} >= {h.host for h in config.hosts}), None)
+    kept = {} if like is None else {"launcher": like.launcher, "launcher_args": like.launcher_args, "env": like.env}
+    return config.model_copy(update={"launcher": "local" if local else "ssh", **kept})

@@ -1,37 +1,37 @@
 """What the links can bear: where the global server stands, and the outer loop's H, K, codecs and overlap.
 
-The global server's region is the one whose slowest region, exchanging the whole model, waits least (all are
-compared; of equals, the one with the least sum). Then, of all settings in the table below, those that are pinned
-kept, the best by `order` is taken: the workers reach the utilization asked for, the links stay below BUSY, and
-traffic costs no more than TRAFFIC of the accelerators' price; among those, the fewest inner steps between two
-exchanges with the global server (the freshest weights; docs/algorithms.md), then the more precise codecs, the less
-overlap, and the smaller H. Where no setting satisfies all, the one that comes nearest is taken, and the plan says
-so.
+The global server goes where the slowest region exchanges the whole model soonest (every region is compared; of
+equals, the one with the least sum of times wins).
+
+The outer settings are then found by trying all combinations of the tables below, except for what is pinned. A setting
+is good enough when the workers reach the utilization asked for, the links stay below BUSY, and traffic costs no more
+than TRAFFIC of the accelerators' price. Among those the best has the fewest inner steps between two exchanges with
+the global server (the freshest weights; docs/algorithms.md), then the more precise codecs, then less overlap, then
+the smaller H. Where no setting is good enough, the nearest one is taken, and the plan says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from geotrain.canonical import Architecture, canonical_parameters
-from geotrain.config import CodecConfig, ConfigError, FragmentConfig, OuterConfig, OverlapConfig
-from geotrain.outer.layout import Layout
+from geotrain.config import Architecture, ConfigError, FragmentConfig, OuterConfig, OverlapConfig, codec_config
+from geotrain.layout import Layout, canonical_parameters
 from geotrain.plan.grouping import Workers
-from geotrain.plan.inventory import PlanError, Task
+from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
-from geotrain.plan.network import GLOBAL, Line
-from geotrain.plan.rounds import Pace, Pacer, pace, pacer, payloads
+from geotrain.plan.model.network import GLOBAL, Line
+from geotrain.plan.model.rounds import pace, payloads, worker_timing
 
 BUSY = 0.8  # of a link's rate that payload may take
 TRAFFIC = 0.1  # of the accelerators' price that traffic may cost
 LOCAL_STEPS = (4, 8, 16, 32, 64, 128, 256, 512)
 UPDATES = (2, 4, 8, 16, 32)
-WIDE = tuple(CodecConfig(name=name) for name in ("bf16", "int8", "int4"))  # the more precise first
-LOCAL = tuple(CodecConfig(name=name) for name in ("fp32", "bf16"))
+WIDE = tuple(codec_config(name) for name in ("bf16", "int8", "int4"))  # the more precise first
+LOCAL = tuple(codec_config(name) for name in ("fp32", "bf16"))
 OVERLAPS = (0, 1, 2, 4, 8, 16)  # τ; from 1 on, the model is streamed in fragments
 FRAGMENTS = 8
 
@@ -58,7 +58,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """The global server in a region: seconds of a whole-model exchange, of the slowest region and of all together."""
 
     region: str
@@ -66,58 +66,67 @@ class Place:
     total_s: float
 
 
-def places(task: Task, homes: Sequence[str], model_bytes: int) -> list[Place]:
+def places(task: PlanTask, homes: Sequence[str], model_bytes: int) -> list[ServerPlace]:
     """Everywhere the global server could stand, the best first: each region, and, if the cluster file has links to
     "global", where it is now; only that if `global_ssh` is set.
 
     homes: regions with workers. Raises PlanError when a link's figure is missing wherever it would stand.
     """
-    found, missing = [], ""
-    for region in _allowed(task):
-        try:
-            times = [2 * line_to(task, home, region).seconds(model_bytes) for home in homes]
-        except ConfigError as error:
-            missing = missing or str(error)
-            continue
-        found.append(Place(region, max(times), sum(times)))
-    if not found:
-        raise PlanError(missing)
-    return sorted(found, key=lambda place: (place.worst_s, place.total_s))
-
-
-def _allowed(task: Task) -> list[str]:
     cluster, pinned = task.cluster, task.pins.global_region
+    allowed = [region.name for region in cluster.regions] if pinned is None else [pinned]
     if cluster.global_ssh is not None:
         if pinned is not None and cluster.region(pinned).ssh != cluster.global_ssh:
             raise PlanError(
                 f"--pin-global {pinned} contradicts cluster {cluster.name!r}, which has the global server on "
                 f"global_ssh = {cluster.global_ssh!r}; leave one of the two out"
             )
-        return [GLOBAL]
-    now = [GLOBAL] if any(GLOBAL in link.regions for link in cluster.links) else []
-    return [pinned] if pinned is not None else [*(region.name for region in cluster.regions), *now]
+        allowed = [GLOBAL]
+    elif pinned is None and any(GLOBAL in link.regions for link in cluster.links):
+        allowed.append(GLOBAL)
+    found, missing = [], ""
+    for region in allowed:
+        try:
+            times = [2 * line_to(task, home, region).seconds(model_bytes) for home in homes]
+        except ConfigError as error:
+            missing = missing or str(error)
+            continue
+        found.append(ServerPlace(region, max(times), sum(times)))
+    if not found:
+        raise PlanError(missing)
+    return sorted(found, key=lambda place: (place.worst_s, place.total_s))
 
 
-def line_to(task: Task, home: str, place: str) -> Line:
+def line_to(task: PlanTask, home: str, place: str) -> Line:
     """Of a region to the global server, were that in region `place`; "global": where the cluster file puts it."""
     return task.network.between_regions(home, place) if home != place else task.network.inside(home)
 
 
-def settings(task: Task, workers: Workers, place: str, target: float, usd_per_hour: float | None) -> list[Setting]:
+def settings(
+    task: PlanTask, workers: Workers, place: str, target: float, usd_per_hour: float | None
+) -> list[Setting]:
     """Every setting, the best first. target: utilization. usd_per_hour: of the accelerators, if they have prices."""
-    pacers = [pacer(str(i), home_of(w.layout.spots), w.layout.step) for i, w in enumerate(workers)]
-    homes = list(dict.fromkeys(p.region for p in pacers))
+    timings = [worker_timing(str(i), home_of(w.layout.hosts), w.layout.step) for i, w in enumerate(workers)]
+    homes = list(dict.fromkeys(t.region for t in timings))
     wide = {home: line_to(task, home, place) for home in homes}
     near = {home: task.network.inside(home) for home in homes}
     found = []
     for outer in outers(task):
         sizes = payloads(outer, fragment_sizes(task.architecture, outer.fragments.layers_per_fragment))
-        paced = pace(outer, sizes, pacers, wide, near)
-        found.append(_judged(outer, paced, pacers, wide, target, usd_per_hour))
+        paced = pace(outer, sizes, timings, wide, near)
+        utilization = min(1 - w.wait_s / w.job_s for w in paced.workers.values())
+        busy = max(region.busy for region in paced.regions.values())
+        steps = max(paced.regions[t.region].round_s / t.step_s for t in timings)
+        traffic = sum(
+            (r.up_bytes + r.down_bytes) / r.round_s * 3600 / 1e9 * wide[name].usd_per_gb
+            for name, r in paced.regions.items()
+        )
+        dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
+        misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear
+        found.append(Setting(outer, utilization, busy, steps, traffic, misses))
     return sorted(found, key=lambda setting: setting.order)
 
 
-def outers(task: Task) -> Iterator[OuterConfig]:
+def outers(task: PlanTask) -> Iterator[OuterConfig]:
     """Every outer block that keeps the pinned keys."""
     base, pins = task.run.outer, task.pins.outer
     layers = max(1, -(-task.architecture.layers // FRAGMENTS))
@@ -132,14 +141,16 @@ def outers(task: Task) -> Iterator[OuterConfig]:
             overlaps.append(block)
     wide: list[dict[str, Any]] = [{}]
     if not {"up", "down"} & pins:
-        codecs = WIDE if base.levels == 2 else WIDE[:1]  # ranks that share a parameter take no coarser weights
+        codecs = WIDE[:1] if base.flat else WIDE  # ranks that share a parameter take no coarser weights
         wide = [{"up": codec, "down": codec} for codec in codecs]
     local: list[dict[str, Any]] = [{}]
-    if "local" not in pins and base.levels == 2:
+    if "local" not in pins and not base.flat:
         local = [{"local": codec} for codec in LOCAL]
     jobs: list[dict[str, Any]] = [{}] if "local_steps" in pins else [{"local_steps": h} for h in LOCAL_STEPS]
-    once = "updates_per_send" in pins or base.rule == "sync" or base.levels == 1
-    updates: list[dict[str, Any]] = [{}] if once else [{"updates_per_send": k} for k in UPDATES]
+    once = "rule.updates_per_send" in pins or base.rule.synchronous or base.flat
+    updates: list[dict[str, Any]] = (
+        [{}] if once else [{"rule": base.rule.model_copy(update={"updates_per_send": k})} for k in UPDATES]
+    )
     for parts in product(overlaps, wide, local, jobs, updates):
         outer = base.model_copy(update={key: value for part in parts for key, value in part.items()})
         if outer.overlap.steps < outer.local_steps:
@@ -150,23 +161,3 @@ def outers(task: Task) -> Iterator[OuterConfig]:
 def fragment_sizes(architecture: Architecture, layers_per_fragment: int | None) -> tuple[int, ...]:
     """Elements of each fragment."""
     return tuple(f.numel for f in Layout(canonical_parameters(architecture), layers_per_fragment).fragments)
-
-
-def _judged(
-    outer: OuterConfig,
-    paced: Pace,
-    pacers: Sequence[Pacer],
-    wide: Mapping[str, Line],
-    target: float,
-    usd_per_hour: float | None,
-) -> Setting:
-    utilization = min(1 - w.wait_s / w.job_s for w in paced.workers.values())
-    busy = max(region.busy for region in paced.regions.values())
-    steps = max(paced.regions[p.region].round_s / p.step_s for p in pacers)
-    traffic = sum(
-        (r.up_bytes + r.down_bytes) / r.round_s * 3600 / 1e9 * wide[name].usd_per_gb
-        for name, r in paced.regions.items()
-    )
-    dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
-    misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear
-    return Setting(outer, utilization, busy, steps, traffic, misses)

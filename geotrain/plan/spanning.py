@@ -1,10 +1,11 @@
-"""One worker on unlike or far hosts: a pipeline whose stages DT-FM's placement deals out.
+"""One worker on hosts of different kinds or regions: a pipeline whose stages are placed by DT-FM's method.
 
-Every host holds (a part of) one stage, so a stage is k hosts, and the placement's table of stages × pipelines is one
-of hosts: `geotrain.plan.search` finds it, with hosts left idle where that is cheaper. For each shape of the table
-(how many accelerators of a host are used, tensor parallelism, stages, columns) the placement's cost only ranks; what
-a step takes is predicted as for any worker. Shapes are tried in the order of a bound that ignores most of the links,
-and at most MOST_SHAPES of them are searched: this is no proof of the best.
+Every host holds one stage or a part of it, so the placement's table of stages × pipelines is a table of hosts:
+`plan.placement.search` finds it, and leaves hosts idle where that is cheaper. A shape of the table says how many
+accelerators of each host are used, the tensor parallelism, and the numbers of stages and columns. For each shape the
+placement's cost only serves to choose the hosts; the time of a step is then predicted as for any worker. Shapes are
+tried in the order of a bound that ignores most of the links, and at most MOST_SHAPES of them are searched, so the
+result is not proven to be the best.
 """
 
 from __future__ import annotations
@@ -15,24 +16,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from geotrain.config import ParallelConfig
-from geotrain.plan.bound import quick_bound, quick_bound_of_hidden
-from geotrain.plan.cost import Floats, Problem, problem_from_links
-from geotrain.plan.inventory import Spot, Task
-from geotrain.plan.layouts import Layout, Refusals, evaluated, fitting, least_step_s, micro_batches, parallels
-from geotrain.plan.network import Seat
-from geotrain.plan.search import Effort, search
-from geotrain.plan.work import stage_flops
-from geotrain.sharing.checks import trains_in_bf16
-from geotrain.sharing.mapping import stage_parameters
+from geotrain.parallelism.checks import trains_in_bf16
+from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.plan.inventory import Host, PlanTask
+from geotrain.plan.layouts import Refusals, WorkerLayout, evaluated, fitting, least_step_s, micro_batches, parallels
+from geotrain.plan.model.network import RankDevice
+from geotrain.plan.model.work import stage_flops
+from geotrain.plan.placement.cost import Floats, Problem, problem_from_links, quick_bound, quick_bound_of_hidden
+from geotrain.plan.placement.search import Effort, search
 
 MOST_SHAPES = 4
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A table of parallel.pipeline stages × columns of hosts, `slots` accelerators of each; spots: to choose from."""
+class PipelineShape:
+    """A table of parallel.pipeline stages × columns of hosts, `slots` accelerators of each; hosts: to choose from."""
 
-    spots: tuple[Spot, ...]
+    hosts: tuple[Host, ...]
     slots: int
     parallel: ParallelConfig
     columns: int
@@ -51,25 +51,25 @@ class Links:
     gbps: Floats
 
 
-def spanning_layouts(task: Task, spots: Sequence[Spot], refused: Refusals) -> list[Layout]:
+def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[WorkerLayout]:
     """The fastest few of one worker on some of these hosts, which may be of any kind and region.
 
     Raises ConfigError when a figure of a link between them is missing.
     """
-    links, acco = link_tables(task, spots), task.run.acco
-    ranked: list[tuple[float, int, Shape, Problem]] = []
-    for shape in shapes(task, spots, refused):
+    links, acco = link_tables(task, hosts), task.run.acco
+    ranked: list[tuple[float, int, PipelineShape, Problem]] = []
+    for shape in shapes(task, hosts, refused):
         problem = placement_problem(task, shape, links)
-        speed = 1e12 * max(s.device.tflops * s.device.efficiency for s in shape.spots)
+        speed = 1e12 * max(s.device.tflops * s.device.efficiency for s in shape.hosts)
         least = least_step_s(task, shape.parallel, shape.replicas, 1, speed)
         bound = quick_bound(problem) if acco is None else quick_bound_of_hidden(problem, acco.balance)
         ranked.append((max(least, bound), len(ranked), shape, problem))
-    found: list[Layout] = []
+    found: list[WorkerLayout] = []
     for bound, _, shape, problem in sorted(ranked, key=lambda entry: entry[:2])[:MOST_SHAPES]:
         if found and bound > min(layout.step.step_s for layout in found):
             break
         placed = search(problem, 0, effort(problem))
-        order = [shape.spots[i] for stage in placed.stages for i in stage]
+        order = [shape.hosts[i] for stage in placed.stages for i in stage]
         tried = [
             evaluated(task, order, shape.slots, shape.parallel, micro, refused)
             for micro in micro_batches(task, shape.replicas)
@@ -79,41 +79,41 @@ def spanning_layouts(task: Task, spots: Sequence[Spot], refused: Refusals) -> li
 
 
 def effort(problem: Problem) -> Effort:
-    """Tables of hosts are small, and there are many of them."""
+    """Less than for a single placement: tables of hosts are small, and there are many of them."""
     return Effort(steps=min(600, 12 * problem.devices), chains=8, exact_work=20_000)
 
 
-def shapes(task: Task, spots: Sequence[Spot], refused: Refusals) -> Iterator[Shape]:
+def shapes(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Iterator[PipelineShape]:
     """Every shape that is allowed and whose ranks fit, with micro-batches of one. Of unequal accelerators, those with
     too little memory are left out."""
-    for slots in sorted({spot.slots for spot in spots}, reverse=True):
-        for parallel in parallels(task, slots, len(spots)):
-            for limit in sorted({spot.device.memory_gb for spot in spots}):
-                roomy = tuple(s for s in spots if s.slots >= slots and s.device.memory_gb >= limit)
+    for slots in sorted({host.slots for host in hosts}, reverse=True):
+        for parallel in parallels(task, slots, len(hosts)):
+            for limit in sorted({host.device.memory_gb for host in hosts}):
+                roomy = tuple(s for s in hosts if s.slots >= slots and s.device.memory_gb >= limit)
                 for columns in range(len(roomy) // parallel.pipeline, 0, -1):
-                    shape = Shape(roomy, slots, parallel, columns)
+                    shape = PipelineShape(roomy, slots, parallel, columns)
                     placed = roomy[: parallel.pipeline * columns]
                     if micro_batches(task, shape.replicas) and fitting(task, placed, slots, parallel, 1, refused):
                         yield shape
 
 
-def link_tables(task: Task, spots: Sequence[Spot]) -> Links:
+def link_tables(task: PlanTask, hosts: Sequence[Host]) -> Links:
     """Of every two hosts."""
-    seats = [Seat(spot.region, spot.host, spot.device) for spot in spots]
-    n = len(seats)
+    ranks = [RankDevice(host.region, host.host, host.device) for host in hosts]
+    n = len(ranks)
     delay, gbps = np.zeros((n, n)), np.full((n, n), np.inf)
     for i in range(n):
         for j in range(n):
             if i != j:
-                line = task.network.between(seats[i], seats[j])
+                line = task.network.between(ranks[i], ranks[j])
                 delay[i, j], gbps[i, j] = line.latency_s, line.gbps
-    return Links({(spot.region, spot.host): i for i, spot in enumerate(spots)}, delay, gbps)
+    return Links({(host.region, host.host): i for i, host in enumerate(hosts)}, delay, gbps)
 
 
-def placement_problem(task: Task, shape: Shape, links: Links) -> Problem:
+def placement_problem(task: PlanTask, shape: PipelineShape, links: Links) -> Problem:
     """Hosts as DT-FM's devices: what a host's stage reduces, and what its pipelines send on, in one step."""
     run, a, parallel = task.run, task.architecture, shape.parallel
-    chosen = [links.place[spot.region, spot.host] for spot in shape.spots]
+    chosen = [links.place[host.region, host.host] for host in shape.hosts]
     size = 2 if trains_in_bf16(run.deepspeed) else 4
     stages = range(parallel.pipeline)
     parameters = max(stage_parameters(a, parallel, s) for s in stages) * parallel.tensor
@@ -129,6 +129,6 @@ def placement_problem(task: Task, shape: Shape, links: Links) -> Problem:
         gradient_gigabytes=1.5 * parameters * size / 1e9,  # reduced and gathered, and new weights gathered
         activation_gigabytes=tokens * a.hidden_size * size * copies / 1e9,
         compute_s=[
-            tokens * flops / (1e12 * s.device.tflops * s.device.efficiency * shape.slots) for s in shape.spots
+            tokens * flops / (1e12 * s.device.tflops * s.device.efficiency * shape.slots) for s in shape.hosts
         ],
     )

@@ -1,4 +1,5 @@
-"""The virtual clock: events in order of time, and of their making where times are equal. Deterministic."""
+"""The virtual clock: events happen in the order of their times and, at equal times, in the order in which they were
+scheduled. So a simulation is deterministic."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Clock:
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), call, args))
 
     def end(self) -> None:
-        """Nothing that was still to come happens."""
+        """Drop all events that have not happened yet."""
         self._queue.clear()
 
     def run(self, until_s: float = float("inf")) -> None:
@@ -63,14 +64,14 @@ class Promise(Generic[T]):
         return self._result
 
     def keep(self, result: T) -> None:
-        """It has happened. Whoever waits for it goes on at once."""
+        """The result is known now. The process that waits for it goes on at once, within this call."""
         self._done, self._result = True, result
         if self._then is not None:
             then, self._then = self._then, None
             then(result)
 
     def then(self, call: Callable[[T], None]) -> None:
-        """Call with the result once it is known; only one may wait."""
+        """Call with the result as soon as it is known. Only one may wait: a second call replaces the first."""
         if self._done:
             call(self._result)
         else:
@@ -80,8 +81,10 @@ class Promise(Generic[T]):
 Script = Generator[Pending[Any] | float, Any, None]  # waits for what happens, or for seconds
 
 
-class Process:
-    """Runs a generator in virtual time: it yields promises to wait for, or seconds to sleep."""
+class VirtualProcess:
+    """Runs a generator in virtual time: it yields promises to wait for, or seconds to sleep.
+
+    So the simulated worker is written as a plain sequence of steps, as the real one is."""
 
     __slots__ = ("clock", "dead", "script")
 
@@ -90,23 +93,23 @@ class Process:
         clock.at(clock.now, self._resume, None)
 
     def kill(self) -> None:
-        """It does nothing any more; what it had not said is lost."""
+        """End the process where it waits: what it has not sent yet is lost, as when a real one is killed."""
         self.dead = True
         self.script.close()
 
     def _resume(self, value: Any) -> None:
         while not self.dead:
             try:
-                wish = self.script.send(value)
+                awaited = self.script.send(value)
             except StopIteration:
                 self.dead = True
                 return
-            if isinstance(wish, Promise):
-                if not wish.done():
-                    wish.then(self._resume)
+            if isinstance(awaited, Promise):
+                if not awaited.done():
+                    awaited.then(self._resume)
                     return
-                value = wish.result()
+                value = awaited.result()  # already known: go on without a detour through the event queue
             else:
-                assert isinstance(wish, float), "a script yields the clock's promises, or seconds"
-                self.clock.after(wish, self._resume, None)
+                assert isinstance(awaited, float), "a script yields the clock's promises, or seconds"
+                self.clock.after(awaited, self._resume, None)
                 return

@@ -1,7 +1,8 @@
-"""Virtual links. A network says when bytes that leave now arrive; it never looks at what they mean.
+"""Virtual links: when do bytes arrive that leave now? What the bytes mean plays no part.
 
-A pipe is one direction of a link. Messages in it queue (first in, first out), all together when the link is shared,
-each sender for itself when it is not (as the published environments have it). Loss is paid for in goodput.
+A pipe is one direction of a link, a first-in-first-out queue in front of a fixed rate. On a shared link all senders
+wait in one queue; on one that is not shared each sender has a queue of its own (the published environments are like
+that). Packet loss does not drop messages, since TCP repeats them; it lowers the rate.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 SEGMENT_BITS = 8 * 1460  # of TCP on Ethernet
 
@@ -54,6 +55,11 @@ class Usage:
     messages: int = 0
     busy_s: float = 0.0
 
+    def add(self, size_bytes: int, seconds: float) -> None:
+        self.sent_bytes += size_bytes
+        self.messages += 1
+        self.busy_s += seconds
+
 
 class Pipe:
     """One direction of a link; several pipes may lead through a common trunk, which is a pipe itself."""
@@ -85,18 +91,16 @@ class Pipe:
         return self.spec.latency_s + jitter
 
     def _serve(self, now: float, size_bytes: int, channel: str) -> float:
-        work_s = size_bytes / self.bytes_per_s
+        # An outage stops the transfer where it is, and it goes on when the outage ends.
         end = start = self._after_outage(max(now, self._free.get(channel, 0.0)))
-        left_s = work_s
+        left_s = size_bytes / self.bytes_per_s
         for begin, back in self.spec.outages:
             if end <= begin < end + left_s:
                 left_s -= begin - end
                 end = back
         end += left_s
         self._free[channel] = end
-        self.usage.sent_bytes += size_bytes
-        self.usage.messages += 1
-        self.usage.busy_s += end - start
+        self.usage.add(size_bytes, end - start)
         return end
 
     def _after_outage(self, time_s: float) -> float:
@@ -106,17 +110,17 @@ class Pipe:
         return time_s
 
 
-class Network(Protocol):
+Way = Literal["up", "down"]  # from the members to the server above them, or back
+
+
+class VirtualNetwork(Protocol):
     """Between members (workers, region servers) and the server above them."""
 
-    def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        """Arrival at the server of a message that leaves the member now."""
+    def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        """When a message between the member and the server has arrived whole that is handed over now."""
 
-    def down(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        """Arrival at the member of a message that leaves the server now."""
-
-    def control_up(self, now: float, member: str) -> float: ...
-    def control_down(self, now: float, member: str) -> float: ...
+    def control_arrival(self, way: Way, now: float, member: str) -> float:
+        """The same for a message of a few bytes."""
 
 
 class Star:
@@ -135,30 +139,22 @@ class Star:
     ) -> None:
         self.link_of = link_of
 
-        def pipes(way: str) -> dict[str, Pipe]:
+        self.pipes: dict[Way, dict[str, Pipe]] = {}
+        for way in ("up", "down"):
             common = Pipe(trunk, f"{seed}-trunk-{way}") if trunk else None
-            return {
+            self.pipes[way] = {
                 name: Pipe(spec, f"{seed}-{name}-{way}", None if name == home else common)
                 for name, spec in links.items()
             }
 
-        self.ups, self.downs = pipes("up"), pipes("down")
+    def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        return self.pipes[way][self.link_of[member]].arrival(now, size_bytes, member)
 
-    def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        return self.ups[self.link_of[member]].arrival(now, size_bytes, member)
-
-    def down(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        return self.downs[self.link_of[member]].arrival(now, size_bytes, member)
-
-    def control_up(self, now: float, member: str) -> float:
-        return self.ups[self.link_of[member]].control_arrival(now)
-
-    def control_down(self, now: float, member: str) -> float:
-        return self.downs[self.link_of[member]].control_arrival(now)
+    def control_arrival(self, way: Way, now: float, member: str) -> float:
+        return self.pipes[way][self.link_of[member]].control_arrival(now)
 
     def usage(self) -> dict[str, Usage]:
-        ways = (("up", self.ups), ("down", self.downs))
-        return {f"{name} {way}": pipe.usage for way, pipes in ways for name, pipe in pipes.items()}
+        return {f"{name} {way}": pipe.usage for way, pipes in self.pipes.items() for name, pipe in pipes.items()}
 
 
 @dataclass(frozen=True)
@@ -198,17 +194,15 @@ class Ring:
             raise ValueError("a ring that sends layer by layer knows no outages")
         self.pipe = Pipe(replace(self.spec, shared=False, latency_s=self.hops * self.spec.latency_s), "ring")
 
-    def up(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        return now
-
-    def down(self, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+    def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+        """All members hand in together, so nothing waits on its way up; the ring's time is that of the way down."""
+        if way == "up":
+            return now
         carried_bytes = round(self.factor * size_bytes)
         if self.shape is None:
             return self.pipe.arrival(now, carried_bytes, member)
         work_s = carried_bytes / self.pipe.bytes_per_s
-        self.pipe.usage.sent_bytes += carried_bytes
-        self.pipe.usage.messages += 1
-        self.pipe.usage.busy_s += work_s
+        self.pipe.usage.add(carried_bytes, work_s)
         return max(now, self._by_layer(now, member, work_s, fragments))
 
     def _by_layer(self, now: float, member: str, work_s: float, fragments: tuple[int, ...]) -> float:
@@ -223,10 +217,7 @@ class Ring:
         self._free[member] = free
         return resume
 
-    def control_up(self, now: float, member: str) -> float:
-        return now
-
-    def control_down(self, now: float, member: str) -> float:
+    def control_arrival(self, way: Way, now: float, member: str) -> float:
         return now
 
     def usage(self) -> dict[str, Usage]:

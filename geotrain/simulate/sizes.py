@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from geotrain.config import CodecConfig, OuterConfig
+from geotrain.config import CodecConfig, OuterConfig, codec_config
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 
-PLAIN = CodecConfig(name="fp32")
+PLAIN = codec_config("fp32")
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,14 @@ class Sizes:
     @cached_property
     def wide(self) -> LinkSizes:
         """Between the global server and its members."""
-        return _link_sizes(self.config.up, self.config.down, self.numels)
+        return self._on_link(self.config.up, self.config.down)
 
     @cached_property
     def local(self) -> LinkSizes:
         """Between a region server and its workers."""
-        return _link_sizes(self.config.local, self.config.local, self.numels)
+        return self._on_link(self.config.local, self.config.local)
 
-
-def _link_sizes(up: CodecConfig, down: CodecConfig, numels: Sequence[int]) -> LinkSizes:
-    def coded(config: CodecConfig) -> tuple[int, ...]:
-        codec = make_codec(config)
-        return tuple(codec.encoded_bytes(n) for n in numels)
-
-    return LinkSizes(coded(up), coded(down), coded(PLAIN if sends_changes(down) else down))
+    def _on_link(self, up: CodecConfig, down: CodecConfig) -> LinkSizes:
+        first = PLAIN if sends_changes(down) else down
+        codecs = [make_codec(config) for config in (up, down, first)]
+        return LinkSizes(*(tuple(codec.encoded_bytes(n) for n in self.numels) for codec in codecs))

@@ -1,11 +1,9 @@
-"""A world as plain data: who computes where and how fast, over which links, and what goes wrong when."""
+"""The world that is simulated, as plain data: who computes where and how fast, over which links, and what goes wrong
+at what time."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from geotrain.config import ClusterConfig, ConfigError
 from geotrain.simulate.links import LinkSpec, StepShape
@@ -15,8 +13,8 @@ LOCAL = LinkSpec(gbps=100.0, shared=False)
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """step_s: seconds of one inner step. away: (from_s, to_s) spans in which it is dead; first span from 0: it joins
-    late. Its next life begins at to_s."""
+    """step_s: seconds of one inner step. away: (from_s, to_s) spans in which the worker is dead; at to_s it starts
+    again, as a new incarnation. A first span that begins at 0 makes it join late."""
 
     name: str
     step_s: float
@@ -63,73 +61,13 @@ class WorldSpec:
     def workers(self) -> tuple[WorkerSpec, ...]:
         return tuple(w for r in self.regions for w in r.workers)
 
-    def with_links(self, **changes: Any) -> WorldSpec:
-        """Every region's link changed alike."""
-        return replace(self, regions=tuple(replace(r, link=replace(r.link, **changes)) for r in self.regions))
-
     def without(self, region: str) -> WorldSpec:
         """One region less. Raises ValueError for the last one, or one that is not there."""
         left = tuple(r for r in self.regions if r.name != region)
         if len(left) == len(self.regions) or not left:
-            raise ValueError(
-                f"cannot leave out region {region!r}; regions: {', '.join(r.name for r in self.regions)}"
-            )
+            names = ", ".join(r.name for r in self.regions)
+            raise ValueError(f"cannot leave out region {region!r}; regions: {names}")
         return replace(self, regions=left)
-
-
-@dataclass(frozen=True)
-class Environment:
-    """A published environment: a world, and what is trained in it.
-
-    numel: parameters of the model. steps: inner steps of all workers together. ring_gbps: the slowest hop of the
-    best flat ring through all regions.
-    """
-
-    world: WorldSpec
-    numel: int
-    samples_per_step: int
-    steps: int
-    ring_gbps: float
-
-    @property
-    def compute_bound_s(self) -> float:
-        return self.steps / sum(1 / w.step_s for w in self.world.workers)
-
-
-def load_environment(path: str | Path) -> Environment:
-    """HALoS's simulated environment (arXiv 2506.04531). Its step time is that of the fastest worker; the others'
-    follow from their speeds relative to it. A message has its region pair's whole bandwidth for itself."""
-    data = json.loads(Path(path).read_text())
-    fastest = max(speed for row in data["worker_speed"] for speed in row)
-    home, latency_s = data["global_server_region"], data["latency_s"]
-    gbps = data["bandwidth_gbps"]
-    regions = tuple(
-        RegionSpec(
-            f"region-{r}",
-            tuple(
-                WorkerSpec(f"worker-{r}-{i}", data["step_time_s_at_speed_1"] * fastest / speed)
-                for i, speed in enumerate(row)
-            ),
-            LinkSpec(gbps[r][home], latency_s, shared=False),
-            LinkSpec(gbps[r][r], latency_s if r != home else 0.0, shared=False),
-        )
-        for r, row in enumerate(data["worker_speed"])
-    )
-    count = len(regions)
-    around = [gbps[r][(r + 1) % count] for r in range(count)]
-    workers = sum(len(r.workers) for r in regions)
-    return Environment(
-        WorldSpec(regions, home=f"region-{home}"),
-        data["model_parameters"],
-        data["local_batch"],
-        data["iterations"] * workers,
-        min(around),
-    )
-
-
-def ring_factor(members: int) -> float:
-    """Bytes that each hop of a ring all-reduce carries, over the bytes that are reduced."""
-    return 2 * (members - 1) / members
 
 
 def world_of_cluster(cluster: ClusterConfig, step_s: dict[str, float], seed: int = 0) -> WorldSpec:
@@ -149,19 +87,3 @@ def world_of_cluster(cluster: ClusterConfig, step_s: dict[str, float], seed: int
         workers = tuple(WorkerSpec(w.name, step_s[w.name]) for w in region.workers)
         regions.append(RegionSpec(region.name, workers, LinkSpec(link.gbps, link.rtt_ms / 2000)))
     return WorldSpec(tuple(regions), seed)
-
-
-def synthetic_world(
-    regions: int, workers: int, step_s: float, link: LinkSpec, spread: float = 1.0, seed: int = 0
-) -> WorldSpec:
-    """Regions of equal size. spread: the slowest worker's step time over the fastest's; evenly in between."""
-    total = max(regions * workers - 1, 1)
-
-    def worker(r: int, i: int) -> WorkerSpec:
-        place = (r * workers + i) * 7919 % (total + 1) / total  # speeds are dealt over the regions
-        return WorkerSpec(f"worker-{r}-{i}", step_s * (1 + (spread - 1) * place))
-
-    return WorldSpec(
-        tuple(RegionSpec(f"region-{r}", tuple(worker(r, i) for i in range(workers)), link) for r in range(regions)),
-        seed,
-    )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from geotrain.config import OuterConfig
-from geotrain.outer.exchange import Exchange, Weights
-from geotrain.outer.layout import Layout, fragments_due
+from geotrain.layout import Layout, fragments_due
+from geotrain.outer.exchange import Exchange, Pending, Ready, Weights
 from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease, LeaseRequest
 from geotrain.outer.server import Identity
-from geotrain.outer.staging import Pending, Ready
-from geotrain.simulate.clock import Clock, Process, Script
-from geotrain.simulate.nodes import Uplink
+from geotrain.simulate.clock import Clock, Script, VirtualProcess
+from geotrain.simulate.nodes import VirtualClient
 from geotrain.simulate.spec import WorkerSpec
 
 T = TypeVar("T")
@@ -73,8 +72,7 @@ class OneRank:
     def settle(self) -> None:
         pass
 
-    def refresh(self) -> None:
-        pass
+    refresh = settle
 
 
 class SimWorker:
@@ -92,9 +90,7 @@ class SimWorker:
     ) -> None:
         self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
         self.learner, self.fragments = learner, fragments
-        self.lives = 0
-        self.trained_steps = 0
-        self.lost_s = 0.0
+        self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
         self.job_starts_s: list[float] = []
         self.left = False
         self._past_s = 0.0  # trained in bursts that are over
@@ -113,21 +109,20 @@ class SimWorker:
         self._job_s = self.trained_s
         self._past_s, self._burst_s = self.trained_s, None
 
-    def live(self, uplink: Uplink) -> Process:
+    def live(self, uplink: VirtualClient) -> VirtualProcess:
         """A life over this connection."""
         self.lives += 1
         self.learner.born()
         uplink.on_delivered = self._delivered
-        exchange = Exchange(
-            self.spec.name, self.outer, OneRank(), self.learner, uplink, self.fragments, lambda: self.clock.now
-        )
-        return Process(self.clock, self._life(exchange, uplink))
+        alone, now_s = OneRank(), lambda: self.clock.now
+        exchange = Exchange(self.spec.name, self.outer, alone, self.learner, uplink, self.fragments, now_s)
+        return VirtualProcess(self.clock, self._life(exchange, uplink))
 
     def _delivered(self, leases: tuple[int, ...]) -> None:
         for lease in leases:
             self._at_risk_s.pop(lease, None)
 
-    def _life(self, exchange: Exchange, uplink: Uplink) -> Script:
+    def _life(self, exchange: Exchange, uplink: VirtualClient) -> Script:
         name = self.spec.name
         job = yield from exchange.start(self.identity, f"{name}-{self.lives}")
         lease = yield uplink.lease(LeaseRequest(name, job))
@@ -165,11 +160,5 @@ class SimWorker:
 @lru_cache(maxsize=4096)
 def stops(fragments: int, period: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """(inner step of a job, fragments whose delta leaves after it); the last step is always there."""
-    return tuple(_stops(fragments, period))
-
-
-def _stops(fragments: int, period: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for step in range(1, period + 1):
-        due = fragments_due(fragments, period, step)
-        if due or step == period:
-            yield step, due
+    dues = ((step, fragments_due(fragments, period, step)) for step in range(1, period + 1))
+    return tuple((step, due) for step, due in dues if due or step == period)

@@ -11,30 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geotrain.canonical import Parameter
-from geotrain.config import CodecConfig, OuterConfig
+from geotrain.config import OuterConfig, codec_config
+from geotrain.layout import Layout
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.layout import Layout
 from geotrain.outer.region_server import RegionServer
+from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server import Identity
-from geotrain.simulate.clock import Clock, Process
+from geotrain.simulate.clock import Clock, VirtualProcess
 from geotrain.simulate.links import Ring, Star
-from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, Uplink
+from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, VirtualClient
 from geotrain.simulate.sizes import Sizes
-from geotrain.simulate.spec import WorkerSpec, WorldSpec
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.timed import TimedGlobalServer, TimedRegionServer
 from geotrain.simulate.worker import Idle, Learner, SimWorker
 
-FP32 = CodecConfig(name="fp32")
+FP32 = codec_config("fp32")
 
 
 @dataclass(frozen=True)
-class Task:
+class VirtualTask:
     """What is trained.
 
     outer: of the state machines. sizes: what its messages weigh. layout, start: the tensors that the servers hold.
     train_samples: the run's length. learner: makes the part of a worker that learns. tensors: whether they are of the
-    model's size (not so in timing only).
+    model's size (not so in timing only). momentum_decay: of an update, where a study states it.
     """
 
     outer: OuterConfig
@@ -47,15 +47,16 @@ class Task:
     global_server: type[GlobalServer] = GlobalServer
     region_server: type[RegionServer] = RegionServer
     tensors: bool = True
+    momentum_decay: float | None = None
 
 
-def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step: int) -> Task:
+def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step: int) -> VirtualTask:
     """Timing only: a fragment is one number on the servers, and travels with its true size.
 
     model: the real model's layout; no tensor of it is made. steps: inner steps of all workers together.
     """
     tiny = stand_in(model)
-    return Task(
+    return VirtualTask(
         outer.model_copy(update={"up": FP32, "down": FP32, "local": FP32}),
         Sizes(outer, tuple(f.numel for f in model.fragments)),
         tiny,
@@ -78,11 +79,6 @@ def stand_in(model: Layout) -> Layout:
     return Layout([embedding, *layers] if embedding.layer is None else firsts, layers_per_fragment=1)
 
 
-def one_block(numel: int) -> Layout:
-    """The layout of a model of which only the size is known."""
-    return Layout([Parameter("model", (numel,), None, "normal")])
-
-
 @contextmanager
 def rare_collections() -> Iterator[None]:
     """Python's garbage collector, else a fifth of a timing run, looks less often: what happens in one leaves few
@@ -96,23 +92,21 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-class World:
+class VirtualWorld:
     """watch: called with the world after every update that the global server applied."""
 
-    def __init__(self, spec: WorldSpec, task: Task, watch: Callable[[World], None] | None = None) -> None:
+    def __init__(
+        self, spec: WorldSpec, task: VirtualTask, watch: Callable[[VirtualWorld], None] | None = None
+    ) -> None:
         self.spec, self.task, self.watch = spec, task, watch
         self.clock = Clock()
         self.identity = Identity("simulated", "config", task.layout.digest, "simulated")
         names = {r.name: tuple(w.name for w in r.workers) for r in spec.regions}
-        self.top = GlobalNode(
-            task.global_server(
-                self.identity, task.layout, task.outer, names, task.train_samples, task.samples_per_step
-            ),
-            task.sizes.wide,
-            self._applied,
-            self.clock.end,  # deaths and returns that were still to come are nobody's any more
-        )
-        self.top.server.set_weights([v.clone() for v in task.start])
+        samples = task.train_samples, task.samples_per_step
+        server = task.global_server(self.identity, task.layout, task.outer, names, *samples)
+        server.set_weights([v.clone() for v in task.start])
+        # When all have left, the clock forgets the deaths and returns that were still to come.
+        self.top = GlobalNode(server, task.sizes.wide, self._applied, self.clock.end)
         if spec.speeds_known:
             for worker in spec.workers:
                 self.top.server.book.note_speed(worker.name, worker.step_s)
@@ -121,10 +115,10 @@ class World:
         self.regions: dict[str, RegionNode] = {}
         self.workers: dict[str, SimWorker] = {}
         self._place: dict[str, tuple[Node, Star | Ring]] = {}
-        self._lives: dict[str, tuple[Uplink, Process]] = {}
-        if task.outer.levels == 2:
+        self._lives: dict[str, tuple[VirtualClient, VirtualProcess]] = {}
+        if not task.outer.flat:
             for region in spec.regions:
-                self._build_region(region.name)
+                self._build_region(region)
         for region in spec.regions:
             for worker in region.workers:
                 self._build_worker(region.name, worker)
@@ -139,22 +133,22 @@ class World:
         """Plain JSON data."""
         end = max(self.clock.now, 1e-9)
         book = self.top.server.book
-        samples = self.task.samples_per_step
+        committed_steps = book.committed_samples / self.task.samples_per_step
         trained_s = sum(w.trained_s for w in self.workers.values())
         speed = sum(1 / w.step_s for w in self.spec.workers)
-        usage = {**self.links.usage()}
+        usage = self.links.usage()
         for name, star in self.local_links.items():
-            usage.update({f"{name} {way}": u for way, u in star.usage().items()})
+            usage |= {f"{name} {way}": u for way, u in star.usage().items()}
         return {
             "seconds": self.clock.now,
             "hours": self.clock.now / 3600,
             "finished": self.top.server.finished,
-            "committed_steps": book.committed_samples / samples,
+            "committed_steps": committed_steps,
             "trained_steps": sum(w.trained_steps for w in self.workers.values()),
-            "compute_bound_s": book.committed_samples / samples / speed,
+            "compute_bound_s": committed_steps / speed,
             "lost_s": sum(w.lost_s for w in self.workers.values()),
             "utilization": trained_s / (end * len(self.workers)),
-            "goodput": book.committed_samples / samples / speed / end,
+            "goodput": committed_steps / speed / end,
             "global_versions": [f.version for f in self.top.server.fragments],
             "lost_updates": sum(node.server.lost_updates for node in self.regions.values()),
             "links": {name: asdict(u) for name, u in usage.items() if u.messages},
@@ -166,41 +160,34 @@ class World:
     def _links(self) -> Star | Ring:
         spec, task = self.spec, self.task
         if spec.ring is not None:
-            if task.outer.levels != 1 or task.outer.rule != "sync":
-                raise ValueError("a ring is for flat synchronous runs: outer.levels = 1 and outer.rule = 'sync'")
+            if not task.outer.flat or not task.outer.rule.synchronous:
+                raise ValueError("a ring is for flat synchronous runs: outer.levels = 1 and outer.rule 'sync'")
             return Ring(spec.ring.link, spec.ring.factor, spec.ring.hops, spec.ring.shape)
         links = {r.name: r.link for r in spec.regions}
         link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
         return Star(links, link_of, spec.seed, spec.trunk, spec.home)
 
-    def _build_region(self, name: str) -> None:
-        region = next(r for r in self.spec.regions if r.name == name)
-        workers = tuple(w.name for w in region.workers)
-        server = self.task.region_server(name, self.identity, self.task.layout, self.task.outer, workers)
+    def _build_region(self, region: RegionSpec) -> None:
+        name, workers = region.name, tuple(w.name for w in region.workers)
+        task, every = self.task, len(self.spec.workers)
+        samples = task.train_samples, task.samples_per_step
+        updates = updates_in_run(*samples, task.outer.local_steps, len(workers), every)
+        rule = region_rule(task.outer.rule, workers, updates, task.momentum_decay)
+        server = task.region_server(name, self.identity, task.layout, task.outer, rule, workers)
         server.incarnation = f"{name}-1"
-        uplink = Uplink(self.clock, self.links, self.top, name)
-        self.top.uplinks[name] = uplink
-        node = RegionNode(server, self.task.sizes.local, uplink)
-        self.regions[name] = node
+        uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
+        node = self.regions[name] = RegionNode(server, task.sizes.local, uplink)
         self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
         self.clock.at(0.0, node.start)
 
     def _build_worker(self, region: str, spec: WorkerSpec) -> None:
-        if self.task.outer.levels == 2:
-            self._place[spec.name] = (self.regions[region], self.local_links[region])
-        else:
-            self._place[spec.name] = (self.top, self.links)
         task = self.task
+        above = (self.top, self.links) if task.outer.flat else (self.regions[region], self.local_links[region])
+        self._place[spec.name] = above
         self.workers[spec.name] = SimWorker(
-            self.clock,
-            spec,
-            self.identity,
-            task.outer,
-            task.learner(spec),
-            len(task.layout.fragments),
+            self.clock, spec, self.identity, task.outer, task.learner(spec), len(task.layout.fragments)
         )
-        late = bool(spec.away) and spec.away[0][0] <= 0
-        if not late:
+        if not spec.away or spec.away[0][0] > 0:  # otherwise it joins late
             self.clock.at(0.0, self._begin_life, spec.name)
         for dies_s, back_s in spec.away:
             if dies_s > 0:
@@ -215,8 +202,7 @@ class World:
         if worker.left:
             return
         node, network = self._place[name]
-        uplink = Uplink(self.clock, network, node, name)
-        node.uplinks[name] = uplink
+        uplink = node.uplinks[name] = VirtualClient(self.clock, network, node, name)
         self._lives[name] = (uplink, worker.live(uplink))
 
     def _die(self, name: str) -> None:

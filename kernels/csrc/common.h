@@ -18,9 +18,13 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define API __attribute__((visibility("default")))
+/* Calls an inlined function with the condition as its last argument, which is constant in either call: what it says
+ * costs nothing inside a loop, and lets the compiler vectorize. */
+#define EITHER(condition, function, ...) ((condition) ? function(__VA_ARGS__, 1) : function(__VA_ARGS__, 0))
 
-enum { MAX_BLOCK = 4096, CHUNK = 1 << 15 }; /* elements; a chunk is what a thread takes at a time */
-enum { LANES = 16 };                        /* partial sums of squares */
+/* Elements. A thread takes a chunk at a time: it holds whole blocks, and is what one sum of squares covers. Below
+ * WORTH_THREADS waking the other threads takes longer than the work. */
+enum { MAX_BLOCK = 4096, CHUNK = 4096, WORTH_THREADS = 1 << 15 };
 enum format { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, E3M0 = 4, E2M1 = 5, TOPK2 = 6 };
 enum { TINY_BITS = 27 << 23, NAN_BITS = 0x7FC00000, INFINITY_BITS = 0x7F800000 };
 
@@ -44,30 +48,25 @@ INLINE uint16_t to_bf16(float x) {
     return (uint16_t)((b & 0x7FFFFFFF) > INFINITY_BITS ? 0x7FC0 : rounded);
 }
 
-/* What is coded: v = (anchor −) values + decay · residual, of `numel` elements. */
+/* The jobs are filled in by kernels/cpu.py, which lists the same fields in the same order.
+ * What is coded: v = (anchor −) values + decay · residual, of `numel` elements; decoded: `out`, of as many. */
 typedef struct {
     const float *anchor; /* or NULL */
     const void *values;  /* fp32, or bf16 if values_are_bf16 */
     float *residual;     /* or NULL; becomes v − decoded */
-    uint8_t *payload;
+    float *out;          /* with `accumulate` it gets weight · decoded added */
+    double *squares;     /* or NULL; the sum of squares of each chunk of `out` */
+    uint8_t *payload;    /* written by encoders, read by decoders */
     int64_t numel, codes_offset;
     uint64_t seed;
-    float decay, inverse_level; /* 1 / the grid's largest magnitude */
-    int32_t values_are_bf16, format, block, scale_shift, scale_bytes, max_scale_bits, stochastic, threads;
+    float decay, inverse_level, weight; /* inverse_level: 1 / the grid's largest magnitude */
+    int32_t values_are_bf16, stochastic, accumulate;
+    int32_t format, block, scale_shift, scale_bytes, max_scale_bits, threads;
     /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
     struct record {
         int32_t length, kept, low_bits, lows_at, highs_at, values_at, bytes;
     } record[2];
-} quantize_job;
-
-typedef struct {
-    const uint8_t *payload;
-    float *out;
-    int64_t numel, codes_offset;
-    float weight;
-    int32_t accumulate, format, block, scale_shift, scale_bytes, max_scale_bits, threads;
-    struct record record[2];
-} dequantize_job;
+} codec_job;
 
 INLINE void store_scale(uint8_t *at, int32_t bits, int32_t shift, int32_t bytes) {
     uint32_t stored = (uint32_t)bits >> shift;
@@ -102,6 +101,15 @@ INLINE void random_block(uint32_t *words, int64_t first, int quarter, uint64_t s
     }
 }
 
-/* v of elements [at, at + n) into `v`; returns the largest magnitude's bits, adds v² to squares[LANES]. In load.c. */
-int32_t load_block(float *restrict v, const quantize_job *job, int64_t at, int n, double *restrict squares);
+/* v of elements [at, at + n) into `v`; returns the largest magnitude's bits. In load.c, as is the next. */
+int32_t load_block(float *restrict v, const codec_job *job, int64_t at, int n);
+double sum_of_squares(const float *x, int64_t n);
+
+/* Blocks [first, last), one file a family of formats; threads are in entry.c. Encoders return whether all was finite. */
+int encode_dense(const codec_job *job, int64_t first, int64_t last);
+void decode_dense(const codec_job *job, int64_t first, int64_t last);
+int dense_ok(const codec_job *job, int64_t first, int64_t last);
+int encode_topk(const codec_job *job, int64_t first, int64_t last);
+void decode_topk(const codec_job *job, int64_t first, int64_t last);
+int topk_ok(const codec_job *job, int64_t first, int64_t last);
 #endif

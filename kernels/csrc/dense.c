@@ -1,5 +1,4 @@
 /* fp32, bf16, int8 and the 4-bit formats: blocks of the payload, encoded and decoded. */
-#include "blocks.h"
 #include "common.h"
 
 INLINE int mantissa_of(int format) { return format == INT8 ? 7 : format == INT4 ? 3 : format == E2M1 ? 1 : 0; }
@@ -62,8 +61,7 @@ INLINE void code_block(float *restrict v, uint8_t *restrict codes, const uint32_
 }
 
 /* Blocks [first, last). Returns whether all were finite. */
-INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format,
-                         const int stochastic) {
+INLINE int encode_blocks(const codec_job *job, int64_t first, int64_t last, const int format, const int stochastic) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
     uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
@@ -74,7 +72,7 @@ INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, d
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
         const int low = per_byte == 2 && length < block ? (length + 1) / 2 : length;
-        int32_t largest = load_block(v, job, at, length, squares);
+        int32_t largest = load_block(v, job, at, length);
         if (length < block) { /* lay the second half where high nibbles are taken from, zeros elsewhere */
             const int high = per_byte == 2 ? block / 2 : length;
             memmove(v + high, v + low, sizeof(float) * (size_t)(length - low));
@@ -106,7 +104,7 @@ INLINE int encode_blocks(const quantize_job *job, int64_t first, int64_t last, d
     return all_finite;
 }
 
-INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last, const int format,
+INLINE void decode_blocks(const codec_job *job, int64_t first, int64_t last, const int format,
                           const int accumulate) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     const float weight = job->weight;
@@ -142,8 +140,7 @@ INLINE void decode_blocks(const dequantize_job *job, int64_t first, int64_t last
 }
 
 /* fp32 and bf16, elements of blocks [first, last). */
-INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, double *squares, const int format,
-                        const int stochastic) {
+INLINE int encode_plain(const codec_job *job, int64_t first, int64_t last, const int format, const int stochastic) {
     const int block = job->block;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
     uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
@@ -151,7 +148,7 @@ INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, do
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
-        const int finite = load_block(v, job, at, length, squares) < INFINITY_BITS;
+        const int finite = load_block(v, job, at, length) < INFINITY_BITS;
         all_finite &= finite;
         float *restrict residual = job->residual ? job->residual + at : NULL;
         if (format == FP32) {
@@ -176,7 +173,7 @@ INLINE int encode_plain(const quantize_job *job, int64_t first, int64_t last, do
     return all_finite;
 }
 
-INLINE void decode_plain(const dequantize_job *job, int64_t first, int64_t last, const int format,
+INLINE void decode_plain(const codec_job *job, int64_t first, int64_t last, const int format,
                          const int accumulate) {
     const float weight = job->weight;
     const int64_t begin = first * job->block, end = last * job->block < job->numel ? last * job->block : job->numel;
@@ -189,41 +186,30 @@ INLINE void decode_plain(const dequantize_job *job, int64_t first, int64_t last,
     }
 }
 
-#define ENCODE(f, function)                                                \
-    case f:                                                                \
-        return job->stochastic ? function(job, first, last, squares, f, 1) \
-                               : function(job, first, last, squares, f, 0);
-CLONES int encode_dense(const quantize_job *job, int64_t first, int64_t last, double *squares) {
+CLONES int encode_dense(const codec_job *job, int64_t first, int64_t last) {
     switch (job->format) {
-        ENCODE(FP32, encode_plain)
-        ENCODE(BF16, encode_plain)
-        ENCODE(INT8, encode_blocks)
-        ENCODE(INT4, encode_blocks)
-        ENCODE(E3M0, encode_blocks)
-        ENCODE(E2M1, encode_blocks)
+        case FP32: return EITHER(job->stochastic, encode_plain, job, first, last, FP32);
+        case BF16: return EITHER(job->stochastic, encode_plain, job, first, last, BF16);
+        case INT8: return EITHER(job->stochastic, encode_blocks, job, first, last, INT8);
+        case INT4: return EITHER(job->stochastic, encode_blocks, job, first, last, INT4);
+        case E3M0: return EITHER(job->stochastic, encode_blocks, job, first, last, E3M0);
+        case E2M1: return EITHER(job->stochastic, encode_blocks, job, first, last, E2M1);
     }
     return 0;
 }
 
-#define DECODE(f, function)                   \
-    case f:                                   \
-        if (job->accumulate)                  \
-            function(job, first, last, f, 1); \
-        else                                  \
-            function(job, first, last, f, 0); \
-        break;
-CLONES void decode_dense(const dequantize_job *job, int64_t first, int64_t last) {
+CLONES void decode_dense(const codec_job *job, int64_t first, int64_t last) {
     switch (job->format) {
-        DECODE(FP32, decode_plain)
-        DECODE(BF16, decode_plain)
-        DECODE(INT8, decode_blocks)
-        DECODE(INT4, decode_blocks)
-        DECODE(E3M0, decode_blocks)
-        DECODE(E2M1, decode_blocks)
+        case FP32: EITHER(job->accumulate, decode_plain, job, first, last, FP32); break;
+        case BF16: EITHER(job->accumulate, decode_plain, job, first, last, BF16); break;
+        case INT8: EITHER(job->accumulate, decode_blocks, job, first, last, INT8); break;
+        case INT4: EITHER(job->accumulate, decode_blocks, job, first, last, INT4); break;
+        case E3M0: EITHER(job->accumulate, decode_blocks, job, first, last, E3M0); break;
+        case E2M1: EITHER(job->accumulate, decode_blocks, job, first, last, E2M1); break;
     }
 }
 
-CLONES int dense_ok(const dequantize_job *job, int64_t first, int64_t last) {
+CLONES int dense_ok(const codec_job *job, int64_t first, int64_t last) {
     int bad = 0;
     const int64_t begin = first * job->block, end = last * job->block < job->numel ? last * job->block : job->numel;
     if (job->format == FP32) {

@@ -1,71 +1,56 @@
 /* What Python calls: cuts a job into chunks of blocks and shares them among threads. */
-#include <stdlib.h>
-
-#include "blocks.h"
 #include "common.h"
 
 /* Digest of these sources, so that a stale build is noticed. */
 API const char *geotrain_source(void) { return GEOTRAIN_SOURCE; }
 
-typedef struct {
-    int64_t blocks, per_chunk, chunks;
-} cut;
+static int64_t chunks_of(int64_t numel) { return (numel + CHUNK - 1) / CHUNK; }
 
-static cut cut_blocks(int64_t numel, int32_t block) {
-    cut c;
-    c.blocks = (numel + block - 1) / block;
-    c.per_chunk = CHUNK / block;
-    c.chunks = (c.blocks + c.per_chunk - 1) / c.per_chunk;
-    return c;
-}
-static int64_t end_of(cut c, int64_t chunk) {
-    const int64_t end = (chunk + 1) * c.per_chunk;
-    return end < c.blocks ? end : c.blocks;
+/* The number of the block that follows a chunk's last one. */
+static int64_t end_of(int64_t chunk, int64_t numel, int32_t block) {
+    const int64_t end = (chunk + 1) * (CHUNK / block), blocks = (numel + block - 1) / block;
+    return end < blocks ? end : blocks;
 }
 
-/* Returns 1 if all was finite, 0 if not, -1 if out of memory. The sum does not depend on the number of threads. */
-API int32_t geotrain_quantize(const quantize_job *job, double *sum_of_squares) {
-    const cut c = cut_blocks(job->numel, job->block);
-    double *sums = calloc((size_t)c.chunks + 1, sizeof(double));
+/* Returns whether all was finite. */
+API int32_t geotrain_quantize(const codec_job *job) {
+    const int64_t numel = job->numel, block = job->block;
     int finite = 1;
-    if (!sums) return -1;
     if (job->codes_offset) { /* the padding between scales and codes */
-        const int64_t scales = c.blocks * job->scale_bytes;
+        const int64_t scales = (numel + block - 1) / block * job->scale_bytes;
         memset(job->payload + scales, 0, (size_t)(job->codes_offset - scales));
     }
-#pragma omp parallel for schedule(static) reduction(&& : finite) num_threads(job->threads) if (c.chunks > 1)
-    for (int64_t chunk = 0; chunk < c.chunks; chunk++) {
-        const int64_t first = chunk * c.per_chunk, last = end_of(c, chunk);
-        double squares[LANES] = {0};
-        const int ok =
-            job->format == TOPK2 ? encode_topk(job, first, last, squares) : encode_dense(job, first, last, squares);
-        for (int lane = 0; lane < LANES; lane++) sums[chunk] += squares[lane];
+#pragma omp parallel for schedule(static) reduction(&& : finite) num_threads(job->threads) if (numel > WORTH_THREADS)
+    for (int64_t chunk = 0; chunk < chunks_of(numel); chunk++) {
+        const int64_t first = chunk * (CHUNK / block), last = end_of(chunk, numel, job->block);
+        const int ok = job->format == TOPK2 ? encode_topk(job, first, last) : encode_dense(job, first, last);
         finite = finite && ok;
     }
-    *sum_of_squares = 0.0;
-    for (int64_t chunk = 0; chunk < c.chunks; chunk++) *sum_of_squares += sums[chunk];
-    free(sums);
     return finite;
 }
 
-API void geotrain_dequantize(const dequantize_job *job) {
-    const cut c = cut_blocks(job->numel, job->block);
-#pragma omp parallel for schedule(static) num_threads(job->threads) if (c.chunks > 1)
-    for (int64_t chunk = 0; chunk < c.chunks; chunk++) {
+API void geotrain_dequantize(const codec_job *job) {
+    const int64_t numel = job->numel;
+#pragma omp parallel for schedule(static) num_threads(job->threads) if (numel > WORTH_THREADS)
+    for (int64_t chunk = 0; chunk < chunks_of(numel); chunk++) {
+        const int64_t first = chunk * (CHUNK / job->block), last = end_of(chunk, numel, job->block);
+        const int64_t at = chunk * CHUNK, length = numel - at < CHUNK ? numel - at : CHUNK;
         if (job->format == TOPK2)
-            decode_topk(job, chunk * c.per_chunk, end_of(c, chunk));
+            decode_topk(job, first, last);
         else
-            decode_dense(job, chunk * c.per_chunk, end_of(c, chunk));
+            decode_dense(job, first, last);
+        /* The chunk is still in the first cache, so that a norm takes no second pass over memory. */
+        if (job->squares) job->squares[chunk] = sum_of_squares(job->out + at, length);
     }
 }
 
 /* Whether a payload (of the right size) decodes to finite values at positions that exist. */
-API int32_t geotrain_payload_ok(const dequantize_job *job) {
-    const cut c = cut_blocks(job->numel, job->block);
+API int32_t geotrain_payload_ok(const codec_job *job) {
+    const int64_t numel = job->numel;
     int ok = 1;
-#pragma omp parallel for schedule(static) reduction(&& : ok) num_threads(job->threads) if (c.chunks > 16)
-    for (int64_t chunk = 0; chunk < c.chunks; chunk++) {
-        const int64_t first = chunk * c.per_chunk, last = end_of(c, chunk);
+#pragma omp parallel for schedule(static) reduction(&& : ok) num_threads(job->threads) if (numel > 16 * WORTH_THREADS)
+    for (int64_t chunk = 0; chunk < chunks_of(numel); chunk++) {
+        const int64_t first = chunk * (CHUNK / job->block), last = end_of(chunk, numel, job->block);
         const int good = job->format == TOPK2 ? topk_ok(job, first, last) : dense_ok(job, first, last);
         ok = ok && good;
     }

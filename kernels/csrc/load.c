@@ -1,47 +1,54 @@
-/* The first pass over a block: what is meant to be sent, its largest magnitude and its sum of squares. */
+/* The first pass over a block that is encoded, and the last over a chunk that was decoded. */
 #include "common.h"
 
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-
-#define LOAD_LOOP(EXPRESSION)                \
-    for (int i = 0; i < n; i++) {            \
-        float x = EXPRESSION;                \
-        int32_t m = magnitude_bits(x);       \
-        v[i] = x;                            \
-        largest = m > largest ? m : largest; \
-    }
-CLONES int32_t load_block(float *restrict v, const quantize_job *job, int64_t at, int n, double *restrict squares) {
+/* What is meant to be sent, and its largest magnitude. One loop for each combination of what is given, so that none
+ * has a condition inside. */
+CLONES int32_t load_block(float *restrict v, const codec_job *job, int64_t at, int n) {
     const float *f = (const float *)job->values + at;
     const float *a = job->anchor ? job->anchor + at : NULL, *r = job->residual ? job->residual + at : NULL;
     const uint16_t *h = (const uint16_t *)job->values + at;
     const float decay = job->decay;
     int32_t largest = 0;
+#define CASE(has_anchor, has_residual, is_bf16, EXPRESSION)         \
+    case (has_anchor) * 4 + (has_residual) * 2 + (is_bf16):         \
+        for (int i = 0; i < n; i++) {                               \
+            const float x = EXPRESSION;                             \
+            const int32_t magnitude = magnitude_bits(x);            \
+            v[i] = x;                                               \
+            largest = magnitude > largest ? magnitude : largest;    \
+        }                                                           \
+        break;
     switch ((a != NULL) * 4 + (r != NULL) * 2 + (job->values_are_bf16 != 0)) {
-    case 0:
-        LOAD_LOOP(f[i]) break;
-    case 1:
-        LOAD_LOOP(from_bf16(h[i])) break;
-    case 2:
-        LOAD_LOOP(f[i] + decay * r[i]) break;
-    case 3:
-        LOAD_LOOP(from_bf16(h[i]) + decay * r[i]) break;
-    case 4:
-        LOAD_LOOP(a[i] - f[i]) break;
-    case 5:
-        LOAD_LOOP(a[i] - from_bf16(h[i])) break;
-    case 6:
-        LOAD_LOOP((a[i] - f[i]) + decay * r[i]) break;
-    case 7:
-        LOAD_LOOP((a[i] - from_bf16(h[i])) + decay * r[i]) break;
+        CASE(0, 0, 0, f[i])
+        CASE(0, 0, 1, from_bf16(h[i]))
+        CASE(0, 1, 0, f[i] + decay * r[i])
+        CASE(0, 1, 1, from_bf16(h[i]) + decay * r[i])
+        CASE(1, 0, 0, a[i] - f[i])
+        CASE(1, 0, 1, a[i] - from_bf16(h[i]))
+        CASE(1, 1, 0, (a[i] - f[i]) + decay * r[i])
+        CASE(1, 1, 1, (a[i] - from_bf16(h[i])) + decay * r[i])
     }
-    lanes sum = {0};
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        lanes x;
-        memcpy(&x, v + i, sizeof x);
-        sum += x * x;
-    }
-    for (; i < n; i++) sum[i % LANES] += v[i] * v[i];
-    for (int lane = 0; lane < LANES; lane++) squares[lane] += (double)sum[lane];
     return largest;
+}
+
+/* In fp64, where the square of an fp32 number is exact. The order is fixed, whatever the width of the machine's
+ * vectors: element i goes to lane i mod LANES, and the lanes are then added by halves. */
+enum { LANES = 32 };
+typedef float lanes_f32 __attribute__((vector_size(4 * LANES)));
+typedef double lanes_f64 __attribute__((vector_size(8 * LANES)));
+
+CLONES double sum_of_squares(const float *x, int64_t n) {
+    lanes_f64 sum = {0};
+    for (int64_t i = 0; i < n; i += LANES) {
+        lanes_f32 part = {0};
+        if (n - i >= LANES)
+            memcpy(&part, x + i, sizeof part);
+        else
+            memcpy(&part, x + i, sizeof(float) * (size_t)(n - i));
+        const lanes_f64 wide = __builtin_convertvector(part, lanes_f64);
+        sum += wide * wide;
+    }
+    for (int width = LANES / 2; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) sum[lane] += sum[lane + width];
+    return sum[0];
 }

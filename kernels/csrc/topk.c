@@ -1,5 +1,4 @@
 /* topk2: the largest elements of each block as a sign and one of two magnitudes; positions in Elias–Fano form. */
-#include "blocks.h"
 #include "common.h"
 
 INLINE int count_reaching(const int32_t *restrict bits, int length, int32_t threshold) {
@@ -43,7 +42,7 @@ INLINE void select_largest(const int32_t *restrict bits, int length, int kept, i
 }
 
 /* fp32 bits of the low and the high magnitude, rounded to the scale's type. */
-INLINE void two_magnitudes(const float *restrict magnitude, int kept, int32_t largest, const quantize_job *job,
+INLINE void two_magnitudes(const float *restrict magnitude, int kept, int32_t largest, const codec_job *job,
                            int32_t levels[2]) {
     int32_t fixed[MAX_BLOCK];
     const int32_t exponent = largest >> 23;
@@ -154,8 +153,7 @@ INLINE void write_all(float *restrict v, const float *restrict magnitude, const 
     finish(&codes);
 }
 
-INLINE int encode_records(const quantize_job *job, int64_t first, int64_t last, double *squares,
-                          const int stochastic) {
+INLINE int encode_records(const codec_job *job, int64_t first, int64_t last, const int stochastic) {
     const int block = job->block;
     float v[MAX_BLOCK] __attribute__((aligned(64))), magnitude[MAX_BLOCK] __attribute__((aligned(64)));
     int32_t bits[MAX_BLOCK] __attribute__((aligned(64))), position[MAX_BLOCK + 1];
@@ -166,7 +164,7 @@ INLINE int encode_records(const quantize_job *job, int64_t first, int64_t last, 
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
         const struct record *r = &job->record[length < block];
         uint8_t *out = job->payload + b * job->record[0].bytes;
-        int32_t largest = load_block(v, job, at, length, squares);
+        int32_t largest = load_block(v, job, at, length);
         const int finite = largest < INFINITY_BITS;
         if (!finite) {
             memset(v, 0, sizeof(float) * (size_t)length);
@@ -196,8 +194,8 @@ INLINE int encode_records(const quantize_job *job, int64_t first, int64_t last, 
     return all_finite;
 }
 
-CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, double *squares) {
-    return job->stochastic ? encode_records(job, first, last, squares, 1) : encode_records(job, first, last, squares, 0);
+CLONES int encode_topk(const codec_job *job, int64_t first, int64_t last) {
+    return EITHER(job->stochastic, encode_records, job, first, last);
 }
 
 /* Calls BODY for the kept elements of a record with their `rank` and position `p`; counts them in `rank`. */
@@ -214,7 +212,7 @@ CLONES int encode_topk(const quantize_job *job, int64_t first, int64_t last, dou
         }                                                                                                   \
     }
 
-INLINE int decode_kept(const dequantize_job *job, const uint8_t *in, const struct record *r, float *restrict out) {
+INLINE int decode_kept(const codec_job *job, const uint8_t *in, const struct record *r, float *restrict out) {
     float value[4];
     int rank = 0;
     for (int i = 0; i < 4; i++) {
@@ -229,7 +227,7 @@ INLINE int decode_kept(const dequantize_job *job, const uint8_t *in, const struc
 }
 
 /* A record without positions. */
-INLINE void decode_all(const dequantize_job *job, const uint8_t *in, const struct record *r, float *restrict out,
+INLINE void decode_all(const codec_job *job, const uint8_t *in, const struct record *r, float *restrict out,
                        const int accumulate) {
     const int32_t low = load_scale(in, job->scale_shift, job->scale_bytes);
     const int32_t differ = low ^ load_scale(in + job->scale_bytes, job->scale_shift, job->scale_bytes);
@@ -250,7 +248,7 @@ INLINE void decode_all(const dequantize_job *job, const uint8_t *in, const struc
     }
 }
 
-CLONES void decode_topk(const dequantize_job *job, int64_t first, int64_t last) {
+CLONES void decode_topk(const codec_job *job, int64_t first, int64_t last) {
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * job->block;
         const int length = job->numel - at < job->block ? (int)(job->numel - at) : job->block;
@@ -259,15 +257,13 @@ CLONES void decode_topk(const dequantize_job *job, int64_t first, int64_t last) 
         if (r->kept < length) {
             if (!job->accumulate) memset(job->out + at, 0, sizeof(float) * (size_t)length);
             decode_kept(job, in, r, job->out + at);
-        } else if (job->accumulate) {
-            decode_all(job, in, r, job->out + at, 1);
         } else {
-            decode_all(job, in, r, job->out + at, 0);
+            EITHER(job->accumulate, decode_all, job, in, r, job->out + at);
         }
     }
 }
 
-INLINE int record_ok(const dequantize_job *job, const uint8_t *in, const struct record *r) {
+INLINE int record_ok(const codec_job *job, const uint8_t *in, const struct record *r) {
     int rank = 0;
     for (int i = 0; i < 2; i++) {
         const int32_t bits = load_scale(in + i * job->scale_bytes, job->scale_shift, job->scale_bytes);
@@ -278,7 +274,7 @@ INLINE int record_ok(const dequantize_job *job, const uint8_t *in, const struct 
     return rank == r->kept;
 }
 
-CLONES int topk_ok(const dequantize_job *job, int64_t first, int64_t last) {
+CLONES int topk_ok(const codec_job *job, int64_t first, int64_t last) {
     int ok = 1;
     for (int64_t b = first; b < last; b++) {
         const struct record *r = &job->record[job->numel - b * job->block < job->block];

@@ -1,8 +1,8 @@
-/* The outer step, the merge and AdamW. Bits as in kernels/reference_update.py. */
+/* The outer step, the merge and AdamW. Bits as in kernels/reference.py. */
 #include "common.h"
 
 typedef struct {
-    float *weights, *momentum, *accumulator; /* accumulator or NULL */
+    float *weights, *momentum, *accumulator; /* the last two or NULL */
     const float *delta;
     int64_t numel;
     float keep, gain, from_momentum, from_delta;
@@ -29,35 +29,31 @@ typedef struct {
     int32_t commit, look_ahead, grad_is_bf16, out_is_bf16, threads;
 } adam_job;
 
-#define RANGE(job) \
-    const int64_t begin = chunk * CHUNK, end = begin + CHUNK < (job)->numel ? begin + CHUNK : (job)->numel
-
-CLONES void outer_chunk(const outer_job *job, int64_t chunk) {
-    RANGE(job);
+/* The loops below are inlined once for each combination of their last, constant arguments: see EITHER. */
+INLINE void outer_range(const outer_job *job, int64_t begin, int64_t end, const int moves, const int accumulates) {
     float *restrict x = job->weights, *restrict m = job->momentum, *restrict acc = job->accumulator;
     const float *restrict d = job->delta;
     const float keep = job->keep, gain = job->gain, p = job->from_momentum, q = job->from_delta;
-    if (!job->moves_momentum) {
-        for (int64_t i = begin; i < end; i++) {
-            acc[i] = acc[i] + d[i];
-            x[i] = x[i] - q * d[i];
+    for (int64_t i = begin; i < end; i++) {
+        const float total = accumulates ? acc[i] + d[i] : d[i];
+        float change = q * d[i];
+        if (moves) {
+            m[i] = keep * m[i] + gain * total;
+            change = p * m[i] + change;
         }
-    } else if (acc) {
-        for (int64_t i = begin; i < end; i++) {
-            m[i] = keep * m[i] + gain * (acc[i] + d[i]);
-            x[i] = x[i] - (p * m[i] + q * d[i]);
-            acc[i] = 0.0f;
-        }
-    } else {
-        for (int64_t i = begin; i < end; i++) {
-            m[i] = keep * m[i] + gain * d[i];
-            x[i] = x[i] - (p * m[i] + q * d[i]);
-        }
+        if (accumulates) acc[i] = moves ? 0.0f : total;
+        x[i] = x[i] - change;
     }
 }
 
-CLONES void merge_chunk(const merge_job *job, int64_t chunk) {
-    RANGE(job);
+CLONES void outer_chunk(const outer_job *job, int64_t begin, int64_t end) {
+    if (job->moves_momentum)
+        EITHER(job->accumulator != NULL, outer_range, job, begin, end, 1);
+    else
+        EITHER(job->accumulator != NULL, outer_range, job, begin, end, 0);
+}
+
+CLONES void merge_chunk(const merge_job *job, int64_t begin, int64_t end) {
     float *restrict x = job->weights, *restrict base = job->base;
     const float *restrict incoming = job->incoming, *restrict sent = job->sent;
     const float keep = job->keep, alpha = job->alpha;
@@ -80,8 +76,9 @@ INLINE void adamw(float *x, float *m, float *v, float grad, const adam_step *s) 
     *x = (*x - s->shrink * *x) - s->rate * direction;
 }
 
+enum output { NOTHING = 0, TO_FP32 = 1, TO_BF16 = 2 };
 INLINE void adam_range(const adam_job *job, int64_t begin, int64_t end, const int commit, const int look_ahead,
-                       const int grad_is_bf16, const int has_out, const int out_is_bf16) {
+                       const int output, const int grad_is_bf16) {
     float *restrict weights = job->weights, *restrict exp_avg = job->exp_avg, *restrict exp_avg_sq = job->exp_avg_sq;
     const float *restrict wide_grad = job->grad;
     const uint16_t *restrict narrow_grad = job->grad;
@@ -98,49 +95,35 @@ INLINE void adam_range(const adam_job *job, int64_t begin, int64_t end, const in
             exp_avg_sq[i] = v;
         }
         if (look_ahead) adamw(&x, &m, &v, grad, &next);
-        if (has_out && out_is_bf16) narrow_out[i] = to_bf16(x);
-        if (has_out && !out_is_bf16) wide_out[i] = x;
+        if (output == TO_BF16) narrow_out[i] = to_bf16(x);
+        if (output == TO_FP32) wide_out[i] = x;
     }
 }
 
-#define ADAM(commit, ahead)                                                      \
-    switch (job->grad_is_bf16 * 4 + (job->out != NULL) * 2 + job->out_is_bf16) { \
-    case 0:                                                                      \
-        adam_range(job, begin, end, commit, ahead, 0, 0, 0);                     \
-        break;                                                                   \
-    case 2:                                                                      \
-        adam_range(job, begin, end, commit, ahead, 0, 1, 0);                     \
-        break;                                                                   \
-    case 3:                                                                      \
-        adam_range(job, begin, end, commit, ahead, 0, 1, 1);                     \
-        break;                                                                   \
-    case 4:                                                                      \
-        adam_range(job, begin, end, commit, ahead, 1, 0, 0);                     \
-        break;                                                                   \
-    case 6:                                                                      \
-        adam_range(job, begin, end, commit, ahead, 1, 1, 0);                     \
-        break;                                                                   \
-    case 7:                                                                      \
-        adam_range(job, begin, end, commit, ahead, 1, 1, 1);                     \
-        break;                                                                   \
-    }
-CLONES void adam_chunk(const adam_job *job, int64_t chunk) {
-    RANGE(job);
-    if (job->commit && job->look_ahead) {
-        ADAM(1, 1)
-    } else if (job->commit) {
-        ADAM(1, 0)
-    } else {
-        ADAM(0, 0)
+CLONES void adam_chunk(const adam_job *job, int64_t begin, int64_t end) {
+    const int output = job->out == NULL ? NOTHING : job->out_is_bf16 ? TO_BF16 : TO_FP32;
+#define CASE(commit, look_ahead, output)                                                       \
+    case (commit) * 6 + (look_ahead) * 3 + (output):                                           \
+        EITHER(job->grad_is_bf16, adam_range, job, begin, end, commit, look_ahead, output);    \
+        break;
+    switch (job->commit * 6 + job->look_ahead * 3 + output) {
+        CASE(1, 1, TO_FP32)
+        CASE(1, 1, TO_BF16)
+        CASE(1, 0, NOTHING)
+        CASE(1, 0, TO_FP32)
+        CASE(1, 0, TO_BF16)
+        CASE(0, 1, TO_FP32)
+        CASE(0, 1, TO_BF16)
+        CASE(0, 0, TO_FP32)
+        CASE(0, 0, TO_BF16)
     }
 }
 
-#define FOR_CHUNKS(job, function)                                                                                    \
-    const int64_t chunks = ((job)->numel + CHUNK - 1) / CHUNK;                                                       \
-    _Pragma("omp parallel for schedule(static) num_threads((job)->threads) if (chunks > 1)") for (int64_t chunk = 0; \
-                                                                                                  chunk < chunks;    \
-                                                                                                  chunk++)           \
-        function(job, chunk)
+#define FOR_CHUNKS(job, function)                                                                          \
+    const int64_t numel = (job)->numel;                                                                    \
+    _Pragma("omp parallel for schedule(static) num_threads((job)->threads) if (numel > WORTH_THREADS)")    \
+    for (int64_t begin = 0; begin < numel; begin += CHUNK)                                                 \
+        function(job, begin, numel - begin < CHUNK ? numel : begin + CHUNK)
 
 API void geotrain_outer_update(const outer_job *job) { FOR_CHUNKS(job, outer_chunk); }
 API void geotrain_merge(const merge_job *job) { FOR_CHUNKS(job, merge_chunk); }

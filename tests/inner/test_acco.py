@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from acco_reference import Weights
-from acco_worlds import MODELS, Case, Step, canonical, distance, masters, oracle, reference, run_cases
-from inner_worlds import BATCH, SEQUENCE, run_world
 
 from geotrain.config import AccoConfig
-from geotrain.sharing.acco_forms import first_part
+from geotrain.parallelism.acco_forms import first_part
+from tests.support.acco_reference import Weights
+from tests.support.acco_worlds import MODELS, Case, Step, canonical, distance, masters, oracle, reference, run_cases
+from tests.support.inner_worlds import BATCH, SEQUENCE, run_world
 
 PER_STEP = 1e-6
 
@@ -27,6 +27,8 @@ LOSSLESS = [
     Case("stale", unequal=True, steps=8),
     Case("stale", "qwen", tensor=2, steps=8),
     Case("none", steps=8, clip=0.0, pieces=True),
+    Case("exact", "qwen", muon=True),
+    Case("stale", "qwen", tensor=2, steps=8, muon=True),
 ]
 LOSSY = [
     Case("int4", steps=8, recompute="full"),
@@ -35,11 +37,14 @@ LOSSY = [
     Case("int4", unequal=True, steps=8),
     Case("local", steps=8),
     Case("local", pipeline=2, steps=8),
+    Case("int4", "qwen", steps=8, pieces=True, muon=True),
+    Case("local", steps=8, muon=True),
 ]
 FOUR = [
     Case("exact", "qwen", tensor=2, sequence=True, ranks=4, steps=8),
     Case("stale", "qwen", pipeline=2, ranks=4, steps=8, unequal=True),
     Case("int4", tensor=2, ranks=4, steps=8, unequal=True),
+    Case("int4", tensor=2, ranks=4, steps=8, muon=True),
 ]
 
 

@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import (
+
+from geotrain.commands.dry_run import needs
+from geotrain.config import AccoConfig, ClusterConfig, ConfigError, ParallelConfig, RunConfig, parse
+from geotrain.parallelism.acco_forms import first_part, flat_bytes
+from geotrain.parallelism.whole_matrices import ShardSize
+from tests.support.inner_worlds import (
     BATCH,
-    QWEN,
+    QWEN_2,
     architecture,
     assemble,
     canonical_weights,
     deepspeed_block,
+    masters,
     micro_batches,
     pushed,
     run_config,
@@ -26,26 +32,16 @@ from inner_worlds import (
     write,
 )
 
-from geotrain.config import AccoConfig, ClusterConfig, ConfigError, ParallelConfig, RunConfig, parse
-from geotrain.launch.dry_run import needs
-from geotrain.sharing.acco_forms import bytes_per_parameter, first_part
-
 FIRST, THEN, LAST = range(5), range(5, 9), range(9, 11)
-MODEL = {**QWEN, "num_hidden_layers": 2}
-LARGE = {**MODEL, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096, "head_dim": 64}
+LARGE = {**QWEN_2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096, "head_dim": 64}
 FORMS = ("exact", "int4", "local", "stale", "none")
 SAVED = ("exact", "int4", "stale")
 
 
-def engine_for(form: str | None, model: dict[str, Any] = MODEL, **block: Any) -> Any:
+def engine_for(form: str | None, model: dict[str, Any] = QWEN_2, **block: Any) -> Any:
     """With ACCO's form, or without: DeepSpeed's ZeRO-1."""
     acco = None if form is None else AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
     return start(model, ParallelConfig(), deepspeed_block(1, micro=1, **block), acco=acco)
-
-
-def masters(engine: Any) -> torch.Tensor:
-    engine.settle()
-    return torch.cat([shard.master for shard in engine.shards()])
 
 
 # ------------------------------------------------------------------------------- what two replicas do, on each rank
@@ -65,7 +61,7 @@ def two_replicas(folder: str) -> dict[str, Any]:
 
 
 def refusal(run: RunConfig) -> str:
-    from geotrain.inner.engine import build_engine
+    from geotrain.inner.build import build_engine
 
     with pytest.raises(ConfigError) as error:
         build_engine(run, ParallelConfig(), run.deepspeed)
@@ -97,17 +93,17 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
     nine = masters(engine)
     seen["evaluation"] = engine.evaluate(micro_batches(engine, 9))
 
-    lane, reduce_scatter = engine.optimizer.lane, engine.optimizer.lane.reduce_scatter
-    lane.reduce_scatter = lambda flat: (time.sleep(0.5), reduce_scatter(flat))  # under way while that is read
+    thread, reduce_scatter = engine.optimizer.communication, engine.optimizer.communication.reduce_scatter
+    thread.reduce_scatter = lambda flat: (time.sleep(0.5), reduce_scatter(flat))  # under way while that is read
     engine.train_step(micro_batches(engine, 9), 9)
     load(engine, folder, "five")
-    del lane.reduce_scatter
+    del thread.reduce_scatter
     seen["into a step"] = train(engine, THEN) == seen["curve"]
     stop(engine)
 
     engine = engine_for("local")
     load(engine, folder, "nine")
-    seen["by another form"] = (engine.is_ahead, torch.equal(masters(engine), nine), train(engine, range(9, 10)))
+    seen["by another form"] = (engine.has_prediction, torch.equal(masters(engine), nine), train(engine, range(9, 10)))
     stop(engine)
 
     engine = engine_for(None)
@@ -132,7 +128,7 @@ def through_other_layouts(folder: str) -> dict[str, Any]:
     place = f"{folder}/int4"
     for tag, parallel in (("data", {}), ("tensor", {"tensor": 2}), ("pipeline", {"pipeline": 2})):
         acco = AccoConfig(synchronous_steps=1)
-        engine = start(MODEL, ParallelConfig(**parallel), deepspeed_block(1, micro=1), acco=acco)  # type: ignore[arg-type]
+        engine = start(QWEN_2, ParallelConfig(**parallel), deepspeed_block(1, micro=1), acco=acco)  # type: ignore[arg-type]
         load(engine, place, "five" if tag == "data" else None)
         save(engine, place, tag, {}, keep=9, with_masters=True)
         ahead = {
@@ -141,13 +137,20 @@ def through_other_layouts(folder: str) -> dict[str, Any]:
                 for shard in engine.shards()
                 if shard.pushes
                 for pair in zip(
-                    shard.runs, engine.predicted(shard)[name].split([r.numel for r in shard.runs]), strict=True
+                    shard.runs,
+                    engine.predicted_weights(shard)[name].split([r.numel for r in shard.runs]),
+                    strict=True,
                 )
             ]
             for name in ("now", "next")
         }
         ahead = {name: [(run, values.clone()) for run, values in pairs] for name, pairs in ahead.items()}
-        seen[tag] = {"is ahead": engine.is_ahead, "masters": pushed(engine), **ahead, "curve": train(engine, THEN)}
+        seen[tag] = {
+            "is ahead": engine.has_prediction,
+            "masters": pushed(engine),
+            **ahead,
+            "curve": train(engine, THEN),
+        }
         stop(engine)
     return seen
 
@@ -200,9 +203,9 @@ def overwritten(form: str) -> dict[str, Any]:
     (first,) = train(engine, range(1))
     train(engine, range(1, 4))
     engine.settle()
-    was_ahead = engine.is_ahead
+    was_ahead = engine.has_prediction
     write(engine, canonical_weights(engine.architecture))
-    now_ahead = engine.is_ahead
+    now_ahead = engine.has_prediction
     (again,) = train(engine, range(1))
     stop(engine)
     return {"ahead": (was_ahead, now_ahead), "first": first, "again": again}
@@ -239,7 +242,7 @@ def large(form: str) -> dict[str, Any]:
     train(engine, range(6))
     engine.settle()
     parameters = sum(p.numel() for p in engine.module.parameters())
-    scratch = engine.optimizer.lane._scratch
+    scratch = engine.optimizer.communication._scratch
     kept = live_bytes() - before - scratch.nbytes
     stop(engine)
     return {"bytes": kept, "parameters": parameters}
@@ -300,7 +303,7 @@ def test_a_run_goes_to_zero_1_and_back(ranks: list[dict[str, Any]], form: str) -
         assert acco == pytest.approx(zero, rel=1e-5)
         is_ahead, same, [(loss, _)] = rank["by another form"]
         assert not is_ahead and same and loss == pytest.approx(rank["evaluation"], rel=1e-6)
-    a = architecture(MODEL)
+    a = architecture(QWEN_2)
     one, other = (assemble(a, [rank[which][1] for rank in seen]) for which in ("zero", "acco"))
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=1e-5, atol=1e-6, msg=name)
@@ -320,7 +323,7 @@ def load_and_train(folder: str) -> dict[str, Any]:
     for form in ("stale", "int4"):
         engine = engine_for(form)
         load(engine, f"{folder}/{form}", "five")
-        assert engine.is_ahead
+        assert engine.has_prediction
         curves[form] = train(engine, THEN)
         stop(engine)
     return curves
@@ -328,7 +331,7 @@ def load_and_train(folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_predicted_weights_go_to_other_layouts(ranks: list[dict[str, Any]]) -> None:
-    a = architecture(MODEL)
+    a = architecture(QWEN_2)
     seen = [rank["other layouts"] for rank in ranks]
     for tag in ("tensor", "pipeline"):
         assert all(rank[tag]["is ahead"] for rank in seen)
@@ -372,7 +375,7 @@ def test_bf16_follows_zero_1(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_masters_are_in_single_precision_under_bf16(ranks: list[dict[str, Any]], form: str) -> None:
-    a = architecture(MODEL)
+    a = architecture(QWEN_2)
     start, zero, acco = (
         torch.cat([w.view(-1) for w in weights.values()])
         for weights in (
@@ -389,7 +392,8 @@ def test_masters_are_in_single_precision_under_bf16(ranks: list[dict[str, Any]],
 def test_memory_is_what_the_formula_says(ranks: list[dict[str, Any]], form: str) -> None:
     for rank in ranks:
         seen = rank["large"][form]
-        assert seen["bytes"] == pytest.approx(bytes_per_parameter(form, 2, 4) * seen["parameters"], rel=0.01)
+        n = seen["parameters"]
+        assert seen["bytes"] == pytest.approx(flat_bytes(form, ShardSize(0, 0, n), 4) + 12 * n / 2, rel=0.01)
 
 
 @pytest.mark.slow
@@ -419,7 +423,7 @@ BAD_SETTINGS = [
 
 def bad_run(prediction: Any, share: float | None, more: dict[str, Any], micro_batches: int, ranks: int) -> RunConfig:
     block = deepspeed_block(1, micro=BATCH // ranks // micro_batches, **more)
-    return run_config(MODEL, block, acco=AccoConfig(prediction=prediction, predicted_share=share))
+    return run_config(QWEN_2, block, acco=AccoConfig(prediction=prediction, predicted_share=share))
 
 
 @pytest.mark.parametrize(("prediction", "share", "more", "micro_batches", "message"), BAD_SETTINGS)
@@ -428,7 +432,7 @@ def test_bad_settings_are_refused_before_anything_starts(
 ) -> None:
     workers = [{"name": "w", "hosts": [{"host": "localhost", "slots": 2}]}]
     cluster = parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", "workers": workers}]}, "c.json")
-    good = run_config(MODEL, deepspeed_block(1, micro=1), acco=AccoConfig())
+    good = run_config(QWEN_2, deepspeed_block(1, micro=1), acco=AccoConfig())
     assert needs(good, cluster).parameters
     with pytest.raises(ConfigError, match=f"worker 'w': .*{message}"):
         needs(bad_run(prediction, share, more, micro_batches, ranks=2), cluster)

@@ -9,35 +9,36 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import deepspeed_block, micro_batches, run_world, start, train
-from test_acco_engine import MODEL, masters
 
 from geotrain.config import AccoConfig, ParallelConfig
+from tests.support.inner_worlds import QWEN_2, deepspeed_block, masters, micro_batches, run_world, start, train
 
 DEADLINE_S = 6.0
 
 
 def with_a_lost_rank(form: Any, collective: str, how: int, meets: bool) -> tuple[str, float, bool]:
     """Rank 1 is lost in its first such collective of a step's communication. meets: as on a device."""
-    from geotrain.inner import acco_lane
+    from geotrain.acco import communication_thread
     from geotrain.inner.parallel import lost_rank
 
     acco = AccoConfig(prediction=form, synchronous_steps=1, timeout_s=DEADLINE_S)
-    engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=1), acco=acco)
+    engine = start(QWEN_2, ParallelConfig(), deepspeed_block(1, micro=1), acco=acco)
     train(engine, range(3))
-    before, lane = masters(engine), engine.optimizer.lane
+    before, thread = masters(engine), engine.optimizer.communication
     if meets:
-        lane._meeting = lane._world  # of the same ranks
+        thread._meeting = thread._world  # of the same ranks
     if engine.rank == 1:
-        setattr(lane, collective, lambda *_: os.kill(os.getpid(), how))
+        setattr(thread, collective, lambda *_: os.kill(os.getpid(), how))
     elif meets:
-        acco_lane.ds_comm.allgather_fn = lambda *_, **__: time.sleep(60)  # a device's collective waits without end
+        communication_thread.ds_comm.allgather_fn = lambda *_, **__: time.sleep(
+            60
+        )  # a device's collective waits without end
     begin = time.monotonic()
-    with pytest.raises(acco_lane.AccoError) as error:
+    with pytest.raises(communication_thread.AccoError) as error:
         engine.train_step(micro_batches(engine, 3), 3)
         engine.settle()
     took = time.monotonic() - begin
-    with pytest.raises(acco_lane.AccoError):
+    with pytest.raises(communication_thread.AccoError):
         engine.train_step(micro_batches(engine, 4), 4)
     if how == signal.SIGKILL:  # beside ACCO, as in a collective of tensor parallelism
         with pytest.raises(RuntimeError) as plain:

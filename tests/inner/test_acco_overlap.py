@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from inner_worlds import QWEN, deepspeed_block, micro_batches, run_world, start, stop, train
 
 from geotrain.config import AccoConfig, ParallelConfig
+from tests.support.inner_worlds import QWEN, deepspeed_block, micro_batches, run_world, start, stop, train
 
 MODEL = {**QWEN, "num_hidden_layers": 2}
 JOBS = {
@@ -22,7 +21,8 @@ JOBS = {
 
 
 def beside_compute(form: str) -> list[str]:
-    """The lane's jobs, each of which ended only once micro-batches had been computed, from begin to end, beside it.
+    """The communication thread's jobs, each of which ended only once micro-batches had been computed, from begin to
+    end, beside it.
 
     No time is compared: where the engine waits for a job before it computes, the job waits for the engine, and its
     deadline ends the training."""
@@ -31,26 +31,33 @@ def beside_compute(form: str) -> list[str]:
     ended: list[str] = []
     train(engine, range(2))
     engine.settle()
-    lane, start_job = engine.optimizer.lane, engine.optimizer.lane.start
+    thread, start_job = engine.optimizer.communication, engine.optimizer.communication.start
+    schedule, begun_s = engine._run_schedule, []  # of what has been computed
 
-    def start_held(what: str, job: Callable[[], Any]) -> Any:
-        submitted = time.perf_counter()
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin_s = time.perf_counter()
+        loss = schedule(*args, **kwargs)
+        begun_s.append(begin_s)
+        return loss
+
+    def start_held(job: Any) -> Any:
+        submitted, what = time.perf_counter(), {"communicate": "predict", "_commit_job": "commit"}[job.func.__name__]
 
         def held() -> Any:
             result = job()
             deadline = time.monotonic() + 60
-            while not any(i.what == "compute" and i.begin_s > submitted for i in list(lane.timeline)):
+            while not any(begin_s > submitted for begin_s in list(begun_s)):
                 assert time.monotonic() < deadline, f"no micro-batch was computed beside {what}"
                 time.sleep(0.001)
             ended.append(what)
             return result
 
-        return start_job(what, held)
+        return start_job(held)
 
-    lane.start = start_held
+    thread.start, engine._run_schedule = start_held, timed
     for step in range(2, 5):  # no result is asked for: that would settle
         engine.train_step(micro_batches(engine, step), step)
-    lane.start = start_job
+    thread.start = start_job
     train(engine, range(5, 6))  # the last commit's compute
     stop(engine)
     return ended

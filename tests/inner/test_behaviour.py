@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import (
+
+from geotrain.config import ConfigError, ParallelConfig
+from geotrain.layout import parameter_count
+from tests.support.inner_worlds import (
     BATCH,
     LLAMA,
     QWEN,
     SEQUENCE,
+    Given,
     deepspeed_block,
     micro_batches,
     run_config,
@@ -28,8 +32,6 @@ from inner_worlds import (
     stop,
     train,
 )
-
-from geotrain.config import ConfigError, ParallelConfig
 
 
 def one_rank(folder: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def one_rank(folder: str) -> dict[str, Any]:
         engine.dp_rank,
         engine.dp_size,
         engine.is_metrics_rank,
-        engine.parameter_count == sum(s.numel for s in engine.shards()),
+        parameter_count(engine.architecture) == sum(s.numel for s in engine.shards()),
     )
     seen["rates"] = [engine.train_step(micro_batches(engine, 0), step).lr for step in (2, 3, 30, 30, 39, 10_000)]
     result = engine.train_step(micro_batches(engine, 0), 0)
@@ -52,7 +54,7 @@ def one_rank(folder: str) -> dict[str, Any]:
     good = micro_batches(engine, 0)
     for bad in (good[:-1], [*good[:-1], good[-1][:, :-1]], [*good[:-1], good[-1].int()]):
         try:
-            engine.train_step(bad, 0)
+            engine.train_step(Given(bad), 0)
         except ValueError as error:
             seen["errors"].append(str(error))
 
@@ -115,7 +117,7 @@ def gradients(engine: Any) -> list[torch.nn.Parameter]:
 
 
 def start_again(engine: Any) -> None:
-    from inner_worlds import canonical_weights, write
+    from tests.support.inner_worlds import canonical_weights, write
 
     write(engine, canonical_weights(engine.architecture))
 
@@ -152,7 +154,7 @@ def test_one_engine(tmp_path: Path) -> None:
 
 
 def refused() -> list[str]:
-    from geotrain.inner.engine import build_engine
+    from geotrain.inner.build import build_engine
 
     errors = []
     for parallel, block in (
@@ -175,7 +177,7 @@ def test_build_engine_refuses_what_cannot_run() -> None:
 
 def test_imports_leave_torch_as_it_was() -> None:
     """The CPU stand-ins must not leak into the process."""
-    import geotrain.inner.engine  # noqa: F401
+    import geotrain.inner.build  # noqa: F401
     from geotrain.inner import platform
 
     if platform.HAS_CUDA:
@@ -194,7 +196,7 @@ def test_imports_leave_torch_as_it_was() -> None:
 def test_a_rank_on_a_cpu_starts_without_torchs_compiler() -> None:
     """It takes a third of the time; and torch.compile is torch's own again afterwards."""
     code = (
-        "import sys, torch; real = torch.compile; import geotrain.inner.engine; "
+        "import sys, torch; real = torch.compile; import geotrain.inner.build; "
         "assert torch.compile is real; assert 'torch._inductor.compile_fx' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True, timeout=200)

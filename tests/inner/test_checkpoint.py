@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from inner_worlds import LLAMA, QWEN, deepspeed_block, micro_batches, run_world, start, stop, train
 
-from geotrain.canonical import Run
 from geotrain.config import ParallelConfig
-from geotrain.inner.reshard import overlap
+from geotrain.layout import StridedSlice
+from tests.support.inner_worlds import (
+    LLAMA,
+    QWEN,
+    QWEN_2,
+    deepspeed_block,
+    micro_batches,
+    run_world,
+    start,
+    stop,
+    train,
+)
 
 FIRST, THEN = range(6), range(6, 12)
 Layout = tuple[int, int, int]  # tensor, pipeline, ZeRO stage
 
 
-def engine_for(layout: Layout, model: dict[str, Any] = QWEN) -> Any:
-    return start(model, ParallelConfig(tensor=layout[0], pipeline=layout[1]), deepspeed_block(layout[2]))
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "weight_decay": 0.1}}}
 
 
-def save_and_go_on(folder: str) -> dict[str, Any]:
-    """DP 2: train, save, go on; and go on again from the checkpoint."""
+def engine_for(layout: Layout, model: dict[str, Any] = QWEN, **more: Any) -> Any:
+    return start(model, ParallelConfig(tensor=layout[0], pipeline=layout[1]), deepspeed_block(layout[2], **more))
+
+
+def save_and_go_on(folder: str, more: dict[str, Any]) -> dict[str, Any]:
+    """DP 2: train, save, go on; and go on again from the checkpoint. more: of the DeepSpeed block."""
     from geotrain.inner.checkpoint import load, save
 
-    engine = engine_for((1, 1, 1))
+    engine = engine_for((1, 1, 1), **more)
     train(engine, FIRST)
     save(engine, folder, "six", {"lease": [1, 2]}, keep=2, with_masters=True)
     drawn = torch.rand(3).tolist()
@@ -38,7 +53,7 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
     masters = [shard.master.clone() for shard in engine.shards()]
     stop(engine)
 
-    engine = engine_for((1, 1, 1))
+    engine = engine_for((1, 1, 1), **more)
     extra = load(engine, folder)
     drawn_again = torch.rand(3).tolist()
     again = train(engine, THEN)
@@ -55,12 +70,12 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
     }
 
 
-def load_elsewhere(folder: str, layouts: list[Layout]) -> list[Any]:
+def load_elsewhere(folder: str, layouts: list[Layout], more: dict[str, Any]) -> list[Any]:
     from geotrain.inner.checkpoint import load
 
     curves = []
     for layout in layouts:
-        engine = engine_for(layout)
+        engine = engine_for(layout, **more)
         assert load(engine, folder, "six") == {"lease": [1, 2]}
         curves.append(train(engine, THEN))
         stop(engine)
@@ -68,8 +83,16 @@ def load_elsewhere(folder: str, layouts: list[Layout]) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_it_continues_on_every_layout(tmp_path: Path) -> None:
-    saved = run_world(2, save_and_go_on, str(tmp_path))
+@pytest.mark.parametrize(
+    ("more", "layouts"),
+    [
+        ({}, [[(1, 1, 0)], [(2, 1, 1), (1, 2, 0), (1, 1, 2)]]),
+        (MUON, [[(1, 1, 0)], [(2, 1, 1), (1, 2, 0)]]),
+    ],
+    ids=["adamw", "muon"],
+)
+def test_it_continues_on_every_layout(tmp_path: Path, more: dict[str, Any], layouts: list[list[Layout]]) -> None:
+    saved = run_world(2, save_and_go_on, str(tmp_path), more)
     for result in saved:
         assert result["again"] == result["expected"], "the same layout continues bit for bit"
         assert result["same"]
@@ -77,9 +100,8 @@ def test_it_continues_on_every_layout(tmp_path: Path) -> None:
         assert result["extra"] == {"lease": [1, 2]}
         assert result["steps"] == len(FIRST) + len(THEN)
     expected = saved[0]["expected"]
-    layouts: list[list[Layout]] = [[(1, 1, 0)], [(2, 1, 1), (1, 2, 0), (1, 1, 2)]]
     for ranks, here in zip((1, 2), layouts, strict=True):
-        for curves in run_world(ranks, load_elsewhere, str(tmp_path), here):
+        for curves in run_world(ranks, load_elsewhere, str(tmp_path), here, more):
             for layout, curve in zip(here, curves, strict=True):
                 torch.testing.assert_close(curve, expected, rtol=1e-4, atol=1e-5, msg=str(layout))
 
@@ -88,7 +110,7 @@ def misuse(folder: str) -> dict[str, Any]:
     """What happens to checkpoints when things go wrong. On two ranks, TP 2."""
     import torch.distributed as dist
 
-    from geotrain.inner.checkpoint import CheckpointError, load, save
+    from geotrain.inner.checkpoint import CheckpointError, _sealed, _size_and_checksum, load, save
 
     seen: dict[str, Any] = {}
 
@@ -133,8 +155,8 @@ def misuse(folder: str) -> dict[str, Any]:
         file = place / "two" / "rank-00001.safetensors"
         file.write_bytes((place / "two" / "rank-00000.safetensors").read_bytes())
         manifest = json.loads((place / "two" / "manifest.json").read_text())
-        manifest["files"][file.name] = file.stat().st_size
-        (place / "two" / "manifest.json").write_text(json.dumps(manifest))
+        manifest["files"][file.name] = _size_and_checksum(file)
+        (place / "two" / "manifest.json").write_text(_sealed(manifest))
     dist.barrier()
     failure("incomplete", lambda: load(engine, folder, "two"))
     save(engine, folder, "six", {}, keep=3)
@@ -144,9 +166,14 @@ def misuse(folder: str) -> dict[str, Any]:
     failure("other model", lambda: load(engine, folder, "six"))
     seen["trains"] = engine.train_step(micro_batches(engine, 0), 0).loss > 0
     stop(engine)
+    engine = engine_for((2, 1, 1), **MUON)
+    failure("other optimizer", lambda: load(engine, folder, "six"))
+    seen["trains"] = engine.train_step(micro_batches(engine, 0), 0).loss > 0
+    stop(engine)
     return seen
 
 
+@pytest.mark.slow
 def test_nothing_half_written_is_left_or_loaded(tmp_path: Path) -> None:
     for seen in run_world(2, misuse, str(tmp_path)):
         assert seen["nothing"] is None
@@ -162,22 +189,125 @@ def test_nothing_half_written_is_left_or_loaded(tmp_path: Path) -> None:
         assert "wanted elements were saved" in seen["incomplete"]
         assert seen["left-overs"] == []
         assert "another model" in seen["other model"]
+        assert "holds the state of AdamW, but deepspeed.optimizer.type is Muon" in seen["other optimizer"]
         assert seen["trains"]
 
 
+def flip_bits(folder: str) -> list[tuple[str, int]]:
+    """Flip bits of the newest checkpoint, one at a time; those that were loaded nevertheless."""
+    from geotrain.inner.checkpoint import load, save
+
+    engine = engine_for((1, 1, 0), QWEN_2)
+    for number in (1, 2):
+        train(engine, range(1))
+        save(engine, folder, f"job-{number}", {"job": number}, keep=2, with_masters=True)
+    assert load(engine, folder) == {"job": 2}
+    rng, unnoticed = np.random.default_rng(1), []
+    for path in sorted((Path(folder) / "job-2").iterdir()):
+        content = path.read_bytes()
+        # The ends of each file are its header, its sizes and its last element.
+        for at in {0, 7, 8, 100, len(content) - 1, *rng.integers(0, len(content), 20).tolist()}:
+            damaged = bytearray(content)
+            damaged[at] ^= 1 << int(rng.integers(0, 8))
+            path.write_bytes(damaged)
+            if load(engine, folder) != {"job": 1}:
+                unnoticed.append((path.name, at))
+        path.write_bytes(content)
+    assert load(engine, folder) == {"job": 2}
+    stop(engine)
+    return unnoticed
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_loaded(tmp_path: Path) -> None:
+    assert run_world(1, flip_bits, str(tmp_path)) == [[]]
+
+
+def set_the_clock_back(folder: str) -> list[Any]:
+    from geotrain.inner.checkpoint import load, save
+
+    engine = engine_for((1, 1, 0), QWEN_2)
+    real, seen = time.time, []
+    for hour in range(4):
+        train(engine, range(1))
+        with mock.patch("time.time", lambda back=3600.0 * hour: real() - back):
+            save(engine, folder, f"job-{9 - hour}", {"hour": hour}, keep=2)
+        seen.append((load(engine, folder), len(list(Path(folder).iterdir()))))
+    stop(engine)
+    engine = engine_for((1, 1, 0), QWEN_2)  # begins without them: its steps are fewer
+    train(engine, range(1))
+    save(engine, folder, "anew", {"hour": 4}, keep=2)
+    seen.append((load(engine, folder), len(list(Path(folder).iterdir()))))
+    stop(engine)
+    return seen
+
+
+@pytest.mark.slow
+def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(tmp_path: Path) -> None:
+    (seen,) = run_world(1, set_the_clock_back, str(tmp_path))
+    assert seen == [({"hour": hour}, min(hour + 1, 2)) for hour in range(5)]
+
+
+def without_a_shared_file_system(folder: str) -> dict[str, Any]:
+    """Two ranks whose folders are different ones, as on two hosts; the embedding is tied between them."""
+    from geotrain.inner.checkpoint import CheckpointError, load, save
+
+    seen: dict[str, Any] = {}
+    engine = engine_for((1, 2, 0), QWEN_2)
+    mine = Path(folder) / f"host-{engine.rank}" / "deep" / "down"
+    for number in (1, 2, 3):
+        train(engine, range(number))
+        save(engine, mine, f"job-{number}", {"job": number}, keep=2, with_masters=True)
+    seen["files"] = sorted(str(path.relative_to(mine)) for path in mine.rglob("*") if path.is_file())
+    expected = train(engine, THEN)
+    stop(engine)
+    engine = engine_for((1, 2, 0), QWEN_2)
+    seen["loaded"] = load(engine, mine)
+    seen["same"] = train(engine, THEN) == expected
+    if engine.rank == 1:
+        shutil.rmtree(mine / "job-3")  # this host died before it could give its folder the name
+    seen["on both"] = load(engine, mine)
+    try:
+        load(engine, Path(folder) / f"host-{1 - engine.rank}" / "deep" / "down", "job-2")
+    except CheckpointError as error:
+        seen["hosts in another order"] = str(error)
+    stop(engine)
+    engine = engine_for((1, 1, 0), QWEN_2)
+    try:
+        load(engine, mine)
+    except CheckpointError as error:
+        seen["another layout"] = str(error)
+    stop(engine)
+    return seen
+
+
+@pytest.mark.slow
+def test_hosts_need_not_share_a_file_system(tmp_path: Path) -> None:
+    for rank, seen in enumerate(run_world(2, without_a_shared_file_system, str(tmp_path))):
+        names = ("manifest.json", f"rank-{rank:05d}.safetensors")
+        assert seen["files"] == [f"job-{number}/{name}" for number in (2, 3) for name in names]
+        assert seen["loaded"] == {"job": 3} and seen["same"]
+        assert seen["on both"] == {"job": 2}
+        assert "start the worker on the same hosts in the same order" in seen["hosts in another order"]
+        assert "share no file system, in another layout: resume with the layout" in seen["another layout"]
+
+
 @st.composite
-def runs(draw: st.DrawFn) -> Run:
+def runs(draw: st.DrawFn) -> StridedSlice:
     length, count = draw(st.integers(1, 9)), draw(st.integers(1, 5))
     stride = length + draw(st.integers(0, 9)) if count > 1 else 0
-    return Run("p", draw(st.integers(0, 40)), length, stride, count)
+    return StridedSlice(draw(st.integers(0, 40)), length, stride, count, parameter="p")
 
 
-def elements(run: Run) -> list[int]:
+def elements(run: StridedSlice) -> list[int]:
     return [run.start + row * run.stride + i for row in range(run.count) for i in range(run.length)]
 
 
+@settings(deadline=None)  # the first example imports DeepSpeed
 @given(runs(), runs())
-def test_overlap_is_the_intersection(a: Run, b: Run) -> None:
+def test_overlap_is_the_intersection(a: StridedSlice, b: StridedSlice) -> None:
+    from geotrain.inner.checkpoint import overlap
+
     pairs = {
         (int(i) + k, int(j) + k)
         for i, j, n in zip(*overlap(a, b), strict=True)

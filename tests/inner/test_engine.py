@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import (
+
+from geotrain.config import ParallelConfig
+from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
     architecture,
@@ -21,10 +23,10 @@ from inner_worlds import (
     train,
 )
 
-from geotrain.config import ParallelConfig
-
 STEPS = range(20)
-MODELS = {"llama": LLAMA, "qwen": QWEN}
+QWEN2 = {**LLAMA, "model_type": "qwen2"}  # with biases
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5}
+MODELS = {"llama": LLAMA, "qwen": QWEN, "qwen2": QWEN2, "mistral": MISTRAL}
 Layout = tuple[str, int, int, bool, int, str]  # model, tensor, pipeline, sequence, ZeRO stage, recompute
 
 
@@ -57,12 +59,15 @@ TWO: list[Layout] = [
     ("qwen", 1, 2, False, 0, "full"),
     ("llama", 1, 1, False, 0, "none"),
     ("qwen", 1, 1, False, 2, "full"),
+    ("qwen2", 2, 1, True, 1, "none"),
+    ("mistral", 1, 2, False, 1, "none"),
 ]
 FOUR: list[Layout] = [
     ("qwen", 2, 2, True, 1, "none"),
     ("llama", 2, 2, False, 0, "none"),
     ("qwen", 2, 1, True, 2, "none"),
     ("llama", 1, 2, False, 1, "none"),
+    ("qwen2", 2, 2, False, 1, "none"),
 ]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 
-from geotrain.canonical import canonical_parameters
 from geotrain.config import ConfigError, ParallelConfig
-from geotrain.sharing.checks import check_layout
-from geotrain.sharing.mapping import local_parameters
+from geotrain.layout import canonical_parameters
+from geotrain.parallelism.checks import check_layout
+from geotrain.parallelism.local_parameters import local_parameters
+from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 
 
 def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False) -> ParallelConfig:
@@ -79,7 +79,7 @@ def test_what_does_not_run_is_told_clearly(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("model", [LLAMA, QWEN])
+@pytest.mark.parametrize("model", [LLAMA, QWEN, {**LLAMA, "model_type": "qwen2"}])
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 def test_pushed_runs_cover_every_element_once(model: dict[str, Any], tensor: int, pipeline: int) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import (
+
+from geotrain.config import ParallelConfig
+from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
-    VOCABULARY,
     batch,
     canonical_weights,
     deepspeed_block,
@@ -19,24 +20,7 @@ from inner_worlds import (
     stop,
     train,
 )
-
-from geotrain.config import ParallelConfig
-
-
-def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    options = {key: value for key, value in config.items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **options))
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
-
-
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens[:, :-1]).logits
-    return torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+from tests.support.transformers_models import loss_of, transformers_model
 
 
 def reference_curve(model: Any, steps: range) -> list[tuple[float, float]]:
@@ -60,11 +44,28 @@ def reference_curve(model: Any, steps: range) -> list[tuple[float, float]]:
     return curve
 
 
+LLAMA_3 = {
+    **LLAMA,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+YARN = {**QWEN, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
+LINEAR = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
+QWEN2 = {**LLAMA, "model_type": "qwen2"}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5, "head_dim": 12}
+FAMILIES = (LLAMA, QWEN, LLAMA_3, YARN, LINEAR, QWEN2, MISTRAL)
+
+
 def beside_transformers() -> list[dict[str, Any]]:
     from geotrain.inner import platform
 
     results = []
-    for config in (LLAMA, QWEN):
+    for config in FAMILIES:
         engine = start(config, ParallelConfig(), deepspeed_block(0))
         theirs = transformers_model(config, canonical_weights(engine.architecture))
         tokens = batch(7)[:2]
@@ -79,6 +80,9 @@ def beside_transformers() -> list[dict[str, Any]]:
 
 def test_it_is_the_model_of_transformers_and_trains_as_plain_pytorch() -> None:
     (results,) = run_world(1, beside_transformers)
+    ours = [result["logits"][0] for result in results]
+    for plain, variants in ((0, (2, 4, 6)), (1, (3,))):
+        assert all((ours[plain] - ours[i]).abs().max() > 1e-3 for i in variants), "the variant has an effect"
     for result in results:
         assert result["logits"][1].std() > 0.1
         torch.testing.assert_close(*result["logits"], rtol=1e-4, atol=1e-4)

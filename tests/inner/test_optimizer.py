@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from geotrain.inner.optimizer import MOMENTS, set_step_count, step_count
+from geotrain.inner.shards import set_step_count, step_count
+from geotrain.optimizers.updates import AdamWUpdate
 
 
 class CountsAtTheLastTensor(torch.optim.Optimizer):
@@ -23,7 +24,9 @@ class CountsAtTheLastTensor(torch.optim.Optimizer):
             for tensor in group["params"]:
                 state = self.state[tensor]
                 if not state:
-                    state.update({"step": group["step"]} | {name: torch.zeros_like(tensor) for name in MOMENTS})
+                    state.update(
+                        {"step": group["step"]} | {name: torch.zeros_like(tensor) for name in AdamWUpdate.moments}
+                    )
             state["step"] += 1
 
 
@@ -34,7 +37,7 @@ class CountsAtTheGroup(CountsAtTheLastTensor):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for tensor in group["params"]:
-                self.state[tensor].update({name: torch.zeros_like(tensor) for name in MOMENTS})
+                self.state[tensor].update({name: torch.zeros_like(tensor) for name in AdamWUpdate.moments})
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, CountsAtTheLastTensor, CountsAtTheGroup])

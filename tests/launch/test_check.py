@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from geotrain.commands.prepare import prepare_files
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.data.tokens import DataError
-from geotrain.launch import region
+from geotrain.emulate.wan import Wan
+from geotrain.launch import launcher
 from geotrain.launch.check import check_data, check_ports_are_free, free_ports
-from geotrain.launch.preparing import prepare_files
-from geotrain.launch.region import locked, resolve
-from geotrain.launch.site import Order, over_ssh, processes, write_files
-from geotrain.launch.wan import Wan
-from geotrain.launch.world import Machine
+from geotrain.launch.launcher import locked, resolve
+from geotrain.launch.site_processes import LaunchRequest, local_processes, over_ssh
+from geotrain.launch.worker_command import HostMachine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -30,7 +30,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_on(data: Path, **model: Any) -> RunConfig:
     run = load_run(CONFIGS / "runs/quickstart.json")
-    assert isinstance(run.model.config, dict)
     block = run.data.model_copy(
         update={"train": str(data / "train"), "validation": None, "tokenizer": str(data / "tokenizer")}
     )
@@ -96,21 +95,21 @@ def test_addresses_are_resolved() -> None:
     assert 0 not in ports
     assert len(set(ports)) == 2
     with pytest.raises(ConfigError, match=r"cannot listen on 198\.18\.9\.1"):  # no such link is up
-        resolve(fixed, Wan("198.18.9.1", {"eu": "198.18.9.2", "us": "198.18.9.3"}, {}, None))  # type: ignore[arg-type]
+        resolve(fixed, Wan("198.18.9.1", {"eu": "198.18.9.2", "us": "198.18.9.3"}, {}, (), ()))
 
 
 def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_on(prepared)
     with pytest.raises(ConfigError, match="holds no run to resume"):
-        region._check_folder(run, tmp_path, resume=True)
-    region._check_folder(run, tmp_path, resume=False)
+        launcher._check_folder(run, tmp_path, resume=True)
+    launcher._check_folder(run, tmp_path, resume=False)
     (tmp_path / "servers").mkdir()
-    write_files(Order(run, cluster(), (), False), tmp_path)
+    LaunchRequest(run, cluster(), (), False).write_files(tmp_path)
     with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
-        region._check_folder(run, tmp_path, resume=False)
-    region._check_folder(run, tmp_path, resume=True)
+        launcher._check_folder(run, tmp_path, resume=False)
+    launcher._check_folder(run, tmp_path, resume=True)
     with pytest.raises(ConfigError, match="begun with another model, data or outer block"):
-        region._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
+        launcher._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
 
 
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:
@@ -124,9 +123,9 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
-    order = Order(run_on(prepared), cluster(), ("global", "eu", "us"), resume=True)
-    write_files(order, tmp_path)
-    started = {p.name: p for p in processes(order, tmp_path, Machine(8), {"eu": 77})}
+    order = LaunchRequest(run_on(prepared), cluster(), ("global", "eu", "us"), resume=True)
+    order.write_files(tmp_path)
+    started = {p.name: p for p in local_processes(order, tmp_path, HostMachine(8), {"eu": 77})}
     assert list(started) == ["global", "eu", "us", "eu-0", "us-0"]
     assert {p.name for p in started.values() if p.role == "server"} == {"global", "eu", "us"}
     words = {name: " ".join(p.command) for name, p in started.items()}
@@ -134,7 +133,7 @@ def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
     assert words["us-0"].endswith(f"--run {tmp_path}/run.json --region us --worker us-0 --resume")
     for name in ("eu", "eu-0"):
         assert "--netns 77" in words[name]
-        assert started[name].keeps == (77,)
+        assert started[name].inherited_fds == (77,)
     assert "--netns" not in words["us-0"]
     assert started["eu-0"].env["OMP_NUM_THREADS"] == "2"
     assert (tmp_path / "hosts/us-0").read_text() == "localhost slots=2\n"
@@ -145,11 +144,11 @@ def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
 def test_a_flat_run_has_no_region_servers(prepared: Path, tmp_path: Path) -> None:
     run = run_on(prepared)
     flat = run.model_copy(update={"outer": run.outer.model_copy(update={"levels": 1})})
-    order = Order(flat, cluster(), ("global", "eu"), resume=False)
-    assert [p.name for p in processes(order, tmp_path, Machine(8))] == ["global", "eu-0"]
+    order = LaunchRequest(flat, cluster(), ("global", "eu"), resume=False)
+    assert [p.name for p in local_processes(order, tmp_path, HostMachine(8))] == ["global", "eu-0"]
 
 
 def test_words_survive_ssh() -> None:
     command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"], {"A": "b c"})
-    assert command[-2:] == ("host", "cd '/a folder' && exec env 'A=b c' prog 'two words' '$HOME'")
+    assert command[-2:] == ("host", "cd -- '/a folder' && exec env 'A=b c' prog 'two words' '$HOME'")
     assert json.dumps(command).count("BatchMode=yes") == 1

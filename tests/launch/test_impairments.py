@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geotrain.launch.impairments import KINDS, Impairments, Passage, payload_begin
+from geotrain.emulate.pump import KINDS, Impairments, Passage, payload_begin
 
 PACKETS = 4000
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
+from geotrain.commands.logs import stream
+from geotrain.commands.operate import LiveRun, RunState, judge, launcher_runs
 from geotrain.config import ConfigError
-from geotrain.launch.logs import stream
-from geotrain.launch.operate import Run, State, judge, launcher_runs
-from geotrain.launch.region import locked
-from tests.launch.trees import marked, new_mark, until
-from tests.small_runs import prepare_text, write_files
+from geotrain.launch.launcher import locked
+from tests.support.process_trees import marked, new_mark, until
+from tests.support.small_runs import prepare_text, write_files
 
 START_S = 200.0
 ENOUGH = 1_000_000  # samples: no machine trains them during the test
+PACE_S = 0.05  # a step: workers that wait leave the processor to those who look at them
 LIVE: dict[str, Any] = {"phase": "running"}
 ENDED: dict[str, Any] = {"phase": "ended", "complete": True}
 
@@ -32,15 +33,15 @@ def geotrain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def updates(folder: Path, site: str) -> int:
-    return sum(m["updates"] for m in Run(folder).see().statuses.get(site, {}).get("members", {}).values())
+    return sum(m["updates"] for m in LiveRun(folder).see().statuses.get(site, {}).get("members", {}).values())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path) -> None:
     prepare_text(tmp_path)
-    halos = {"rule": "halos", "updates_per_send": 2}
-    files = write_files(tmp_path, "run", ENOUGH, {"eu": [1], "us": [1]}, halos)
+    halos = {"rule": {"name": "halos", "updates_per_send": 2}}
+    files = write_files(tmp_path, "run", ENOUGH, {"eu": [1], "us": [1]}, halos, min_step_s=PACE_S)
     folder, mark = tmp_path / "run", new_mark()
     env = {**os.environ, **mark, "OMP_NUM_THREADS": "1"}
 
@@ -54,7 +55,7 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         assert until(lambda: launcher.poll() is not None or all(updates(folder, s) for s in ("eu", "us")), START_S)
         assert launcher.poll() is None, launcher.communicate()[0]
         once = geotrain("status", folder, "--once")
-        assert once.returncode == State.RUNNING and "small: running; " in once.stdout and "tokens/s" in once.stdout
+        assert once.returncode == RunState.RUNNING and "small: running; " in once.stdout and "tokens/s" in once.stdout
 
         for member in ("eu-0", "us"):
             pardoned = geotrain("pardon", folder, member)
@@ -65,11 +66,12 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         )
 
         assert geotrain("pause", folder).stdout == "paused\n"
-        time.sleep(1.0)  # jobs that are under way take milliseconds
+        time.sleep(1.0)  # jobs that are under way take two steps
         quiet = [updates(folder, site) for site in ("eu", "us")]
         time.sleep(1.0)
         assert [updates(folder, site) for site in ("eu", "us")] == quiet
-        assert Run(folder).see().headline.startswith("paused; ")
+        assert LiveRun(folder).see().headline.startswith("paused; ")
+        assert "paused; " in geotrain("status", folder, "--once").stdout
         assert geotrain("resume", folder).stdout == "running\n"
         assert until(lambda: updates(folder, "eu") > quiet[0], 30.0)
 
@@ -91,10 +93,12 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         assert stopped.returncode == 0 and "stopped; " in stopped.stdout, stopped.stderr
         said = launcher.communicate(timeout=60)[0]
         assert launcher.returncode == 0, said
+        assert "% of the data is trained, and kept; the run goes on with: geotrain launch " in said
+        assert ": loss " in (folder / "logs/eu-0.log").read_text()
         assert marked(mark) == []
-        last = Run(folder).see()
+        last = LiveRun(folder).see()
         committed = last.statuses["global"]["committed_samples"]
-        assert last.state is State.STOPPED and 0 < committed < ENOUGH
+        assert last.state is RunState.STOPPED and 0 < committed < ENOUGH
         assert last.statuses["global"]["open_leases"] == 0
 
         write_files(tmp_path, "run", committed + 160, {"eu": [1], "us": [1]}, halos)
@@ -104,7 +108,7 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         status = geotrain("status", folder, "--json")
         last = json.loads(status.stdout)
         top = last["servers"]["global"]
-        assert (status.returncode, last["state"]) == (State.FINISHED, "finished")
+        assert (status.returncode, last["state"]) == (RunState.FINISHED, "finished")
         assert top["committed_samples"] == top["train_samples"] == committed + 160
     finally:
         launcher.kill()
@@ -121,22 +125,22 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
 @pytest.mark.parametrize(
     ("live", "words", "outcome", "launcher", "state"),
     [
-        (LIVE, None, None, True, State.RUNNING),
-        (LIVE, ENDED, {"code": 1, "reason": "of an earlier start"}, None, State.RUNNING),
-        (ENDED, None, None, True, State.FINISHED),  # it lingers
-        (None, ENDED, {"code": 0, "reason": ""}, False, State.FINISHED),
-        (None, ENDED, {"code": 1, "reason": "process 'eu-0' failed"}, False, State.FAILED),
-        (None, {**ENDED, "complete": False}, {"code": 0, "reason": ""}, False, State.STOPPED),
-        (None, None, {"code": 0, "reason": ""}, False, State.FINISHED),  # the global server was far away
-        (None, {"phase": "running"}, None, False, State.FAILED),  # the machine was switched off
-        (None, None, None, True, State.UNREACHABLE),
-        (None, None, None, None, State.UNREACHABLE),
+        (LIVE, None, None, True, RunState.RUNNING),
+        (LIVE, ENDED, {"code": 1, "reason": "of an earlier start"}, None, RunState.RUNNING),
+        (ENDED, None, None, True, RunState.FINISHED),  # it lingers
+        (None, ENDED, {"code": 0, "reason": ""}, False, RunState.FINISHED),
+        (None, ENDED, {"code": 1, "reason": "process 'eu-0' failed"}, False, RunState.FAILED),
+        (None, {**ENDED, "complete": False}, {"code": 0, "reason": ""}, False, RunState.STOPPED),
+        (None, None, {"code": 0, "reason": ""}, False, RunState.FINISHED),  # the global server was far away
+        (None, {"phase": "running"}, None, False, RunState.FAILED),  # the machine was switched off
+        (None, None, None, True, RunState.UNREACHABLE),
+        (None, None, None, None, RunState.UNREACHABLE),
     ],
 )
-def test_the_state_of_a_run(live: Any, words: Any, outcome: Any, launcher: bool | None, state: State) -> None:
+def test_the_state_of_a_run(live: Any, words: Any, outcome: Any, launcher: bool | None, state: RunState) -> None:
     found, reason = judge(live, words, outcome, launcher)
     assert found is state
-    assert bool(reason) == (state in (State.FAILED, State.UNREACHABLE))
+    assert bool(reason) == (state in (RunState.FAILED, RunState.UNREACHABLE))
 
 
 def test_a_launcher_is_known_by_its_lock(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> int:
 
 
 def test_a_lost_rank_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from geotrain.inner.acco_lane import AccoError
+    from geotrain.acco.communication_thread import AccoError
 
     assert end(monkeypatch, AccoError("acco: rank 0: the commit of step 4 failed")) == 1
     assert capsys.readouterr().err == "geotrain: worker in eu: acco: rank 0: the commit of step 4 failed\n"
@@ -38,3 +38,10 @@ def test_other_errors_keep_their_codes_and_stacks(monkeypatch: pytest.MonkeyPatc
     assert end(monkeypatch, OSError("no")) == 1
     with pytest.raises(RuntimeError, match="shapes"):
         end(monkeypatch, RuntimeError("shapes do not match"))
+
+
+def test_a_line_for_a_job_but_not_for_every_one() -> None:
+    numbers = {"job": 3, "start": 1024, "loss": 3.14159, "grad_norm": 0.5, "lr": 0.001, "tokens_per_s": 12345.6}
+    line = pretrain.JobLine(5.0)
+    told = "job 3, from sample 1,024: loss 3.1416, gradient norm 0.5, learning rate 0.001, 12,346 tokens/s"
+    assert [line.of(numbers, now_s) for now_s in (0.0, 4.9, 5.0, 9.0, 60.0)] == [told, "", told, "", told]

@@ -1,5 +1,6 @@
 """What dies is started again: the pauses as numbers, and a supervisor with real processes."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,23 +13,25 @@ import psutil
 import pytest
 
 from geotrain.config import EXIT_FOR_GOOD, ConfigError, RestartConfig
-from geotrain.launch.region import locked
-from geotrain.launch.restart import Backoff
-from geotrain.launch.supervise import Death, Process, Supervisor, guarded
-from tests.launch.trees import marked, new_mark, until
+from geotrain.files import OutputError
+from geotrain.launch.launcher import locked
+from geotrain.launch.supervisor import Backoff, ProcessSpec, Supervisor, guarded
+from geotrain.monitor.events import ProcessDied, Trouble
+from geotrain.outer.events import Event
+from tests.support.process_trees import marked, names, new_mark, only_deaths, until
 
 BUSY_S = 60.0  # until a process has started, on a busy machine
 FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=60.0)
 
 
-def lasting(script: str, name: str, **more: Any) -> Process:
+def lasting(script: str, name: str, **more: Any) -> ProcessSpec:
     """Is started again for as long as the supervisor wants to."""
     command = guarded(("bash", "-c", script), grace_s=1.0)
-    return Process(name, command, again=lambda: lasting(script, name, **more), **more)
+    return ProcessSpec(name, command, respawn=lambda: lasting(script, name, **more), **more)
 
 
-def supervisor(folder: Path, deaths: list[Death], **more: Any) -> Supervisor:
-    return Supervisor(folder, restart=more.pop("restart", FAST), tell=deaths.append, **more)
+def supervisor(folder: Path, deaths: list[ProcessDied], **more: Any) -> Supervisor:
+    return Supervisor(folder, restart=more.pop("restart", FAST), on_event=only_deaths(deaths), **more)
 
 
 def test_pauses_double_and_begin_anew_after_a_long_life() -> None:
@@ -46,7 +49,7 @@ def test_restarts_are_bounded_within_the_window() -> None:
 
 
 def test_what_dies_is_started_again(tmp_path: Path) -> None:
-    deaths: list[Death] = []
+    deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
         running.start(lasting(f"echo life >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) = 3 ] || exit 7", "a"))
         assert running.wait().code == 0
@@ -54,11 +57,35 @@ def test_what_dies_is_started_again(tmp_path: Path) -> None:
         ("a", "failed with exit code 7", 0.05, 1),
         ("a", "failed with exit code 7", 0.1, 2),
     ]
-    assert running.restarts == 2
+
+
+def test_a_full_disk_costs_no_restart_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where a process cannot be started for want of room, nor where nothing can be told."""
+    monkeypatch.setattr("geotrain.launch.supervisor.FULL_RETRY_S", 0.05)
+    told: list[Event] = []
+    attempts = 0
+
+    def tell(event: Event) -> None:
+        told.append(event)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def respawn() -> ProcessSpec:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 5:
+            raise OutputError("hosts/a: cannot be written") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return lasting("exit 0", "a")
+
+    with Supervisor(tmp_path, restart=RestartConfig(limit=1, first_s=0.05), on_event=tell) as running:
+        running.start(ProcessSpec("a", guarded(("bash", "-c", "exit 1"), grace_s=1.0), respawn=respawn))
+        outcome = running.wait(tick=lambda: tell(Trouble("tick")), every_s=0.01)
+    assert (outcome.code, attempts) == (0, 5)
+    said = [event.what for event in told if isinstance(event, Trouble) and event.what != "tick"]
+    assert said == ["hosts/a: cannot be written; it is started when there is room"]
 
 
 def test_a_worker_that_dies_at_once_again_and_again_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
-    deaths: list[Death] = []
+    deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
         running.start(lasting("echo the cause; exit 1", "ill"))
         running.start(lasting("sleep 2", "well"))
@@ -71,7 +98,7 @@ def test_a_worker_that_dies_at_once_again_and_again_is_given_up_and_the_others_g
 
 def test_the_run_fails_when_no_worker_is_left_or_a_server_is_given_up(tmp_path: Path) -> None:
     for role in ("worker", "server"):
-        deaths: list[Death] = []
+        deaths: list[ProcessDied] = []
         with supervisor(tmp_path / role, deaths, restart=RestartConfig(limit=1, first_s=0.05)) as running:
             running.start(lasting("exit 9", "ill", role=role))
             if role == "server":
@@ -82,27 +109,32 @@ def test_the_run_fails_when_no_worker_is_left_or_a_server_is_given_up(tmp_path: 
 
 
 def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
-    deaths: list[Death] = []
+    deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
         running.start(lasting(f"exit {EXIT_FOR_GOOD}", "a"))
         assert running.wait().code == EXIT_FOR_GOOD
     assert deaths == []
 
 
-def test_what_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("why", "pauses"),
+    [(errno.EAGAIN, [0.05, 0.1]), (errno.ENOSPC, [0.05])],
+    ids=["counts as a death", "a full disk is waited out"],
+)
+def test_what_cannot_be_started_again_is_tried_later(tmp_path: Path, why: int, pauses: list[float]) -> None:
     tries: list[str] = []
 
-    def again() -> Process:
+    def again() -> ProcessSpec:
         tries.append("try")
         if len(tries) == 1:
-            raise OSError(28, "No space left on device")
-        return Process("a", guarded(("true",)), again=again)
+            raise OSError(why, os.strerror(why))
+        return ProcessSpec("a", guarded(("true",)), respawn=again)
 
-    deaths: list[Death] = []
+    deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
-        running.start(Process("a", guarded(("false",)), again=again))
+        running.start(ProcessSpec("a", guarded(("false",)), respawn=again))
         assert running.wait().code == 0
-    assert (len(tries), [d.pause_s for d in deaths]) == (2, [0.05, 0.1])
+    assert (len(tries), [d.pause_s for d in deaths]) == (2, pauses)
 
 
 def test_a_synchronous_run_needs_every_worker(tmp_path: Path) -> None:
@@ -114,7 +146,7 @@ def test_a_synchronous_run_needs_every_worker(tmp_path: Path) -> None:
 
 def test_a_worker_of_two_hosts_lives_and_dies_as_one(tmp_path: Path) -> None:
     """One host's job is killed: the other's is stopped too, and both are started again."""
-    mark, deaths = new_mark(), list[Death]()
+    mark, deaths = new_mark(), list[ProcessDied]()
     script = "echo begins; sleep 300 & wait"
     with supervisor(tmp_path, deaths) as running:
         for host in ("a.0", "a.1"):
@@ -133,12 +165,12 @@ def test_a_worker_of_two_hosts_lives_and_dies_as_one(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_server_has_ended_well_is_not_started_again(tmp_path: Path) -> None:
-    deaths: list[Death] = []
+    deaths: list[ProcessDied] = []
     slow = RestartConfig(limit=3, first_s=1.0)
     begin = time.monotonic()
     with supervisor(tmp_path, deaths, restart=slow) as running:
         running.start(lasting("sleep 0.3", "eu", role="server"))
-        running.start(lasting("exit 1", "eu-0", needs="eu"))
+        running.start(lasting("exit 1", "eu-0", depends_on="eu"))
         assert running.wait().code == 0
     assert len(deaths) == 1 and time.monotonic() - begin < 30.0
     assert (tmp_path / "eu-0.log").read_text() == ""
@@ -146,11 +178,12 @@ def test_a_worker_whose_server_has_ended_well_is_not_started_again(tmp_path: Pat
 
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_what_is_killed_is_started_again_with_nothing_left_of_it(tmp_path: Path, role: str) -> None:
-    mark, deaths = new_mark(), list[Death]()
+    mark, deaths = new_mark(), list[ProcessDied]()
     with supervisor(tmp_path, deaths) as running:
         running.start(lasting("echo begins; setsid sleep 300 & sleep 300", "a", env=mark, role=role))
         log = tmp_path / "a.log"
-        assert until(lambda: "begins" in log.read_text() and len(marked(mark)) == 4, BUSY_S)
+        # A forked child is called bash, or setsid, until it has become a sleep: only then is there one bash to kill.
+        assert until(lambda: names(mark).count("sleep") == 2 and len(marked(mark)) == 4, BUSY_S)
         first = set(marked(mark))
         (bash,) = [pid for pid in first if psutil.Process(pid).name() == "bash"]
         os.kill(bash, signal.SIGKILL)  # what it began runs on, and is ended by its guard
@@ -168,7 +201,7 @@ def test_what_is_killed_is_started_again_with_nothing_left_of_it(tmp_path: Path,
 HOLDER = """
 import signal, sys, time
 from pathlib import Path
-from geotrain.launch.region import locked
+from geotrain.launch.launcher import locked
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 with locked(Path(sys.argv[1]), ("eu",)):
     print("holds", flush=True)

@@ -1,6 +1,7 @@
 """A worker whose ranks stand in several regions."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 from geotrain.config import ClusterConfig, ConfigError, load_run, parse
-from geotrain.launch.check import check_together, links_between
-from geotrain.launch.site import Order, processes
-from geotrain.launch.world import Machine
-from tests.small_runs import launched, losses, prepare_text, status, weights, write_files
+from geotrain.launch.check import check_together, links_between, open_links
+from geotrain.launch.site_processes import LaunchRequest, local_processes
+from geotrain.launch.worker_command import HostMachine
+from tests.support.small_runs import launched, losses, prepare_text, status, weights, write_files
 
 LINK = {"gbps": 0.02, "rtt_ms": 20.0}
 
@@ -34,18 +35,18 @@ def spanning(folder: Path, launcher: str = "local", lender: bool = True) -> Clus
 
 
 def small(folder: Path, name: str) -> tuple[Path, Path]:
-    return write_files(folder, name, 32, {"home": [2]}, {"rule": "sync"}, parallel={"pipeline": 2})
+    return write_files(folder, name, 32, {"home": [2]}, {"rule": {"name": "sync"}}, parallel={"pipeline": 2})
 
 
-def order(folder: Path, cluster: ClusterConfig, *sites: str) -> Order:
-    return Order(load_run(small(folder, "run")[0]), cluster, sites, False)
+def order(folder: Path, cluster: ClusterConfig, *sites: str) -> LaunchRequest:
+    return LaunchRequest(load_run(small(folder, "run")[0]), cluster, sites, False)
 
 
 def test_each_host_starts_in_its_own_region(tmp_path: Path) -> None:
     inside = {"home": 71, "far": 72}
     cluster = spanning(tmp_path)
-    started = processes(order(tmp_path, cluster, "global", "home", "far"), tmp_path, Machine(2), inside)
-    assert [(p.name, p.keeps) for p in started] == [
+    started = local_processes(order(tmp_path, cluster, "global", "home", "far"), tmp_path, HostMachine(2), inside)
+    assert [(p.name, p.inherited_fds) for p in started] == [
         ("global", ()),
         ("home", (71,)),
         ("wide.0", (72,)),
@@ -62,16 +63,16 @@ def test_each_host_starts_in_its_own_region(tmp_path: Path) -> None:
 def test_over_ssh_each_regions_machine_starts_its_hosts(tmp_path: Path) -> None:
     cluster = spanning(tmp_path, "ssh")
     for site, rank, host in (("far", 0, "there"), ("home", 1, "here")):
-        *_, process = processes(order(tmp_path, cluster, site), tmp_path, Machine(2))
+        *_, process = local_processes(order(tmp_path, cluster, site), tmp_path, HostMachine(2))
         assert process.name == f"wide.{rank}"
-        assert process.command[process.command.index("ServerAliveInterval=15") + 1] == host
+        assert process.command[process.command.index("--") + 1] == host
         assert f"--node_rank {rank}" in process.command[-1]
         assert "--master_addr there" in process.command[-1]
         assert "--master_port 29500" in process.command[-1]
 
 
 def test_devices_are_split_among_the_hosts_that_stand_here(tmp_path: Path) -> None:
-    started = processes(order(tmp_path, spanning(tmp_path), "home", "far"), tmp_path, Machine(4, (4, 6)))
+    started = local_processes(order(tmp_path, spanning(tmp_path), "home", "far"), tmp_path, HostMachine(4, (4, 6)))
     assert all("--include there:4@here:6" in " ".join(p.command) for p in started if p.name.startswith("wide"))
 
 
@@ -84,7 +85,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no workers in far"):
         check_together(run, spanning(tmp_path, lender=False))
     with pytest.raises(ConfigError, match="Slurm numbers hosts in its own order"):
-        processes(order(tmp_path, spanning(tmp_path, "slurm"), "home"), tmp_path, Machine(2))
+        local_processes(order(tmp_path, spanning(tmp_path, "slurm"), "home"), tmp_path, HostMachine(2))
+
+
+def test_open_links_are_told(tmp_path: Path) -> None:
+    (told,) = open_links(spanning(tmp_path))
+    assert re.search("'wide' spans far and home: .* neither encrypted nor authenticated, and unpickles", told)
+    assert "WireGuard" in told
+    assert open_links(spanning(tmp_path, lender=False)) == []
 
 
 @pytest.mark.root

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import prepare_text, write_files
 
 from geotrain.config import RestartConfig, load_cluster, load_run
 from geotrain.launch import guard
-from geotrain.launch.site import Order, far_site, guarded_there
-from geotrain.launch.supervise import Death, Process, Supervisor
-from tests.launch.trees import MARK, marked, new_mark, until
+from geotrain.launch.site_processes import LaunchRequest, guarded_over_ssh, remote_site
+from geotrain.launch.supervisor import ProcessSpec, Supervisor
+from geotrain.monitor.events import ProcessDied
+from tests.support.process_trees import MARK, marked, new_mark, only_deaths, until
+from tests.support.small_runs import prepare_text, write_files
 
 BUSY_S = 120.0
 FAST = RestartConfig(limit=3, first_s=0.05)
@@ -75,21 +76,22 @@ def fall_silent(server: psutil.Process) -> None:
         session.suspend()
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.parametrize("how", ["silence", "killed"])
 def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself(
     tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    mark, deaths, log = new_mark(), list[Death](), tmp_path / "logs/eu-0.log"
+    mark, deaths, log = new_mark(), list[ProcessDied](), tmp_path / "logs/eu-0.log"
     script = JOB.format(alone=tmp_path / "alone")
 
-    def job() -> Process:
-        command = guarded_there("far.example.org", f"{tmp_path}/eu-0", ("bash", "-c", script), mark)
-        return Process("eu-0", command, again=job)
+    def job() -> ProcessSpec:
+        command = guarded_over_ssh("far.example.org", f"{tmp_path}/eu-0", ("bash", "-c", script), mark)
+        return ProcessSpec("eu-0", command, respawn=job)
 
     with sshd(tmp_path, free_port) as server, monkeypatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        with Supervisor(tmp_path / "logs", restart=FAST, tell=deaths.append) as running:
+        with Supervisor(tmp_path / "logs", restart=FAST, on_event=only_deaths(deaths)) as running:
             running.start(job())
             assert until(lambda: "begins" in log.read_text() and len(marked(mark)) == 4, BUSY_S)
             former = set(marked(mark))
@@ -112,6 +114,7 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
     assert "beside another" not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(600)
 def test_a_far_region_whose_connection_is_lost_is_started_again_and_never_beside_itself(
@@ -119,13 +122,13 @@ def test_a_far_region_whose_connection_is_lost_is_started_again_and_never_beside
 ) -> None:
     """`geotrain launch-site` with its server and its worker, until their second life has begun."""
     prepare_text(tmp_path)
-    files = write_files(tmp_path, "far", 64, {"eu": [1]}, {"rule": "halos"})
+    files = write_files(tmp_path, "far", 64, {"eu": [1]}, {"rule": {"name": "halos"}})
     cluster = json.loads(files[1].read_text())
     cluster["regions"][0].update(ssh="eu.example.org", server={"host": "127.0.0.2", "port": free_port + 1})
     cluster["global_server"] = {"host": "127.0.0.3", "port": free_port + 1}
     files[1].write_text(json.dumps(cluster))
-    run, mark, deaths = load_run(files[0]), new_mark(), list[Death]()
-    site = far_site(Order(run, load_cluster(files[1]), ("eu",), resume=True), "eu", "eu.example.org")
+    run, mark, deaths = load_run(files[0]), new_mark(), list[ProcessDied]()
+    site = remote_site(LaunchRequest(run, load_cluster(files[1]), ("eu",), resume=True), "eu", "eu.example.org")
 
     def life(name: str) -> int:
         """Process id of the guard of a server or worker that has begun; 0: none, or more than its life is there."""
@@ -141,7 +144,7 @@ def test_a_far_region_whose_connection_is_lost_is_started_again_and_never_beside
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         for name, value in mark.items():
             patched.setenv(name, value)
-        with Supervisor(tmp_path / "logs", restart=FAST, tell=deaths.append) as running:
+        with Supervisor(tmp_path / "logs", restart=FAST, on_event=only_deaths(deaths)) as running:
             running.start(site)
             assert until(lambda: life("eu") and life("eu-0"), BUSY_S)
             former = {name: life(name) for name in ("eu", "eu-0")}

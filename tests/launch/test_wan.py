@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from geotrain.config import ClusterConfig, LinkConfig
-from geotrain.launch import wan
-from geotrain.launch.supervise import LaunchError, Process, Supervisor, guarded
+from geotrain.emulate import wan
+from geotrain.launch.site_processes import pump_process
+from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 from geotrain.net.certs import make_certificates
-from tests.launch.trees import until
+from tests.support.process_trees import until
 
 # In a region's namespace: answers each datagram; takes in what a TCP connection brings, and answers with its CRC-32.
 FAR_END = """
@@ -66,13 +67,14 @@ HOLDS_LINKS = """
 import sys
 from pathlib import Path
 from geotrain.config import LinkConfig
-from geotrain.launch import wan
-from geotrain.launch.supervise import Process, Supervisor, guarded
+from geotrain.emulate import wan
+from geotrain.launch.site_processes import pump_process
+from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 links = {"eu": LinkConfig(regions=("eu", "global"), gbps=1.0, rtt_ms=1.0)}
 with wan.emulated(links, control=Path(sys.argv[1]) / "control") as made, Supervisor(Path(sys.argv[1])) as supervisor:
-    supervisor.start(made.process)
+    supervisor.start(pump_process(made))
     namespace = made.namespaces["eu"]
-    supervisor.start(Process("eu-0", guarded(["sleep", "300"], namespace), keeps=(namespace,)))
+    supervisor.start(ProcessSpec("eu-0", guarded(["sleep", "300"], namespace), inherited_fds=(namespace,)))
     print(made.global_address, flush=True)
     supervisor.wait()
 """
@@ -95,11 +97,11 @@ def devices() -> set[str]:
 def running(links: dict[str, LinkConfig], logs: Path) -> Iterator[wan.Wan]:
     """Links with the pump and a far end in each region running."""
     with wan.emulated(links, control=logs / "control") as made, Supervisor(logs) as supervisor:
-        supervisor.start(made.process)
+        supervisor.start(pump_process(made))
         for region in links:
             far_end = (sys.executable, "-I", "-S", "-c", FAR_END, made.addresses[region])
             namespace = made.namespaces[region]
-            supervisor.start(Process(region, guarded(far_end, namespace), keeps=(namespace,)))
+            supervisor.start(ProcessSpec(region, guarded(far_end, namespace), inherited_fds=(namespace,)))
         assert until(lambda: all("ready" in (logs / f"{r}.log").read_text() for r in links))
         assert until((logs / "control").exists)
         yield made
@@ -156,7 +158,7 @@ def pump_report(logs: Path) -> dict[str, Any]:
 
 
 def test_the_shape_of_a_link() -> None:
-    assert wan.shape(link("eu", 0.2, 100.0)) == wan.Shape(25_000_000, 0.05, 50_000, 100_000, 2_500_000)
+    assert wan.shape(link("eu", 0.2, 100.0)) == wan.LinkShape(25_000_000, 0.05, 50_000, 100_000, 2_500_000)
     slow, fast = wan.shape(link("eu", 0.001, 0.0)), wan.shape(link("eu", 10.0, 1.0))
     assert (slow.mtu, slow.limit) == (1500, 12_500)
     assert (fast.mtu, fast.burst) == (60_000, 5_000_000)
@@ -207,6 +209,7 @@ def test_a_link_is_cut_and_slowed_on_command(tmp_path: Path) -> None:
         assert gbps_up(address, 1_000_000) < 0.009
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_packets_are_lost_doubled_reordered_and_delayed_on_command(tmp_path: Path) -> None:
     in_order = list(range(40))
@@ -244,7 +247,7 @@ def test_tcp_mends_what_is_corrupted_and_tls_refuses_what_passes_its_checksum(tm
         address, control, namespace = made.addresses["eu"], tmp_path / "control", made.namespaces["eu"]
         pair = [str(tmp_path / f"region-eu.{end}") for end in ("pem", "key")]
         tls_end = (sys.executable, "-I", "-S", "-c", TLS_FAR_END, address, *pair)
-        supervisor.start(Process("tls", guarded(tls_end, namespace), keeps=(namespace,)))
+        supervisor.start(ProcessSpec("tls", guarded(tls_end, namespace), inherited_fds=(namespace,)))
         log = tmp_path / "tls/tls.log"
         assert until(lambda: "ready" in log.read_text())
         impair(control, "corrupt", 60.0, 0.1, 1, 0.0)
@@ -292,9 +295,9 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.root
 def test_a_link_that_cannot_be_set_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, open_before = devices(), open_files()
-    monkeypatch.setattr(wan.Shape, "__getattribute__", _no_mtu)
+    monkeypatch.setattr(wan.LinkShape, "__getattribute__", _no_mtu)
     with (
-        pytest.raises(LaunchError, match=r"'ip link set geo mtu -5 .*' failed"),
+        pytest.raises(wan.EmulationError, match=r"'ip link set geo mtu -5 .*' failed"),
         wan.emulated({"eu": link("eu", 1, 1)}, control=tmp_path / "control"),
     ):
         pass
@@ -302,7 +305,7 @@ def test_a_link_that_cannot_be_set_up_leaves_nothing(tmp_path: Path, monkeypatch
     assert open_files() == open_before
 
 
-def _no_mtu(self: wan.Shape, name: str) -> object:
+def _no_mtu(self: wan.LinkShape, name: str) -> object:
     return -5 if name == "mtu" else object.__getattribute__(self, name)
 
 
@@ -312,11 +315,10 @@ def test_a_pump_that_dies_fails_the_run(tmp_path: Path) -> None:
         wan.emulated({"eu": link("eu", 1.0, 1.0)}, control=tmp_path / "control") as made,
         Supervisor(tmp_path) as supervisor,
     ):
-        supervisor.start(made.process)
-        supervisor.start(
-            Process("eu-0", guarded(("sleep", "300"), made.namespaces["eu"]), keeps=(made.namespaces["eu"],))
-        )
-        (pid,) = _pids_of("pump.py", made.process.command[-3:])
+        supervisor.start(pump_process(made))
+        namespace = made.namespaces["eu"]
+        supervisor.start(ProcessSpec("eu-0", guarded(("sleep", "300"), namespace), inherited_fds=(namespace,)))
+        (pid,) = _pids_of("pump.py", made.pump_command[-3:])
         os.kill(pid, signal.SIGKILL)
         outcome = supervisor.wait()
     assert outcome.code == 137

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from geotrain.config import ConfigError, ParallelConfig, WandbConfig
-from geotrain.monitor.board import TensorBoard, Wandb, scalars
-from geotrain.monitor.events import Record, Trouble, UpdateApplied, ValidationDone
-from tests.local_servers import LocalClient, LocalServers
+from geotrain.monitor.board import TensorBoard, Wandb, curves
+from geotrain.monitor.events import Record, Trouble
+from geotrain.outer.events import UpdateApplied, ValidationDone
+from tests.support.inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world
+from tests.support.local_servers import LocalClient, LocalServers
 
 METRICS = {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "compute_s": 3.0, "waiting_s": 1.0}
 
@@ -37,7 +38,8 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_scalars_of_a_merge() -> None:
     event = merge(10).event
     assert isinstance(event, UpdateApplied)
-    found = scalars(event)
+    tokens, found = curves(event) or (0, {})
+    assert tokens == 10
     assert found["run/loss"] == found["loss/eu"] == 2.5 and found["run/version"] == 4
     assert (found["delta_norm/eu"], found["time_compute/eu"], found["staleness/eu"]) == (5.0, 0.75, 2)
 
@@ -76,7 +78,7 @@ def test_the_run_in_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Monke
 def train_a_worker(folder: str) -> dict[str, Any]:
     """Two jobs, with DeepSpeed's own block for TensorBoard."""
     from geotrain.data.loader import LeasedLoader, SampleSource
-    from geotrain.inner.engine import build_engine
+    from geotrain.inner.build import build_engine
     from geotrain.trainer import Trainer
 
     block = {**deepspeed_block(1), "tensorboard": {"enabled": True, "output_path": folder, "job_name": "eu-0"}}
@@ -87,12 +89,8 @@ def train_a_worker(folder: str) -> dict[str, Any]:
     loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
     servers = LocalServers(run)
     reports: list[dict[str, float]] = []
-    trainer = Trainer(
-        run, "w", servers.identity, servers.layout, engine, loader, LocalClient(servers), Path(folder) / "checkpoints"
-    )
-    trainer.report = reports.append
-    trainer.peak_flops_per_token_s = 1e6
-    trainer.train(resume=False)
+    parts = (run, "w", servers.identity, servers.layout, engine, loader, LocalClient(servers), Path(folder) / "saved")
+    Trainer(*parts, report=reports.append, peak_flops_per_token_s=1e6).train(resume=False)
     engine.close()
     return {"reports": reports}
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.canonical import architecture_from_hf
-from geotrain.config import ClusterConfig, parse
-from geotrain.monitor.events import EventLog, Follower, Joined, Record, Trouble, UpdateApplied
-from geotrain.monitor.feed import Feed
-from geotrain.monitor.flops import peak_flops, training_flops_per_token
-from geotrain.monitor.laps import Laps
-from tests.net.net_worlds import TINY
+from geotrain.config import ClusterConfig, architecture_from_hf, parse
+from geotrain.monitor.dispatch import EventDispatcher
+from geotrain.monitor.events import EventLog, Follower, Record, Trouble
+from geotrain.monitor.utilization import PhaseTimer, peak_flops, training_flops_per_token
+from geotrain.outer.events import Joined, UpdateApplied
+from tests.support.net_worlds import TINY
 
 
 def words(records: list[Record]) -> list[str]:
@@ -80,7 +79,7 @@ def test_a_feed_gives_the_past_and_then_the_present_once_each(tmp_path: Path) ->
     with EventLog(tmp_path / "e.jsonl") as log:
         log.write(Trouble("before"))
     log = EventLog(tmp_path / "e.jsonl")
-    log._file.write(Record(1.0, "", Trouble("long ago")).to_line())
+    log._file.write(Record(1.0, "", Trouble("long ago")).to_line().encode())
     time.sleep(0.002)  # times are written in milliseconds
     all_seen: list[Record] = []
     new_seen: list[Record] = []
@@ -88,16 +87,16 @@ def test_a_feed_gives_the_past_and_then_the_present_once_each(tmp_path: Path) ->
     def broken(record: Record) -> None:
         raise ValueError("a sink that fails")
 
-    feed = Feed(log, [broken, all_seen.append], [new_seen.append])
-    feed.start()
+    dispatcher = EventDispatcher(log, [broken, all_seen.append], [new_seen.append])
+    dispatcher.start()
     log.write(Trouble("now"))
-    feed.stop()
+    dispatcher.stop()
     log.write(Trouble("after the end"))
     assert words(all_seen) == ["before", "long ago", "now"] and words(new_seen) == ["now"]
 
 
 def test_a_slow_sink_never_makes_the_writer_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("geotrain.monitor.feed.MAX_WAITING", 5)
+    monkeypatch.setattr("geotrain.monitor.dispatch.MAX_WAITING", 5)
     go = threading.Event()
     seen: list[Record] = []
 
@@ -106,14 +105,14 @@ def test_a_slow_sink_never_makes_the_writer_wait(tmp_path: Path, monkeypatch: py
         seen.append(record)
 
     log = EventLog(tmp_path / "e.jsonl")
-    feed = Feed(log, live=[slow])
-    feed.start()
+    dispatcher = EventDispatcher(log, live=[slow])
+    dispatcher.start()
     for i in range(50):
         log.write(Trouble(str(i)))
-    assert feed.dropped >= 44
+    assert dispatcher.dropped >= 44
     go.set()
-    feed.stop()
-    assert len(seen) == 50 - feed.dropped
+    dispatcher.stop()
+    assert len(seen) == 50 - dispatcher.dropped
 
 
 def test_a_log_that_is_switched_off_writes_nothing(tmp_path: Path) -> None:
@@ -122,12 +121,12 @@ def test_a_log_that_is_switched_off_writes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "e.jsonl").read_text() == ""
 
 
-def test_laps_share_out_all_the_time() -> None:
+def test_phases_share_out_all_the_time() -> None:
     now = iter([0.0, 1.0, 3.0, 3.5, 10.0])
-    laps = Laps(lambda: next(now), "a", "b")
+    timer = PhaseTimer(lambda: next(now), "a", "b")
     for name in ("a", "b", "a", "b"):
-        laps.lap(name)
-    assert laps.seconds == {"a": 1.5, "b": 8.5}
+        timer.lap(name)
+    assert timer.seconds == {"a": 1.5, "b": 8.5}
 
 
 def test_model_flops_by_hand() -> None:

@@ -9,22 +9,9 @@ import pytest
 
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.monitor import history
-from geotrain.monitor.events import (
-    Event,
-    Found,
-    Joined,
-    Left,
-    Lost,
-    MemberSampled,
-    Record,
-    Recovery,
-    SnapshotWritten,
-    Steered,
-    UpdateApplied,
-    UpdateRefused,
-    ValidationDone,
-)
+from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, SnapshotWritten
 from geotrain.monitor.history import Facts, History, facts
+from geotrain.outer.events import Event, Joined, Left, Steered, UpdateApplied, UpdateRefused, ValidationDone
 
 FACTS = Facts(
     "r", 10, 8, 8000, ("all",), {n: {"region": n, "workers": 1, "gbps": None, "rtt_ms": None} for n in "ab"}
@@ -79,6 +66,23 @@ def test_validations_and_a_persons_words_are_told_once() -> None:
     assert first["validations"] == [[2, 1.0, 800, 2.5]]
     assert first["marks"] == [[1, 0.0, "steered", "a", "a person said: drain"]]
     assert made.state(5, first["number"], first["epoch"])["validations"] == []
+
+
+def test_a_paused_run_is_said_to_be_paused() -> None:
+    made = told()
+    assert made.state(0)["phase"] == "running"
+    for now_s, (event, phase) in enumerate(
+        [
+            (Steered("pause", ""), "paused"),
+            (Recovery(0), "paused"),  # it outlives restarts of the server
+            (Steered("drain", "a"), "paused"),
+            (Steered("resume", ""), "running"),
+            (Steered("stop", ""), "stopping"),
+            (Recovery(0), "running"),  # resumed after its end
+        ]
+    ):
+        made.on(Record(now_s, "global", event))
+        assert made.state(now_s)["phase"] == phase
 
 
 def test_a_long_run_stays_within_bounds_and_keeps_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from geotrain.config import ClusterConfig, RunConfig, parse
-from geotrain.launch.progress import Display, page_line
-from geotrain.launch.supervise import Process, Supervisor
-from geotrain.launch.watching import event_log, writer
+from geotrain.launch.launcher import event_log
+from geotrain.launch.supervisor import ProcessSpec, Supervisor
+from geotrain.launch.terminal import RunDisplay, page_line
 from geotrain.monitor.events import Follower, ProcessEnded, ProcessStarted
 from geotrain.monitor.monitor import LAUNCHER, Monitor, metrics_port
 
@@ -37,10 +37,10 @@ def a_cluster(**keys: Any) -> ClusterConfig:
 def test_processes_become_events_and_metrics(tmp_path: Path) -> None:
     run = a_run(tmp_path, metrics_port=0)
     with event_log(run, tmp_path) as events, Monitor(run, a_cluster(), LAUNCHER, events) as monitor:
-        with Supervisor(tmp_path / "logs", watch=writer(events)) as supervisor:
-            supervisor.start(Process("good", (sys.executable, "-c", "pass"), role="worker"))
+        with Supervisor(tmp_path / "logs", on_event=events.write) as supervisor:
+            supervisor.start(ProcessSpec("good", (sys.executable, "-c", "pass"), role="worker"))
             supervisor.start(
-                Process("bad", (sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(3)"))
+                ProcessSpec("bad", (sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(3)"))
             )
             assert supervisor.wait().code == 3
         assert monitor.metrics_url and monitor.page_url is None
@@ -63,7 +63,7 @@ def test_processes_become_events_and_metrics(tmp_path: Path) -> None:
 def test_nothing_is_served_or_written_when_it_is_switched_off(tmp_path: Path) -> None:
     run = a_run(tmp_path, enabled=False, metrics_port=0)
     with event_log(run, tmp_path) as events, Monitor(run, a_cluster(), LAUNCHER, events) as monitor:
-        writer(events)(Process("x", ()), None)
+        events.write(ProcessStarted("x", "worker"))
         assert monitor.metrics_url is None
     assert (tmp_path / "events" / "launcher.jsonl").read_text() == ""
 
@@ -85,7 +85,19 @@ def test_where_the_page_is() -> None:
 
 def test_the_launcher_says_it_once(tmp_path: Path) -> None:
     said = io.StringIO()
-    display = Display(a_run(tmp_path), a_cluster(), Console(file=said, width=200))
+    display = RunDisplay(a_run(tmp_path), a_cluster(), Console(file=said, width=200))
     for url in (None, "http://127.0.0.1:80/", "http://127.0.0.1:80/", "http://127.0.0.1:81/"):
-        display._tell_page(url)
+        display._latest = {"global": {"page": url}}
+        display.show()
     assert said.getvalue().splitlines() == [f"status page: http://127.0.0.1:{port}/" for port in (80, 81)]
+
+
+def test_on_a_terminal_it_draws_what_status_draws(tmp_path: Path) -> None:
+    said = io.StringIO()
+    top = {"phase": "running", "page": "http://127.0.0.1:80/", "train_samples": 4, "committed_samples": 1}
+    terminal = Console(file=said, width=120, force_terminal=True, color_system=None)
+    with RunDisplay(a_run(tmp_path), a_cluster(), terminal) as display:
+        display._latest = {"global": top}
+        display.show()
+    assert "r: running; 25.0% committed" in said.getvalue()
+    assert "region  loss" in said.getvalue() and "status page: http://127.0.0.1:80/" in said.getvalue()

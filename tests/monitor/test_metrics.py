@@ -13,10 +13,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.monitoring_synthetic import synthetic_events, synthetic_facts
+from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
 from geotrain.monitor.events import (
-    Joined,
-    Left,
     Lost,
     MemberSampled,
     ProcessEnded,
@@ -24,11 +22,9 @@ from geotrain.monitor.events import (
     Record,
     ServerSampled,
     SnapshotWritten,
-    UpdateApplied,
-    UpdateRefused,
-    ValidationDone,
 )
-from geotrain.monitor.metrics import PREFIX, Metrics, time_shares
+from geotrain.monitor.metrics import MAX_SAID, PREFIX, Metrics, time_shares
+from geotrain.outer.events import Joined, Left, UpdateApplied, UpdateRefused, ValidationDone
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "monitoring"
 UPDATE = UpdateApplied(
@@ -100,10 +96,9 @@ def exposed() -> dict[str, set[str]]:
     for family in Metrics("r", "global").registry.collect():
         name = family.name + ("_total" if family.type == "counter" else "")
         names[name] = set()
-    for metric in vars(Metrics("r", "global")).values():
-        if hasattr(metric, "_labelnames"):
-            counted = "_total" if type(metric).__name__ == "Counter" else ""
-            names[metric._name + counted] = set(metric._labelnames)
+    for metric in Metrics("r", "global").registry._collector_to_names:
+        counted = "_total" if type(metric).__name__ == "Counter" else ""
+        names[metric._name + counted] = set(metric._labelnames)
     return names
 
 
@@ -164,3 +159,14 @@ def test_the_dashboard_is_one_that_grafana_loads() -> None:
         for b in boxes[:i]:
             beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
             assert beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (a, b)
+
+
+def test_names_that_come_with_heartbeats_are_bounded() -> None:
+    """A series lives for as long as the process, and another machine chooses the names."""
+    metrics = Metrics("r", "global", 8192, {})
+    for i in range(50):
+        numbers = {"queue": float(i), **{f"{i}-{n}": 1.0 for n in range(31)}}
+        metrics.on(Record(1.0, "global", MemberSampled("eu", 2.0, 70, 80, 7.0, 8.0, 1, numbers)))
+    said = {key: value for key, value in told(metrics).items() if key[0] == "member_says"}
+    assert len(said) == MAX_SAID
+    assert said[("member_says", "eu", "queue")] == 49.0

@@ -13,25 +13,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.monitoring_chromium import Chromium
-from benchmarks.monitoring_synthetic import synthetic_events, synthetic_facts
-from geotrain.monitor.events import (
-    Follower,
-    Joined,
-    MemberSampled,
-    Merged,
-    Record,
-    Recovery,
-    SentUp,
-    ServerSampled,
-    Trouble,
-    UpdateApplied,
-    UpdateRefused,
-)
+from benchmarks.monitoring.chromium import Chromium
+from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
+from geotrain.monitor.events import Follower, MemberSampled, Record, Recovery, ServerSampled, Trouble
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
-from tests.net.test_net_serve import Site
+from geotrain.outer.events import Joined, Merged, SentUp, UpdateApplied, UpdateRefused
+from tests.support.server_processes import Site
 
 POINTS = "Number(document.querySelector('#loss-curve')?.dataset.points ?? 0)"
 STATE = "document.querySelector('[data-member=eu]')?.dataset.state ?? ''"
@@ -111,6 +100,7 @@ def check_events(site: Site, folder: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None:
     site = Site(tmp_path, train_samples=4000)
     run = json.loads((tmp_path / "run.json").read_text())

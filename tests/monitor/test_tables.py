@@ -9,7 +9,7 @@ import yaml
 
 from geotrain.config import MonitorConfig
 from geotrain.monitor.events import KINDS
-from geotrain.monitor.tables import events_table, renewed
+from tests.support.monitoring_tables import events_table, renewed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "monitoring.md"
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "monitoring.md"
 
 def test_the_tables_are_current() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert renewed(text) == text, "run: python -m geotrain.monitor.tables docs/monitoring.md"
+    assert renewed(text) == text, "run: python -m tests.support.monitoring_tables docs/monitoring.md"
     for kind in KINDS:
         assert f"**{kind}**" in text
     assert "`geotrain_link_bytes_total` | counter | member, direction |" in text

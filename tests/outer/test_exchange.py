@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import OuterConfig, OverlapConfig
+from geotrain.config import OuterConfig, OverlapConfig, rule_config
+from geotrain.layout import fragments_due
 from geotrain.outer.codec import NonFiniteError
-from geotrain.outer.exchange import Exchange, Waiting, wait_for
-from geotrain.outer.layout import fragments_due
+from geotrain.outer.exchange import Exchange, Ready, Waiting, wait_for
 from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server import Identity
-from geotrain.outer.staging import Ready
-from geotrain.plan.rounds import stops
+from geotrain.plan.model.rounds import stops
 
 
 class Everything:
@@ -73,7 +72,9 @@ def begun(late: str, name: str = "w", rule: str = "halos", overlap_steps: int = 
     world = Everything()
     adopt = "rebase" if overlap_steps else "replace"
     overlap = OverlapConfig(steps=overlap_steps, late=late, adopt=adopt)  # type: ignore[arg-type]
-    exchange = Exchange(name, OuterConfig(rule=rule, overlap=overlap), world, world, world, 2, clock=lambda: 0.0)
+    exchange = Exchange(
+        name, OuterConfig(rule=rule_config(rule), overlap=overlap), world, world, world, 2, clock=lambda: 0.0
+    )
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     exchange.begin(Lease("w", 1, 7, 0, 8, 8))
     return exchange, world
@@ -197,7 +198,7 @@ def test_the_end_of_a_run_waits_until_its_last_delta_has_been_sent():
     for step in range(1, 9):
         assert not waits(exchange.after_step((0, 1) if step == 8 else (), {}))
     pushed: Future[None] = Future()
-    exchange.travelling[0].push = pushed
+    exchange.in_flight[0].push = pushed
     world.answer(1, 0, 1)
     script = exchange.finish()
     assert next(script) is pushed

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geotrain.config import LimitsConfig
-from geotrain.net.machine import take
+from geotrain.config import LimitsConfig, codec_config
+from geotrain.kernels.layout import FORMATS
+from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, PEAK, NormLimits, norm
 from geotrain.outer.messages import (
     GLOBAL,
@@ -20,39 +21,62 @@ from geotrain.outer.messages import (
     Lease,
     LeaseRequest,
     Leave,
-    Offence,
-    Pardon,
+    LiftQuarantine,
+    MemberSilent,
+    NotJoined,
     Refused,
     Release,
-    Silence,
+    RunComplete,
+    UpdateRejected,
 )
 from geotrain.outer.region_server import RegionServer
-from tests.net.test_net_journal import same_state
-from tests.outer.test_lives import saved_and_loaded
-from tests.outer.test_rules import config
-from tests.outer.test_servers import halves, make, random_deltas
-from tests.outer.world import FakeWorker, World, whole
-from tests.outer.world import layout as toy
+from tests.support.outer_world import FakeWorker, World, config, halves, make, random_deltas, saved_and_loaded, whole
+from tests.support.outer_world import layout as toy
+from tests.support.recorded_world import same_state
 
 sizes = st.floats(1e-6, 1e6)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 5, 4096, 4097, 3 * 4096 + 17])
-def test_a_norm_is_exact_and_knows_no_threads(numel):
-    vector = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    assert norm(vector) == pytest.approx(float(vector.double().norm()), rel=1e-6)
-    before = torch.get_num_threads()
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("numel", [0, 1, 5, 4096, 4097, 10 * 4096 + 17])
+def test_a_norm_is_exact_and_knows_no_threads(name, numel):
+    """It is that of what was decoded, from the pass that decodes."""
+    codec = make_codec(codec_config(name))
+    payload = codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(numel))).payload
+    before, found = torch.get_num_threads(), set()
     try:
-        torch.set_num_threads(1)
-        one = norm(vector)
-        torch.set_num_threads(2)
-        assert norm(vector) == one
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            decoded = torch.full((numel,), 7.0)
+            found.add(norm([codec.decode_measured(payload, decoded)]))
+            assert torch.equal(decoded, codec.decode(payload, numel))
     finally:
         torch.set_num_threads(before)
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(math.sqrt(math.fsum(x * x for x in decoded.tolist())), rel=1e-15)
+
+
+def test_a_norm_of_parts_is_that_of_the_whole():
+    x, codec = torch.randn(1000), make_codec(codec_config("fp32"))
+    parts = [codec.decode_measured(codec.encode(part).payload, torch.empty(len(part))) for part in x.split(300)]
+    assert norm(parts) == pytest.approx(float(x.double().norm()), rel=1e-12)
 
 
 def test_a_norm_beyond_all_numbers_is_infinite():
-    assert norm(torch.full((10,), 3e38)) == math.inf
+    payload, codec = torch.full((10,), 3e38).view(torch.uint8), make_codec(codec_config("fp32"))
+    assert norm([codec.decode_measured(payload, torch.empty(10))]) == math.inf
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_measured_is_checked(name, bad):
+    codec, x = make_codec(codec_config(name)), torch.ones(300)
+    payload = codec.encode(x).payload
+    payload[:4] = torch.tensor([bad]).view(torch.uint8) if name in ("fp32", "topk2") else 255
+    with pytest.raises(CodecError, match=f"{name} payload of 300 elements holds values that are not finite; refused"):
+        codec.decode_measured(payload, torch.empty(300))
+    with pytest.raises(CodecError, match=f"{name} payload of 300 elements must be"):
+        codec.decode_measured(payload[:-1], torch.empty(300))
 
 
 @settings(max_examples=200, deadline=None)
@@ -80,7 +104,7 @@ def test_norms_are_judged_as_the_median_says(updates, free):
             assert len(accepted) >= free and not usual
         else:
             assert len(accepted) < free or usual
-            limits.note(0, size, weight)
+            limits.note("a", 0, size, weight)
             accepted.append(values)
 
 
@@ -94,7 +118,7 @@ def test_the_kicks_of_delayed_momentum_are_usual(regions):
             kick = 1.6 * 0.9 ** (turn // 8) if turn % 8 == 7 else 0.0
             size = 1e-5 + 0.2 * math.exp(-turn / 40) + kick
             limits.check("r", 0, size, 2)
-            limits.note(0, size, 2)
+            limits.note("r", 0, size, 2)
     with pytest.raises(Refused):
         limits.check("r", 0, 100.0, 2)
 
@@ -120,25 +144,26 @@ def test_an_exploded_update_is_refused_whole_and_changes_nothing():
     region, worker = world.regions["eu"], world.workers["a"][1]
     deltas = random_deltas(world, 99)
     half = {**deltas, 0: 1e4 * deltas[0]}  # one fragment of it
-    region.on_silence(Silence("a", "life-1"))
+    region.handle(MemberSilent("a", "life-1"))
     before = [(state.x.clone(), state.version) for state in region.fragments]
     parts = worker.parts(half)
-    region.on_part(parts[0])
+    region.handle(parts[0])
     assert not region.members["a"].silent
-    region.on_silence(Silence("a", "life-1"))
+    region.handle(MemberSilent("a", "life-1"))
     norms = region.norms.state()
     with pytest.raises(
         Refused, match=r"a: fragment 0: the update's norm of .* up to .* is usual here.*norm_deviations"
     ):
-        region.on_part(parts[1])
+        region.handle(parts[1])
     assert all(torch.equal(s.x, x) and s.version == v for s, (x, v) in zip(region.fragments, before, strict=True))
     assert region.norms.state() == norms and region.members["a"].silent
     worker.sequence -= 1
-    assert [region.on_part(p) for p in worker.parts(deltas)] == [False, True]  # its number is still free
+    assert [region.handle(p).reply for p in worker.parts(deltas)] == [False, True]  # its number is still free
 
 
 def test_a_region_that_was_cut_off_may_bring_much():
-    """Sixty times the usual, for it stands for sixty times as many updates; for one worker that is too much."""
+    """Sixty times the usual, for it stands for sixty times as many updates; for one worker that is too much, and for
+    sixty that have got no data, too."""
     world = learned()
     region = world.regions["eu"]
     deltas = {f: 60 * d for f, d in random_deltas(world, 5).items()}
@@ -146,8 +171,13 @@ def test_a_region_that_was_cut_off_may_bring_much():
     parts = [dataclasses.replace(p, member="eu", sequence=world.top.members["eu"].sequence + 1)
              for p in worker.parts(deltas)]  # fmt: skip
     with pytest.raises(Refused, match="far out of the ordinary"):
-        world.top.on_part(dataclasses.replace(parts[0], incarnation=region.incarnation))
-    assert world.top.on_part(dataclasses.replace(parts[0], incarnation=region.incarnation, weight=60))
+        world.top.handle(dataclasses.replace(parts[0], incarnation=region.incarnation))
+    many = dataclasses.replace(parts[0], incarnation=region.incarnation, weight=60)
+    with pytest.raises(Refused, match="far out of the ordinary"):
+        world.top.handle(many)
+    for job in range(1, 61):
+        assert isinstance(world.top.handle(LeaseRequest("a", job)).reply, Lease)
+    assert world.top.handle(many).reply
 
 
 def test_limits_can_be_switched_off():
@@ -163,7 +193,7 @@ def test_a_version_that_never_was_is_refused(version):
     world = make(config())
     region, worker = world.regions["eu"], world.workers["a"][1]
     with pytest.raises(Refused, match=f"starts from version {version}, which this server never gave; it is at"):
-        region.on_part(worker.parts(random_deltas(world, 1), version=version)[0])
+        region.handle(worker.parts(random_deltas(world, 1), version=version)[0])
 
 
 # ------------------------------------------------------------------------------------------------- quarantine
@@ -176,7 +206,7 @@ QUARANTINED = (
 
 
 def offend(world: World, times: int, incarnation: str = "life-1") -> list[bool]:
-    return [world.regions["eu"].on_offence(Offence("a", incarnation, "it was wild")) for _ in range(times)]
+    return [world.tell("eu", UpdateRejected("a", incarnation, "it was wild")) for _ in range(times)]
 
 
 def test_who_offends_again_and_again_is_quarantined():
@@ -188,22 +218,22 @@ def test_who_offends_again_and_again_is_quarantined():
     assert offend(world, 2) == [False, False]
     assert offend(world, 5, "another life") == [False] * 5
     assert offend(world, 1) == [True]
-    assert Release((lease.lease,)) in [send.message for send in region.outgoing()]
+    assert Release((lease.lease,)) in world.up["eu"]
     for server in (region, saved_and_loaded(world, "eu")):
         status = server.status()["members"]["a"]
         assert status["quarantined"] and status["refused"] == 3 and status["fault"] == "it was wild"
         assert server.status()["refused"] == {"a": 3}
-        for refused in (lambda s=server: s.on_part(worker.parts(random_deltas(world, 1))[0]),
-                        lambda s=server: s.on_join(worker.joins(world.identity)[0]),
-                        lambda s=server: s.on_join(worker.joins(world.identity, "life-2")[0])):  # fmt: skip
+        for refused in (lambda s=server: s.handle(worker.parts(random_deltas(world, 1))[0]),
+                        lambda s=server: s.handle(worker.joins(world.identity)[0]),
+                        lambda s=server: s.handle(worker.joins(world.identity, "life-2")[0])):  # fmt: skip
             with pytest.raises(Refused, match=QUARANTINED) as told:
                 refused()
             assert told.value.retry_s is None
-        server.on_pardon(Pardon("a"))
+        server.handle(LiftQuarantine("a"))
         with pytest.raises(Refused, match="this life of it was quarantined; start it anew"):
-            server.on_join(worker.joins(world.identity)[0])
+            server.handle(worker.joins(world.identity)[0])
         for join in worker.joins(world.identity, "life-2"):
-            server.on_join(join)
+            server.handle(join)
         assert server.current("a", "life-2") and not server.members["a"].offences
 
 
@@ -235,9 +265,9 @@ def test_decisions_are_the_same_after_any_restart(what):
         if kind == "join":
             life += 1
         elif kind == "offence":
-            said.append(Offence("a", f"life-{life}", "x"))
+            said.append(UpdateRejected("a", f"life-{life}", "x"))
         elif kind == "pardon":
-            said.append(Pardon("a"))
+            said.append(LiftQuarantine("a"))
         else:
             worker.sequence = servers[0].members["a"].sequence
             said += worker.parts(exploded(deltas) if kind == "wild" else deltas, incarnation=f"life-{life}")
@@ -256,7 +286,7 @@ def test_decisions_are_the_same_after_any_restart(what):
 
 
 def copy_of(world: World, server: RegionServer) -> RegionServer:
-    new = RegionServer(server.name, world.identity, world.layout, world.config, tuple(server.members))
+    new = RegionServer(server.name, world.identity, world.layout, world.config, server.rule, tuple(server.members))
     tensors, meta = server.state()
     new.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
     return new
@@ -264,7 +294,7 @@ def copy_of(world: World, server: RegionServer) -> RegionServer:
 
 def outcome(server: RegionServer, message: object) -> str:
     try:
-        return str(take(server, message))
+        return str(server.handle(message))
     except Refused as refused:
         return refused.reason
 
@@ -278,17 +308,17 @@ def test_regions_of_different_data_are_told_apart():
     eu, us = world.regions["eu"], world.regions["us"]
     for region, name, data in ((eu, "a", "aa" * 32), (us, "b", "bb" * 32)):
         for join in world.workers[name][1].joins(world.identity):
-            region.on_join(dataclasses.replace(join, data=data))
-        [told] = [send for send in region.outgoing() if send.to == GLOBAL]
+            handled = region.handle(dataclasses.replace(join, data=data))
+        [told] = [send for send in handled.sends if send.to == GLOBAL]
         if region is eu:
-            world.top.on_join(told.message)
+            world.top.handle(told.message)
         else:
             with pytest.raises(
                 Refused, match=r"data differs: us trains on data of sha256 b+…, this run on a+…; copy one"
             ):
-                world.top.on_join(told.message)
+                world.top.handle(told.message)
     with pytest.raises(Refused, match="data differs: a trains on"):
-        eu.on_join(dataclasses.replace(world.workers["a"][1].joins(world.identity)[0], data="cc" * 32))
+        eu.handle(dataclasses.replace(world.workers["a"][1].joins(world.identity)[0], data="cc" * 32))
     assert saved_and_loaded(world, "eu").data == "aa" * 32 == world.top.data
 
 
@@ -306,16 +336,14 @@ def test_the_dead_keep_nobody_from_flushing():
     world, region = two_in_a_region()
     lease = world.lease("a")
     world.push("a", random_deltas(world, 1), (lease.lease,))
-    region.on_silence(Silence("a", "life-1"))
-    region.on_leave("b")
-    world._collect("eu")
-    assert [type(s.message).__name__ for s in world.up["eu"]] == ["UpdatePart"]
+    world.tell("eu", MemberSilent("a", "life-1"))
+    world.tell("eu", Leave("b"))
+    assert [type(message).__name__ for message in world.up["eu"]] == ["UpdatePart"]
     sent = world.deliver_up("eu")
     world.deliver_down("eu", sent)
     assert not region.gone and not world.up["eu"]
-    region.on_over()
-    world._collect("eu")
-    assert [s.message for s in world.up["eu"]] == [Leave("eu")]
+    world.tell("eu", RunComplete())
+    assert list(world.up["eu"]) == [Leave("eu")]
     restored = saved_and_loaded(world, "eu")
     assert restored.over and restored.gone
     restored.begin_again()
@@ -325,26 +353,29 @@ def test_the_dead_keep_nobody_from_flushing():
 def test_who_speaks_again_is_not_dead():
     world, region = two_in_a_region()
     for revive in (lambda: world.push("a", random_deltas(world, 2)),
-                   lambda: region.on_lease_request(LeaseRequest("a", 9)),
-                   lambda: region.on_join(world.workers["a"][1].joins(world.identity)[0])):  # fmt: skip
-        region.on_silence(Silence("a", "life-1"))
+                   lambda: region.handle(world.workers["a"][1].joins(world.identity)[0])):  # fmt: skip
+        region.handle(MemberSilent("a", "life-1"))
+        assert region.members["a"].silent
+        with pytest.raises(NotJoined, match="a has left, or was not heard from for too long: join first"):
+            region.handle(LeaseRequest("a", 9))
         assert region.members["a"].silent
         revive()
         assert not region.members["a"].silent
-    region.on_leave("b")
-    region.on_over()
+    region.handle(Leave("b"))
+    region.handle(RunComplete())
     assert not region.gone  # it is at work
 
 
 def test_a_run_whose_data_is_trained_ends_without_its_dead_regions():
     world = make(config(), train_samples=4)
-    world.top.on_leave("eu")
-    world.top.on_silence(Silence("us", "life-1"))
     for job in range(1, 9):
-        lease = world.top.on_lease_request(LeaseRequest("a", job))
+        lease = world.top.handle(LeaseRequest("a", job)).reply
         if isinstance(lease, Lease):
             assert not world.top.finished
             world.top.book.commit((lease.lease,))
+    world.top.handle(Leave("eu"))
+    world.top.handle(MemberSilent("us", "life-1"))
     assert world.top.book.finished and world.top.finished
-    assert isinstance(world.top.on_lease_request(LeaseRequest("b", 1)), Finished)
-    assert not world.top.finished  # a worker there asks for data: the region lives
+    world.top.handle(world.regions["us"].join_message())
+    assert not world.top.finished  # the region lives
+    assert isinstance(world.top.handle(LeaseRequest("b", 1)).reply, Finished)

@@ -6,25 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from geotrain.config import CodecConfig, MomentumConfig, OuterConfig
-from geotrain.outer.rules import momentum_decay
-from tests.outer.world import FakeWorker, World, layout, whole
+from geotrain.config import MomentumConfig
+from geotrain.outer.messages import Leave
+from geotrain.outer.rules import momentum_decay, updates_in_run
+from tests.support.outer_world import FakeWorker, World, config, layout, start_vector, whole
 
-FP32 = CodecConfig(name="fp32")
 N_TRACE = 60
-
-
-def config(**changes) -> OuterConfig:
-    base = dict(
-        rule="halos", up=FP32, down=FP32, local=FP32, updates_per_send=3, merge_alpha=0.25,
-        region=MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=4),
-        **{"global": MomentumConfig(lr_per_update=0.15, beta=0.5, buffer=2)},
-    )  # fmt: skip
-    return OuterConfig(**{**base, **changes})
-
-
-def start_vector() -> torch.Tensor:
-    return torch.randn(64, generator=torch.Generator().manual_seed(1))
 
 
 class NumpyHalos:
@@ -81,16 +68,17 @@ def numpy_trace(deltas, x0, ledger, travel, momentum_rule=None):
     return history
 
 
-def real_trace(cfg, deltas, x0, travel):
+def real_trace(cfg, deltas, x0, travel, decay=None):
     lay = layout()
-    world = World(cfg, {"eu": [FakeWorker("a", lay, whole(lay))]}, [torch.tensor(x0, dtype=torch.float32)], lay)
+    world = World(cfg, {"eu": [FakeWorker("a", lay, whole(lay))]}, [torch.tensor(x0, dtype=torch.float32)], lay,
+                  momentum_decay=decay)  # fmt: skip
     history, flight = [], None
     for d in deltas:
         world.push("a", {0: torch.tensor(d, dtype=torch.float32)})
         if flight is not None:
             flight[1] += 1
         elif world.up["eu"]:
-            flight = [world.up["eu"][0].message, 0]
+            flight = [world.up["eu"][0], 0]
         if flight is not None and flight[1] == travel:
             sent = world.deliver_up("eu")
             assert sent is flight[0]
@@ -117,8 +105,8 @@ def test_momentum_rule_equals_its_transcription():
     rng = np.random.default_rng(8)
     deltas, x0 = rng.normal(size=(N_TRACE, 64)) / 10, start_vector().double().numpy()
     want = numpy_trace(deltas, x0, True, 2, momentum_rule=(0.95, 3.0, 1.0, 1.0))
-    cfg = config(rule="region_momentum", momentum_decay=0.95, momentum_gain=3.0)
-    got, _ = real_trace(cfg, deltas, x0, 2)
+    cfg = config(rule="region_momentum", gain=3.0)
+    got, _ = real_trace(cfg, deltas, x0, 2, decay=0.95)
     for (want_region, want_top), (region, top) in zip(want, got, strict=True):
         np.testing.assert_allclose(region, want_region, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(top, want_top, rtol=2e-5, atol=2e-5)
@@ -128,7 +116,11 @@ def test_momentum_spans_a_share_of_the_run_whatever_its_length():
     """A delta's weight in m has fallen to 1/e when that share of the region's updates has followed it."""
     for updates in (200.0, 5000.0):
         assert momentum_decay(updates, 0.2) ** (0.2 * updates) == pytest.approx(np.exp(-1))
-    assert momentum_decay(1.0) == pytest.approx(np.exp(-1)), "a run of few updates keeps some momentum"
+    assert momentum_decay(1.0, 0.1) == pytest.approx(np.exp(-1)), "a run of few updates keeps some momentum"
+
+
+def test_a_regions_updates_are_its_share_of_the_runs_jobs():
+    assert updates_in_run(9600, 16, 4, workers=3, all_workers=12) == 9600 / 16 / 4 / 4
 
 
 def test_the_published_rule_loses_what_travelled_and_the_ledger_does_not():
@@ -141,8 +133,7 @@ def test_the_published_rule_loses_what_travelled_and_the_ledger_does_not():
         cfg = config(ledger=ledger, merge_alpha=1.0, region=plain, **{"global": plain})
         _, world = real_trace(cfg, deltas, x0, travel=3)
         region = world.regions["eu"]
-        region.on_leave("a")
-        world._collect("eu")
+        world.tell("eu", Leave("a"))
         while update := world.deliver_up("eu"):
             assert world.deliver_down("eu", update)
         everything = x0 - deltas.sum(axis=0)
@@ -156,7 +147,7 @@ def test_sync_is_diloco():
     lay, rng, x0 = layout(), np.random.default_rng(3), start_vector()
     workers = {n: FakeWorker(n, lay, whole(lay)) for n in "abc"}
     world = World(
-        config(rule="sync", sync_lr=0.7, sync_momentum=0.9),
+        config(rule="sync", lr=0.7, momentum=0.9),
         {"eu": [workers["a"], workers["b"]], "us": [workers["c"]]},
         [x0],
         lay,

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from geotrain.config import OuterConfig
+from geotrain.layout import Layout
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.layout import Layout
-from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Refused, Steer
+from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Leave, OperatorCommand, Refused
 from geotrain.outer.region_server import RegionServer
+from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Identity
-from tests.outer.test_rules import config
-from tests.outer.world import layout
+from tests.support.outer_world import UPDATES, config, layout
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 STEP = 2  # samples
@@ -27,25 +27,25 @@ def server(cfg: OuterConfig | None = None, samples: int = 40) -> GlobalServer:
 
 def again(old: GlobalServer) -> GlobalServer:
     """What a restart leaves of it."""
-    new = server(OuterConfig(rule="sync") if old.book.rounds else None)
+    new = server(config("sync") if old.book.rounds else None)
     new.load(*old.state())
     return new
 
 
 def ask(top: GlobalServer, worker: str, job: int) -> Lease | Finished | None:
-    return top.on_lease_request(LeaseRequest(worker, job))
+    return top.handle(LeaseRequest(worker, job)).reply
 
 
 def test_a_paused_run_hands_out_nothing_new_also_after_a_restart():
     top = server()
     held = ask(top, "a", 1)
-    top.on_steer(Steer("pause"))
+    top.handle(OperatorCommand("pause"))
     top = again(top)
     assert top.status()["phase"] == "paused"
     assert ask(top, "a", 1) == held  # what was handed out stays so
     assert ask(top, "a", 2) is None and ask(top, "c", 1) is None
     assert len(top.book.open) == 1
-    top.on_steer(Steer("resume"))
+    top.handle(OperatorCommand("resume"))
     following = ask(top, "a", 2)
     assert isinstance(following, Lease) and following.start == 4
     assert top.status()["phase"] == "running"
@@ -54,7 +54,7 @@ def test_a_paused_run_hands_out_nothing_new_also_after_a_restart():
 def test_a_drained_region_leaves_and_the_others_train_on():
     top = server()
     held = ask(top, "a", 1)
-    top.on_steer(Steer("drain", "eu"))
+    top.handle(OperatorCommand("drain", "eu"))
     top = again(top)
     assert top.status()["draining"] == ["eu"]
     assert ask(top, "a", 1) == held
@@ -67,13 +67,13 @@ def test_a_drained_region_leaves_and_the_others_train_on():
 def test_a_drained_region_that_comes_back_trains_again():
     top = server()
     join = _join(top, "eu", "life-1")
-    top.on_join(join)
-    top.on_steer(Steer("drain", "eu"))
+    top.handle(join)
+    top.handle(OperatorCommand("drain", "eu"))
     assert ask(top, "a", 1) == Finished("a", 1)
-    top.on_join(dataclasses.replace(join, incarnation="life-2"))  # restarted before it had left
+    top.handle(dataclasses.replace(join, incarnation="life-2"))  # restarted before it had left
     assert ask(top, "b", 1) == Finished("b", 1)
-    top.on_leave("eu")
-    top.on_join(dataclasses.replace(join, incarnation="life-3"))
+    top.handle(Leave("eu"))
+    top.handle(dataclasses.replace(join, incarnation="life-3"))
     assert isinstance(ask(top, "a", 1), Lease) and top.status()["draining"] == []
 
 
@@ -81,15 +81,15 @@ def test_a_stopped_run_goes_on_where_it_was():
     top = server(samples=12)
     first = ask(top, "a", 1)
     assert isinstance(first, Lease)
-    top.on_steer(Steer("pause"))
-    top.on_steer(Steer("stop"))
+    top.handle(OperatorCommand("pause"))
+    top.handle(OperatorCommand("stop"))
     top = again(top)
     assert top.status()["phase"] == "stopping"
     assert [ask(top, w, 2) for w in "abc"] == [Finished(w, 2) for w in "abc"]
     assert ask(top, "a", 1) == first
     top.book.commit((first.lease,))
     for region in REGIONS:
-        top.on_leave(region)
+        top.handle(Leave(region))
     assert top.status()["phase"] == "ended" and not top.status()["complete"]
     top.begin_again()
     leases = [ask(top, "a", 2), ask(top, "c", 2)]
@@ -98,33 +98,40 @@ def test_a_stopped_run_goes_on_where_it_was():
 
 def test_a_synchronous_round_that_has_begun_is_finished_by_all():
     """Others would wait for ever for the worker that was told to stop within a round."""
-    top = server(OuterConfig(rule="sync"))
+    top = server(config("sync"))
     assert isinstance(ask(top, "a", 1), Lease)
-    top.on_steer(Steer("stop"))
+    top.handle(OperatorCommand("stop"))
     assert isinstance(ask(top, "b", 1), Lease) and isinstance(ask(top, "c", 1), Lease)
     assert [ask(top, w, 2) for w in "abc"] == [Finished(w, 2) for w in "abc"]
-    paused = server(OuterConfig(rule="sync"))
-    paused.on_steer(Steer("pause"))
+    paused = server(config("sync"))
+    paused.handle(OperatorCommand("pause"))
     assert ask(paused, "a", 1) is None and paused.book.laid_out == {}
 
 
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(Refused, match="no region is called 'mars' here; known: eu, us"):
-        server().on_steer(Steer("drain", "mars"))
+        server().handle(OperatorCommand("drain", "mars"))
     with pytest.raises(Refused, match="needs every worker: stop the run instead"):
-        server(OuterConfig(rule="sync")).on_steer(Steer("drain", "eu"))
+        server(config("sync")).handle(OperatorCommand("drain", "eu"))
     with pytest.raises(Refused, match="known: pause, resume, drain, stop"):
-        server().on_steer(Steer("explode"))
+        server().handle(OperatorCommand("explode"))
 
 
 def test_a_flat_run_drains_the_workers_of_a_region():
     top = server(config().model_copy(update={"levels": 1}))
-    top.on_steer(Steer("drain", "eu"))
+    top.handle(OperatorCommand("drain", "eu"))
     assert isinstance(ask(top, "c", 1), Lease)
     assert ask(top, "a", 1) == Finished("a", 1) and top.status()["draining"] == ["eu"]
 
 
 def _join(top: GlobalServer, region: str, life: str) -> Join:
-    member = RegionServer(region, top.identity, top.layout, config(), REGIONS[region])
+    member = RegionServer(
+        region,
+        top.identity,
+        top.layout,
+        config(),
+        region_rule(config().rule, REGIONS[region], UPDATES),
+        REGIONS[region],
+    )
     member.incarnation = life
     return member.join_message()

@@ -7,17 +7,16 @@ import math
 import pytest
 import torch
 
+from geotrain.layout import numel, scatter
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import from_bytes
+from geotrain.outer.downlink import VALIDATION_CODEC, from_bytes
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.layout import numel, scatter
-from geotrain.outer.leases import LeaseBook
+from geotrain.outer.leases import LeaseBook, Validations
 from geotrain.outer.messages import Lease, LeaseRequest, Refused, Send, Validated
 from geotrain.outer.region_server import RegionServer
-from geotrain.outer.server import VALIDATION_CODEC, Identity
-from geotrain.outer.validation import Validations
-from tests.outer.test_rules import config
-from tests.outer.world import FakeWorker, halves, layout
+from geotrain.outer.rules import region_rule
+from geotrain.outer.server import Identity
+from tests.support.outer_world import UPDATES, FakeWorker, config, halves, layout
 
 EVERY = 16
 
@@ -60,17 +59,17 @@ def test_a_lease_keeps_its_task_through_a_restart_and_for_every_rank() -> None:
         return GlobalServer(identity, lay, config(), {"eu": ("a",)}, 400, 1, EVERY)
 
     top = server()
-    before = top.on_lease_request(LeaseRequest("a", 1))
+    before = top.handle(LeaseRequest("a", 1)).reply
     top.book.committed_samples = EVERY
-    assert top.on_lease_request(LeaseRequest("a", 1)) == before  # another rank, after it came due
-    with_task = top.on_lease_request(LeaseRequest("a", 2))
+    assert top.handle(LeaseRequest("a", 1)).reply == before  # another rank, after it came due
+    with_task = top.handle(LeaseRequest("a", 2)).reply
     assert isinstance(with_task, Lease) and with_task.validate == 1
     new = server()
     new.load(*top.state())
-    assert new.on_lease_request(LeaseRequest("a", 2)) == with_task
-    following = new.on_lease_request(LeaseRequest("a", 3))
+    assert new.handle(LeaseRequest("a", 2)).reply == with_task
+    following = new.handle(LeaseRequest("a", 3)).reply
     assert isinstance(following, Lease) and following.validate == 0
-    new.on_validated(Validated("a", 1, 5, 2.5, 0.1))
+    new.handle(Validated("a", 1, 5, 2.5, 0.1))
     again = server()
     again.load(*new.state())
     assert again.status()["validation"]["loss"] == 2.5
@@ -83,17 +82,17 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
     cfg = config()
     top = GlobalServer(identity, lay, cfg, {"eu": ("a",)}, 400, 1, EVERY)
     top.set_weights([torch.linspace(-1, 1, f.numel) for f in lay.fragments])
-    region = RegionServer("eu", identity, lay, cfg, ("a",), validates=True)
+    region = RegionServer("eu", identity, lay, cfg, region_rule(cfg.rule, ("a",), UPDATES), ("a",), validates=True)
     region.incarnation = "life-1"
     worker = FakeWorker("a", lay, halves(lay))
     for join in worker.joins(identity):
-        region.on_join(join)
+        region.handle(join)
     assert region.weights_to_validate("a", "life-1", 0, 1).weights == ()  # nothing is here yet
-    top.on_join(region.join_message())
+    top.handle(region.join_message())
     everything = tuple(range(len(lay.fragments)))
     answer = top.answer("eu", "life-1", 0, 0, everything)
     assert answer is not None
-    region.on_global_weights(answer)
+    region.handle(answer)
     seen = [torch.full((f.numel,), torch.nan) for f in lay.fragments]
     for part in (0, 1):
         told = region.weights_to_validate("a", "life-1", part, 1)
@@ -111,12 +110,11 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
     assert region.weights_to_validate("a", "life-1", 0, 2).weights != told.weights
     assert region.weights_to_validate("a", "life-1", 0, 1).weights == ()  # gone: a later one has begun
     result = Validated("a", 2, 1, 3.0, 0.1)
-    region.outgoing()
-    region.on_validated(result)
-    assert region.outgoing() == [Send("global", result)] and region.frozen is None
+    assert region.handle(result).sends == (Send("global", result),) and region.frozen is None
 
 
 def test_a_region_that_does_not_validate_keeps_no_copy() -> None:
     lay = layout()
-    region = RegionServer("eu", Identity("t", "c", lay.digest, "toy"), lay, config(), ("a",))
-    assert region.newest is None and region.validation_weights() == []
+    rule = region_rule(config().rule, ("a",), UPDATES)
+    region = RegionServer("eu", Identity("t", "c", lay.digest, "toy"), lay, config(), rule, ("a",))
+    assert region.newest is None and region.validation_weights()[1] == []

@@ -7,25 +7,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geotrain.canonical import Run
-from geotrain.config import CodecConfig, OuterConfig, OverlapConfig
+from geotrain.config import CodecConfig, OuterConfig, OverlapConfig, codec_config
+from geotrain.layout import StridedSlice, gather, joined, scatter
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import from_bytes, to_bytes
-from geotrain.outer.layout import Slice, gather, joined, scatter
 from geotrain.outer.messages import FragmentWeights
-from geotrain.outer.worker import Piece, WorkerRank
-from tests.outer.world import layout
+from geotrain.outer.worker import OwnedSlices, WorkerRank
+from tests.support.outer_world import layout
 
-FP32 = CodecConfig(name="fp32")
+FP32 = codec_config("fp32")
 
 
 def rank(adopt: str, codec: CodecConfig = FP32) -> tuple[WorkerRank, torch.Tensor, torch.Tensor]:
     """Owns layer.0, and holds a copy of the norm that another rank speaks for."""
     matrix, norm = torch.zeros(16), torch.zeros(8)
     config = OuterConfig(
-        local=codec, overlap=OverlapConfig(steps=0 if adopt == "replace" else 2, adopt=adopt, mix=0.25)
+        local=codec,
+        overlap=OverlapConfig(
+            steps=0 if adopt == "replace" else 2, adopt=adopt, **({"mix": 0.25} if adopt == "mix" else {})
+        ),
     )
-    pieces = [Piece((Run("norm", 0, 8),), norm, False), Piece((Run("layer.0", 0, 16),), matrix, True)]
+    pieces = [
+        OwnedSlices((StridedSlice(0, 8, parameter="norm"),), norm, False),
+        OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True),
+    ]
     return WorkerRank(layout(), config, pieces), matrix, norm
 
 
@@ -59,7 +64,7 @@ def test_adopting(adopt, expected):
 
 pieces_of_a_vector = st.lists(
     st.builds(
-        lambda start, length, count, gap: Slice(start, length, length + gap if count > 1 else 0, count),
+        lambda start, length, count, gap: StridedSlice(start, length, length + gap if count > 1 else 0, count),
         st.integers(0, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 3),
     ),
     max_size=8,
@@ -79,11 +84,18 @@ def test_joined_slices_name_the_same_elements(slices):
 
 
 def test_neighbours_are_one_slice():
-    assert joined([Slice(0, 4), Slice(4, 2), Slice(8, 1), Slice(6, 2)]) == (Slice(0, 6), Slice(8, 1), Slice(6, 2))
-    assert joined([Slice(0, 2, 4, 2), Slice(6, 2)]) == (Slice(0, 2, 4, 2), Slice(6, 2))
-    both = [Piece((Run(name, 0, 16),), torch.zeros(16), name == "layer.0") for name in ("layer.0", "layer.1")]
+    assert joined([StridedSlice(0, 4), StridedSlice(4, 2), StridedSlice(8, 1), StridedSlice(6, 2)]) == (
+        StridedSlice(0, 6),
+        StridedSlice(8, 1),
+        StridedSlice(6, 2),
+    )
+    assert joined([StridedSlice(0, 2, 4, 2), StridedSlice(6, 2)]) == (StridedSlice(0, 2, 4, 2), StridedSlice(6, 2))
+    both = [
+        OwnedSlices((StridedSlice(0, 16, parameter=name),), torch.zeros(16), name == "layer.0")
+        for name in ("layer.0", "layer.1")
+    ]
     worker = WorkerRank(layout(), OuterConfig(), both)
-    assert worker.pushes == ((Slice(24, 16),),) and worker.holds == ((Slice(24, 32),),)
+    assert worker.pushes == ((StridedSlice(24, 16),),) and worker.holds == ((StridedSlice(24, 32),),)
 
 
 def test_rebase_forgets_nothing():
@@ -110,8 +122,8 @@ def test_rebase_forgets_nothing():
 
 
 def test_error_feedback_sends_later_what_rounding_left_out():
-    worker, matrix, _ = rank("replace", CodecConfig(name="bf16"))
-    zeros = make_codec(CodecConfig(name="bf16")).encode(torch.zeros(24)).payload
+    worker, matrix, _ = rank("replace", codec_config("bf16"))
+    zeros = make_codec(codec_config("bf16")).encode(torch.zeros(24)).payload
     worker.on_weights(FragmentWeights(0, 1, to_bytes(zeros)), start=True)
     meant, sent = torch.zeros(16), torch.zeros(16)
     gen = torch.Generator().manual_seed(0)
@@ -120,5 +132,5 @@ def test_error_feedback_sends_later_what_rounding_left_out():
         matrix.add_(torch.rand(16, generator=gen) / 3)
         meant += before - matrix
         delta = worker.make_delta(0, seed=i).result()
-        sent += make_codec(CodecConfig(name="bf16")).decode(from_bytes(delta.payload), 16)
+        sent += make_codec(codec_config("bf16")).decode(from_bytes(delta.payload), 16)
     assert float((meant - sent).abs().max()) < 2e-3  # one rounding, not fifty

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from geotrain.plan.pipeline import Stages, pipeline_seconds, timetable
+from geotrain.plan.model.pipeline import Stages, pipeline_seconds, timetable
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 1), (2, 6), (4, 2), (4, 16), (8, 40)])

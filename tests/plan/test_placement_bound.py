@@ -5,19 +5,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from plan.plan_cases import random_problem
 
-from geotrain.plan.bound import lower_bound, quick_bound, quick_bound_of_hidden
-from geotrain.plan.classes import (
+from benchmarks.planner.lower_bound import joined_classes, lower_bound
+from geotrain.plan.placement.classes import (
     bottlenecks,
     hall_sets,
-    joined_classes,
     like_classes,
     stage_vectors,
     vector_costs,
 )
-from geotrain.plan.cost import Problem, matching_cost, partition_cost, problem_from_links, stage_cost
-from geotrain.plan.exact import TooMuchWorkError, cheapest_below
+from geotrain.plan.placement.cost import Problem, problem_from_links, quick_bound, quick_bound_of_hidden
+from geotrain.plan.placement.exact import TooMuchWorkError, cheapest_below
+from tests.support.placement_reference import matching_cost, partition_cost, stage_cost
+from tests.support.plan_cases import random_problem
 
 SHAPES = [(1, 3, 1), (2, 2, 0), (2, 3, 1), (3, 2, 0), (4, 2, 0), (2, 4, 0), (3, 3, 0), (5, 2, 0), (3, 2, 2)]
 
@@ -96,7 +96,8 @@ def test_bound_holds_where_no_devices_are_alike(shape, monkeypatch):
     best = optimum(problem)
     assert quick_bound(problem) <= best
     assert lower_bound(problem, best * 1.1) <= best
-    monkeypatch.setattr("geotrain.plan.classes.MAX_CLASSES", 3)  # forces unlike devices into one class
+    for module in ("geotrain.plan.placement.classes", "benchmarks.planner.lower_bound"):
+        monkeypatch.setattr(f"{module}.MAX_CLASSES", 3)  # forces unlike devices into one class
     assert like_classes(problem) is None
     assert len(joined_classes(problem).sizes) == min(3, n)
     assert quick_bound(problem) <= lower_bound(problem, best * 1.1) <= best

@@ -5,20 +5,18 @@ import itertools
 import numpy as np
 import pytest
 
-from geotrain.plan.cost import (
+from geotrain.plan.placement.cost import (
     Problem,
     arrange,
     match_stages,
-    matching_cost,
     open_tour,
-    partition_cost,
     placement,
     problem_from_links,
-    stage_cost,
     stage_costs,
     table_costs,
 )
-from tests.plan.plan_cases import random_problem
+from tests.support.placement_reference import matching_cost, partition_cost, stage_cost
+from tests.support.plan_cases import random_problem
 
 
 def four_devices(**changes) -> Problem:

@@ -1,19 +1,19 @@
 """The search against enumeration, on clusters with a known answer, and on DT-FM's scenarios."""
 
-import importlib.util
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from geotrain.plan.bound import lower_bound
-from geotrain.plan.cost import Problem, partition_cost, placement, problem_from_links, table_costs
-from geotrain.plan.search import Annealer, Effort, polish, search
-from tests.plan.plan_cases import random_problem
+from benchmarks import DATA
+from benchmarks.planner import placements
+from benchmarks.planner.lower_bound import lower_bound
+from geotrain.plan.placement.cost import Problem, placement, problem_from_links, table_costs
+from geotrain.plan.placement.search import Annealer, Effort, polish, search
+from tests.support.placement_reference import partition_cost
+from tests.support.plan_cases import random_problem
 
-ROOT = Path(__file__).resolve().parents[2]
 GOALS = {
     "on_demand_datacenter": 3.44,
     "spot_datacenter": 49.51,
@@ -21,14 +21,6 @@ GOALS = {
     "four_us_regions": 34.81,
     "eight_world_cities": 49.22,
 }
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmarks_planner", ROOT / "benchmarks" / "planner.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def regions_problem(sizes: list[int], stages: int, replicas: int, gbps: np.ndarray, **more) -> Problem:
@@ -63,8 +55,8 @@ def test_finds_the_optimum_of_tiny_instances(shape, exact_work):
     assert found.total_s == pytest.approx(optimum(problem))
 
 
-def test_annealing_alone_reaches_the_optimum_from_random_tables(benchmark):
-    problem = benchmark.load_scenarios()["two_organizations"]
+def test_annealing_alone_reaches_the_optimum_from_random_tables():
+    problem = placements.load_scenarios()["two_organizations"]
     rng = np.random.default_rng(0)
     orders = np.array([rng.permutation(64) for _ in range(24)])
     began = polish(problem, orders).total_s
@@ -115,7 +107,7 @@ def test_a_pipeline_spans_regions_too_small_for_the_model():
     np.fill_diagonal(gbps, 50.0)
     problem = regions_problem([4, 4, 4, 4], 8, 2, gbps, gradient_gigabytes=0.01)
     region = np.repeat(np.arange(4), 4)
-    for pipeline in search(problem, seed=0).pipelines:
+    for pipeline in zip(*search(problem, seed=0).stages, strict=True):
         crossings = sum(region[a] != region[b] for a, b in itertools.pairwise(pipeline))
         assert crossings == 1
 
@@ -127,14 +119,14 @@ def test_unequal_regions_reach_a_proven_optimum():
     assert found.total_s == pytest.approx(lower_bound(problem, found.total_s), rel=1e-6)
 
 
-def test_same_seed_same_placement(benchmark):
-    problem = benchmark.synthesize(64, 8, seed=1)
+def test_same_seed_same_placement():
+    problem = placements.synthesize(64, 8, seed=1)
     effort = Effort(400)
     assert search(problem, 5, effort) == search(problem, 5, effort)
 
 
-def test_two_hundred_and_fifty_six_devices(benchmark):
-    problem = benchmark.synthesize(256, 16, seed=0)
+def test_two_hundred_and_fifty_six_devices():
+    problem = placements.synthesize(256, 16, seed=0)
     found = search(problem, 0, Effort(300))
     rng = np.random.default_rng(0)
     scattered = table_costs(problem, np.array([rng.permutation(256).reshape(16, 16) for _ in range(20)]))
@@ -149,7 +141,7 @@ def test_effort_is_checked():
 
 def recompute(name: str, assignment: dict) -> float:
     """DT-FM's cost from the raw scenario and the written file; shares no code with the product."""
-    data = json.loads((ROOT / "benchmarks" / "data" / "dtfm_scenarios.json").read_text())
+    data = json.loads((DATA / "dtfm_scenarios.json").read_text())
     task, links = data["task"], data["scenarios"][name]
     stages, pipelines = assignment["stages"], assignment["pipelines"]
     count, width = task["pipeline_stages"], task["data_parallel"]
@@ -170,9 +162,9 @@ def recompute(name: str, assignment: dict) -> float:
 
 
 @pytest.mark.parametrize("name", GOALS)
-def test_scenarios_reach_their_goals_and_emit_what_they_claim(benchmark, name, tmp_path):
-    problem = benchmark.load_scenarios()[name]
-    figures = benchmark.measure_scenario(name, problem, seeds=2, folder=tmp_path)
+def test_scenarios_reach_their_goals_and_emit_what_they_claim(name, tmp_path):
+    problem = placements.load_scenarios()[name]
+    figures = placements.measure_scenario(name, problem, seeds=2, folder=tmp_path)
     assert figures["cost"] <= GOALS[name]
     assert figures["cost"] * 0.99 <= figures["lower_bound"] <= figures["cost_best"]
     assignment = json.loads((tmp_path / f"placement_{name}.json").read_text())

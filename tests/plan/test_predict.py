@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plan.plan_cases import DEVICE, inventory, small_run
 
-from geotrain.canonical import canonical_parameters
+from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, parse
-from geotrain.launch import dry_run
-from geotrain.plan.cost import problem_from_links, stage_cost
-from geotrain.plan.job import Prediction, model_of, predict
-from geotrain.plan.work import stage_flops, token_flops, useful_flops
+from geotrain.layout import canonical_parameters, parameter_count
+from geotrain.plan.model.work import stage_flops, token_flops, useful_flops
+from geotrain.plan.placement.cost import problem_from_links
+from geotrain.plan.predict import RunPrediction, predict
+from tests.support.placement_reference import stage_cost
+from tests.support.plan_cases import DEVICE, inventory, small_run
 
 GBPS, RTT_S = 10.0, 0.02
 
@@ -36,12 +37,12 @@ def host(name: str, slots: int = 1, kind: str = "d") -> dict[str, Any]:
     return {"host": name, "slots": slots, "device": kind}
 
 
-def on(run: RunConfig, hosts: list[list[dict[str, Any]]], **parallel: int) -> Prediction:
+def on(run: RunConfig, hosts: list[list[dict[str, Any]]], **parallel: int) -> RunPrediction:
     return predict(run, cluster(hosts, parallel))
 
 
 def test_operations_are_two_for_each_weight_that_a_token_meets() -> None:
-    a = model_of(small_run())
+    a = small_run().architecture
     matrices = sum(p.numel for p in canonical_parameters(a) if len(p.shape) == 2 and "embed" not in p.name)
     attention = 2 * a.heads * a.head_dim * 2048 * a.layers
     assert useful_flops(a, 2048) == 3 * (2 * matrices + attention)
@@ -54,7 +55,7 @@ def test_operations_are_two_for_each_weight_that_a_token_meets() -> None:
 def test_one_accelerator_computes_and_nothing_else() -> None:
     run = small_run()
     found = on(run, [[host("a")]])
-    expected = 64 * 2048 * useful_flops(model_of(run), 2048) / 50e12
+    expected = 64 * 2048 * useful_flops(run.architecture, 2048) / 50e12
     assert found.workers["eu-0"].step_s == pytest.approx(expected)
     assert found.workers["eu-0"].compute_s == pytest.approx(expected)
     assert found.workers["eu-0"].limit.startswith("waiting for the outer loop")
@@ -67,7 +68,7 @@ def test_replicas_reduce_at_the_cost_that_dt_fm_gives() -> None:
     """With equal links a ring costs what DT-FM counts, for gradients reduced and gathered and weights gathered."""
     run = small_run()
     found = on(run, [[host(f"h{i}") for i in range(4)]]).workers["eu-0"]
-    gigabytes = model_of(run).parameter_count * 2 / 1e9
+    gigabytes = parameter_count(run.architecture) * 2 / 1e9
     n = range(4)
     problem = problem_from_links(
         [[RTT_S / 2 for _ in n] for _ in n], [[GBPS for _ in n] for _ in n], stages=1, replicas=4,
@@ -83,7 +84,7 @@ def test_a_pipeline_waits_for_its_bubble_and_its_links() -> None:
     run = small_run()
     near = on(run, [[host("a", 4)]], pipeline=4).workers["eu-0"]
     m = 64
-    busiest = max(sum(stage_flops(model_of(run), 2048, s, 4, "none")) for s in range(4)) * 2048 / 50e12
+    busiest = max(sum(stage_flops(run.architecture, 2048, s, 4, "none")) for s in range(4)) * 2048 / 50e12
     assert near.step.compute_s == pytest.approx(m * busiest)
     assert 0 < near.step.pipeline_s < 0.15 * near.step_s
     far = on(run, [[host(f"h{i}") for i in range(4)]], pipeline=4).workers["eu-0"]
@@ -120,7 +121,7 @@ def test_acco_s_balance_lets_a_fast_replica_take_more() -> None:
     assert "unequal work" in waits.limit
 
 
-def spread(gbps: float, **acco: Any) -> Prediction:
+def spread(gbps: float, **acco: Any) -> RunPrediction:
     """A worker of two replicas, one in another region. Four steps hide an exchange, and no answer is waited for."""
     overlap = {"steps": 4, "adopt": "rebase", "late": "continue"}
     run = small_run(outer={"local_steps": 8, "overlap": overlap}, **acco)
@@ -141,10 +142,10 @@ def test_acco_hides_nothing_where_the_outer_loop_needs_whole_weights(
     found = spread(gbps, acco={"prediction": form})
     zero_1 = spread(gbps).workers["eu-0"]
     worker = found.workers["eu-0"]
-    parameters = model_of(small_run()).parameter_count
+    parameters = parameter_count(small_run().architecture)
     commit = 2 * (RTT_S / 2 + 8e-9 * parameters / gbps)  # half of the weights, 2 bytes each, twice
     first, second = share * worker.compute_s, (1 - share) * worker.compute_s
-    words = zero_1.step.words_s
+    words = zero_1.step.small_collectives_s
     assert (commit < first) == (gbps == 10.0)
     assert worker.step_s == pytest.approx(max(first, commit) + max(second, ahead * commit) + words)
     assert worker.job_s - 8 * worker.step_s == pytest.approx(2 * min(first, commit) + commit / 2)
@@ -163,9 +164,9 @@ def test_memory_is_what_the_dry_run_says() -> None:
 
 
 def test_bytes_and_money() -> None:
-    run = small_run(outer={"local_steps": 8, "updates_per_send": 4, "up": {"name": "bf16"}, "down": {"name": "int4"}})
+    run = small_run(outer={"local_steps": 8, "up": {"name": "bf16"}, "down": {"name": "int4"}})
     found = predict(run, cluster([[host("a", 2)]], {}, usd_per_gb=0.1))
-    parameters = model_of(run).parameter_count
+    parameters = parameter_count(run.architecture)
     round_s = 4 * found.workers["eu-0"].job_s
     assert found.regions["eu"].round_s == found.round_s == pytest.approx(round_s)
     up, down = found.links

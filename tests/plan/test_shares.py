@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geotrain.plan.pipeline import Stages, pipeline_seconds
-from geotrain.plan.shares import claimed_shares, even_shares
+from geotrain.plan.model.pipeline import Stages, claimed_shares, even_shares, pipeline_seconds
 
 
 def one_stage(seconds: float) -> Stages:

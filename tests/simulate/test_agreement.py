@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from geotrain.launch import wan
-from geotrain.simulate.agreement import least_gap_s
-from tests.launch.trees import marked, new_mark
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from agreement import expected, launched, make_world, order
+from benchmarks.agreement import launched, least_gap_s, make_world, order, simulated
+from geotrain.emulate import wan
+from tests.support.process_trees import marked, new_mark
 
 
 @pytest.mark.slow
@@ -23,7 +18,7 @@ def test_a_real_run_applies_what_its_simulation_applies(tmp_path: Path) -> None:
     """Paces and links decide. How long it takes is the benchmark's to tell, on a machine that is not busy."""
     assert wan.cannot_emulate() == ""
     files = make_world(tmp_path)
-    simulation = expected(files)
+    simulation = simulated(files)
     assert least_gap_s(simulation) > 0.5, "the script leaves the order to chance"
     mark = new_mark()
     reality = launched(files, mark)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from geotrain.canonical import Run
-from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, OverlapConfig
-from geotrain.outer.worker import Piece, WorkerRank
+from geotrain.config import MomentumConfig, OuterConfig, OverlapConfig, codec_config, rule_config
+from geotrain.layout import StridedSlice
+from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
-from geotrain.simulate.world import Task, World
-from tests.outer.world import layout
+from geotrain.simulate.world import VirtualTask, VirtualWorld
+from tests.support.outer_world import layout
 
-FP32 = CodecConfig(name="fp32")
+FP32 = codec_config("fp32")
 SIZE, STEPS_A_JOB, SAMPLES = 64, 3, 240
 SECOND = 10**9 // 8  # bytes that take a second at 1 Gbit/s
 # step times and bandwidths without common divisors: no two events meet, so their order is the schedule's alone
@@ -46,7 +46,9 @@ class Bowl:
     def born(self) -> None:
         pieces, offset = [], 0
         for p in layout().parameters:
-            pieces.append(Piece((Run(p.name, 0, p.numel),), self.flat[offset : offset + p.numel], True))
+            pieces.append(
+                OwnedSlices((StridedSlice(0, p.numel, parameter=p.name),), self.flat[offset : offset + p.numel], True)
+            )
             offset += p.numel
         self.rank = WorkerRank(layout(), self.outer, pieces)
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
@@ -61,7 +63,9 @@ class Bowl:
         return {}
 
 
-def simulate(outer: OuterConfig) -> tuple[list[tuple[float, int, np.ndarray]], World]:
+def simulate(
+    outer: OuterConfig, momentum_decay: float | None = None
+) -> tuple[list[tuple[float, int, np.ndarray]], VirtualWorld]:
     """(time, version, weights) after each update of the global server."""
     regions = tuple(
         RegionSpec(
@@ -73,14 +77,15 @@ def simulate(outer: OuterConfig) -> tuple[list[tuple[float, int, np.ndarray]], W
         for r, workers in WORKERS.items()
     )
     sizes = Sizes(outer, (SECOND // 4,))  # fp32: a second at 1 Gbit/s
-    task = Task(outer, sizes, layout(), (torch.zeros(SIZE),), SAMPLES, 1, lambda spec: Bowl(spec, outer))
+    task = VirtualTask(outer, sizes, layout(), (torch.zeros(SIZE),), SAMPLES, 1, lambda spec: Bowl(spec, outer),
+                       momentum_decay=momentum_decay)  # fmt: skip
     trace: list[tuple[float, int, np.ndarray]] = []
 
-    def watch(world: World) -> None:
+    def watch(world: VirtualWorld) -> None:
         state = world.top.server.fragments[0]
         trace.append((world.clock.now, state.version, state.x.numpy().copy()))
 
-    world = World(WorldSpec(regions), task, watch)
+    world = VirtualWorld(WorldSpec(regions), task, watch)
     world.run()
     return trace, world
 
@@ -206,13 +211,18 @@ OVERLAP = OverlapConfig(steps=1, late="continue", adopt="rebase")
     [("halos", False, False), ("halos", True, False), ("halos", True, True), ("region_momentum", True, True)],
 )
 def test_a_run_equals_its_pseudo_code(rule, ledger, overlap):
+    when = {"updates_per_send": 2, "merge_alpha": 0.5}
+    region = MomentumConfig(lr_per_update=0.3, beta=0.5, buffer=3)
+    top = MomentumConfig(lr_per_update=0.4, beta=0.3, buffer=2)
+    rules = {
+        "halos": rule_config("halos", ledger=ledger, region=region, **{"global": top}, **when),
+        "region_momentum": rule_config("region_momentum", gain=3.0, **when),
+    }
     outer = OuterConfig(
-        rule=rule, ledger=ledger, local_steps=STEPS_A_JOB, updates_per_send=2, merge_alpha=0.5, momentum_decay=0.9,
-        momentum_gain=3.0, up=FP32, down=FP32, local=FP32, overlap=OVERLAP if overlap else OverlapConfig(),
-        region=MomentumConfig(lr_per_update=0.3, beta=0.5, buffer=3),
-        **{"global": MomentumConfig(lr_per_update=0.4, beta=0.3, buffer=2)},
+        rule=rules[rule], local_steps=STEPS_A_JOB, up=FP32, down=FP32, local=FP32,
+        overlap=OVERLAP if overlap else OverlapConfig(),
     )  # fmt: skip
-    got, world = simulate(outer)
+    got, world = simulate(outer, momentum_decay=0.9)
     want = Reference(rule, ledger, overlap, every=2, alpha=0.5).run()
     assert len(want) >= 20
     # the reference does not flush at the end: what the world says beyond its trace is the flush
@@ -230,7 +240,7 @@ def test_a_run_equals_its_pseudo_code(rule, ledger, overlap):
 
 def test_synchronous_rounds_end_with_the_slowest():
     """Round k ends when the slowest worker's delta has gone up both links; everyone starts again on its way back."""
-    outer = OuterConfig(rule="sync", local_steps=STEPS_A_JOB, sync_lr=0.7, sync_momentum=0.9,
+    outer = OuterConfig(rule=rule_config("sync", lr=0.7, momentum=0.9), local_steps=STEPS_A_JOB,
                         up=FP32, down=FP32, local=FP32)  # fmt: skip
     updates, _ = simulate(outer)
     got = [after for before, after in zip([(0.0, 0, None), *updates], updates, strict=False) if after[1] > before[1]]

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from benchmarks import ROOT
+from benchmarks.claims.exchange import world_for
+from benchmarks.claims.worlds import WORLDS
+from benchmarks.environments import HALOS, Environment, load_environment, one_block
 from geotrain.config import load_run
 from geotrain.simulate.links import Ring, StepShape
-from geotrain.simulate.published import world_for
-from geotrain.simulate.spec import Environment, load_environment
-from geotrain.simulate.world import World, one_block, timing_task
+from geotrain.simulate.world import VirtualWorld, timing_task
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from claims_worlds import WORLDS  # noqa: E402
-
-ENVIRONMENT = load_environment(ROOT / "benchmarks/data/halos_environment.json")
+ENVIRONMENT = load_environment(HALOS)
 STEPS = 3072
 BOUND_S = STEPS / sum(1 / w.step_s for w in ENVIRONMENT.world.workers)
 SYNC = ("diloco", "diloco-dylu", "diloco-fair")
 
 
 @cache
-def played(method: str, name: str) -> World:
+def played(method: str, name: str) -> VirtualWorld:
     setting = WORLDS[name](ENVIRONMENT, BOUND_S)
     outer = load_run(ROOT / f"configs/runs/baselines/{method}.json").outer
     task = timing_task(outer, one_block(ENVIRONMENT.numel), STEPS, 1)
-    world = World(world_for(method, outer, setting.environment), task)
+    world = VirtualWorld(world_for(method, outer, setting.environment), task)
     world.run()
     return world
 

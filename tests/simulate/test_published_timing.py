@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+from benchmarks import ROOT
+from benchmarks.bandwidth import (
+    PUBLISHED,
+    PUBLISHED_SHAPES,
+    SETTINGS,
+    freshness,
+    nearest,
+    needed_gbps,
+    ours,
+    utilization,
+)
+from benchmarks.claims.exchange import world_for
+from benchmarks.environments import HALOS, load_environment, one_block
+from geotrain.config import load_run
+from geotrain.simulate.world import VirtualWorld, timing_task
 
-from bandwidth import PUBLISHED, SETTINGS, nearest, ours  # noqa: E402
-
-from geotrain.config import load_run  # noqa: E402
-from geotrain.simulate.published import world_for  # noqa: E402
-from geotrain.simulate.spec import load_environment  # noqa: E402
-from geotrain.simulate.utilization import PUBLISHED_SHAPES, freshness, needed_gbps, utilization  # noqa: E402
-from geotrain.simulate.world import World, one_block, timing_task  # noqa: E402
-
-ENVIRONMENT = load_environment(ROOT / "benchmarks/data/halos_environment.json")
+ENVIRONMENT = load_environment(HALOS)
 
 # HALoS (arXiv 2506.04531), Pythia-70M, 12.9 B tokens: hours of an event replay of the published settings.
 HOURS = {
@@ -46,7 +48,7 @@ def test_hours_of_the_published_environment(method):
         ENVIRONMENT.steps // workers,
         ENVIRONMENT.samples_per_step * workers,
     )
-    report = World(world_for(method, outer, ENVIRONMENT), task).run()
+    report = VirtualWorld(world_for(method, outer, ENVIRONMENT), task).run()
     assert report["finished"]
     assert report["hours"] == pytest.approx(HOURS[method], rel=0.02)
     assert report["trained_steps"] * workers == pytest.approx(ENVIRONMENT.steps, rel=0.005)

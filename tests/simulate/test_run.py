@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.loss_curve import draw, loss_curve
+from geotrain.commands.simulate import WhatIf, question, simulate, told
 from geotrain.config import ConfigError
-from geotrain.simulate.run import WhatIf, simulate, told
 
 ROOT = Path(__file__).parents[2]
 RUN, CLUSTER = ROOT / "configs/runs/125m.json", ROOT / "configs/clusters/local-wan.json"
@@ -44,7 +45,7 @@ def test_what_if():
 
 
 def test_a_long_run_is_extrapolated(tmp_path, monkeypatch):
-    monkeypatch.setattr("geotrain.simulate.run.MAX_JOBS", 100)
+    monkeypatch.setattr("geotrain.commands.simulate.MAX_JOBS", 100)
     short = simulate(RUN, CLUSTER, step_s=1.0)
     monkeypatch.undo()
     whole = simulate(RUN, CLUSTER, step_s=1.0)
@@ -67,17 +68,20 @@ def test_bad_questions(arguments, message):
         simulate(RUN, CLUSTER, **arguments)
 
 
-def test_a_loss_curve_is_of_what_was_trained(monkeypatch):
-    monkeypatch.setattr("geotrain.simulate.run.LOSS_STEPS", 40)
+def test_a_loss_curve_is_of_what_was_trained(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.loss_curve.STEPS", 40)
     rounds = WhatIf(local_steps=16)  # of two workers: one round of 32 steps, and the rest is not trained
 
     def curve(run: Path) -> list[dict[str, float]]:
-        return simulate(run, CLUSTER, step_s=1.0, what_if=rounds, loss_curve=True)["loss_curve"]
+        return loss_curve(*question(run, CLUSTER, step_s=1.0, what_if=rounds))
 
     fair = ROOT / "configs/runs/baselines/diloco-fair.json"
-    last = curve(fair)[-1]
+    points = curve(fair)
+    draw(points, "fair", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    last = points[-1]
     assert last["share"] == 32 / 40 and last["loss"] < 5.55
-    monkeypatch.setattr("geotrain.simulate.run.LOSS_STEPS", 24)
+    monkeypatch.setattr("benchmarks.loss_curve.STEPS", 24)
     with pytest.raises(ConfigError, match="24 steps are fewer than one round of 2 workers with local_steps = 16"):
         curve(fair)
 
@@ -93,11 +97,10 @@ def test_a_cluster_without_links_is_refused(tmp_path):
 
 
 def test_goodput_of_a_dying_world_is_what_its_trace_says():
+    from benchmarks.claims.goodput import Failures, elastic_data_parallel, ours, pause_for, quorum_syncer
+    from benchmarks.environments import one_block, synthetic_world
     from geotrain.config import load_run
-    from geotrain.simulate.goodput import Failures, elastic_data_parallel, ours, pause_for, quorum_syncer
     from geotrain.simulate.links import LinkSpec
-    from geotrain.simulate.spec import synthetic_world
-    from geotrain.simulate.world import one_block
 
     failures = Failures(2_400_000)
     pause_s = pause_for(failures, 0.58)

@@ -10,25 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from geotrain.config import CodecConfig, OuterConfig, load_run
+from benchmarks.claims.exchange import world_for
+from benchmarks.environments import HALOS, load_environment, one_block, synthetic_world
+from benchmarks.learner.training import Curve, Study, training_task
+from geotrain.config import OuterConfig, codec_config, load_run
+from geotrain.inner.staging import CudaStaging
 from geotrain.outer import worker
 from geotrain.outer.codec import make_codec
-from geotrain.outer.staging import Staging
-from geotrain.simulate.learner import Curve, Study, training_task
 from geotrain.simulate.links import LinkSpec
-from geotrain.simulate.published import world_for
-from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec, load_environment, synthetic_world
-from geotrain.simulate.world import World, one_block, timing_task
-from tests.outer.stand_in import Cuda
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
+from geotrain.simulate.world import VirtualWorld, timing_task
+from tests.support.cuda_stand_in import Cuda
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = load_environment(ROOT / "benchmarks/data/halos_environment.json")
+ENVIRONMENT = load_environment(HALOS)
 BASELINES = {p.stem: load_run(p).outer for p in sorted((ROOT / "configs/runs/baselines").glob("*.json"))}
 OURS = BASELINES["region-momentum"]
 
 
 def timed(outer: OuterConfig, world: WorldSpec, steps: int = 2000) -> dict:
-    return World(world, timing_task(outer, one_block(10**8), steps, 1)).run()
+    return VirtualWorld(world, timing_task(outer, one_block(10**8), steps, 1)).run()
 
 
 def two_regions(**link) -> WorldSpec:
@@ -52,7 +53,7 @@ def test_garbage_is_collected_rarely_only_while_a_timing_run_lasts():
     before, seen = gc.get_threshold(), set()
     timing = timing_task(OURS, one_block(10**8), 400, 1)
     for task in (timing, replace(timing, tensors=True)):
-        World(two_regions(), task, lambda world: seen.add((world.task.tensors, gc.get_threshold()[0]))).run()
+        VirtualWorld(two_regions(), task, lambda world: seen.add((world.task.tensors, gc.get_threshold()[0]))).run()
         assert gc.get_threshold() == before
     assert seen == {(False, 100_000), (True, before[0])}
 
@@ -64,7 +65,7 @@ def test_every_sample_is_trained_although_workers_die(method):
     if "diloco" not in method:
         away["us-0"] = ((55.5, 400.0),)
     undisturbed = timed(BASELINES[method], two_regions(), 1200)
-    world = World(with_away(two_regions(), away), timing_task(BASELINES[method], one_block(10**8), 1200, 1))
+    world = VirtualWorld(with_away(two_regions(), away), timing_task(BASELINES[method], one_block(10**8), 1200, 1))
     report = world.run()
     book = world.top.server.book
     assert book.committed_samples == undisturbed["committed_steps"] >= 1200 * 0.9
@@ -94,7 +95,7 @@ def test_what_is_lost_is_what_was_trained_and_not_committed(method):
         for r in world.regions
     )
     away = {"eu-0": tuple((t, t + 7.0) for t in (31.3, 60.9, 90.1, 131.0, 170.6)), "us-1": ((83.3, 99.0),)}
-    dying = World(
+    dying = VirtualWorld(
         with_away(replace(world, regions=equal), away), timing_task(BASELINES[method], one_block(10**8), 1200, 1)
     )
     report = dying.run()
@@ -106,7 +107,7 @@ def test_what_is_lost_is_what_was_trained_and_not_committed(method):
 def test_a_death_delays_a_synchronous_round_but_nobody_in_an_asynchronous_run():
     away = with_away(two_regions(), {"us-1": ((10.0, 500.0),)})
     for method, waits in (("diloco-fair", True), ("region-momentum", False)):
-        world = World(away, timing_task(BASELINES[method], one_block(10**8), 10**6, 1))
+        world = VirtualWorld(away, timing_task(BASELINES[method], one_block(10**8), 10**6, 1))
         world.run(until_s=490.0)
         others = [w for name, w in world.workers.items() if name != "us-1"]
         busy = min(w.trained_s for w in others) / 490
@@ -115,7 +116,7 @@ def test_a_death_delays_a_synchronous_round_but_nobody_in_an_asynchronous_run():
 
 def test_a_region_that_is_cut_off_goes_on_and_catches_up():
     """Its workers train on; what it did meanwhile arrives in one update once the link is back."""
-    ours = OURS.model_copy(update={"local_steps": 4, "updates_per_send": 2})  # 60 such jobs outlast the outage
+    ours = OURS.with_rule(updates_per_send=2).model_copy(update={"local_steps": 4})  # 60 such jobs outlast the outage
     world = two_regions()
     eu = replace(world.regions[0], link=replace(world.regions[0].link, outages=((50.0, 250.0),)))
     cut = replace(world, regions=(eu, world.regions[1]))
@@ -139,7 +140,7 @@ def test_known_speeds_cut_the_first_jobs_as_all_others(method):
     def periods(known: bool) -> tuple[float, float]:
         outer = BASELINES[method]
         world = replace(world_for(method, outer, ENVIRONMENT), speeds_known=known)
-        simulated = World(world, timing_task(outer, one_block(ENVIRONMENT.numel), 4000, 1))
+        simulated = VirtualWorld(world, timing_task(outer, one_block(ENVIRONMENT.numel), 4000, 1))
         simulated.run()
         starts = simulated.workers["worker-0-0"].job_starts_s
         return starts[2] - starts[1], starts[6] - starts[5]
@@ -158,8 +159,8 @@ def test_seeds_decide_alone():
 
 def test_bytes_on_a_link_are_the_codecs():
     """Every update goes up once and its answer comes down once, 4 bits and a scale each."""
-    report = timed(OURS.model_copy(update={"updates_per_send": 1}), two_regions(), 400)
-    coded = make_codec(CodecConfig(name="int4")).encoded_bytes(10**8)
+    report = timed(OURS.with_rule(updates_per_send=1), two_regions(), 400)
+    coded = make_codec(codec_config("int4")).encoded_bytes(10**8)
     assert coded == pytest.approx(10**8 * (4 + 16 / 128) / 8, rel=1e-6)
     up, down = report["links"]["eu up"], report["links"]["eu down"]
     assert up["sent_bytes"] == up["messages"] * coded
@@ -176,8 +177,9 @@ def test_shared_uplinks_cost_time_where_a_method_waits_for_them():
 
 def test_a_hundred_regions_of_a_hundred_workers():
     world = synthetic_world(100, 100, 60.0, LinkSpec(10.0, 0.05), spread=1.3)
-    outer = OURS.model_copy(update={"local_steps": 32, "updates_per_send": 50, "scale_local_steps": False})
-    report = World(world, timing_task(outer, one_block(70 * 10**9), 10**9, 1)).run(until_s=4000)
+    outer = OURS.with_rule(updates_per_send=50)
+    outer = outer.model_copy(update={"local_steps": 32, "scale_local_steps": False})
+    report = VirtualWorld(world, timing_task(outer, one_block(70 * 10**9), 10**9, 1)).run(until_s=4000)
     first_weights_s = 4 * 70e9 * 8 / 10e9
     assert report["utilization"] > (4000 - first_weights_s) / 4000 - 0.06
     assert report["trained_steps"] > 200_000
@@ -189,7 +191,9 @@ def test_training_is_real_and_repeatable():
 
     def losses(method: str) -> list[float]:
         curve = Curve(study, points=2, windows=16)
-        world = World(ENVIRONMENT.world, training_task(study, BASELINES[method], ENVIRONMENT.numel), curve.watch)
+        world = VirtualWorld(
+            ENVIRONMENT.world, training_task(study, BASELINES[method], ENVIRONMENT.numel), curve.watch
+        )
         world.run()
         return [*(p.test for p in curve.points), curve.last(world, 1.0), curve.points[-1].test]
 
@@ -205,10 +209,10 @@ def test_workers_of_one_rank_take_coded_changes_from_the_global_server():
     flat = BASELINES["async-local-sgd"].model_copy(update={"local_steps": 4})
 
     def last(codec: str) -> float:
-        coded = CodecConfig(name=codec)
+        coded = codec_config(codec)
         outer = flat.model_copy(update={"up": coded, "down": coded})
         curve = Curve(study, points=2, windows=16)
-        World(ENVIRONMENT.world, training_task(study, outer, 1), curve.watch).run()  # all messages are quick
+        VirtualWorld(ENVIRONMENT.world, training_task(study, outer, 1), curve.watch).run()  # all messages are quick
         return curve.points[-1].test
 
     learnt, coded = (math.log(256) - last(codec) for codec in ("fp32", "int4"))  # nats a byte better than a guess
@@ -221,10 +225,10 @@ def test_training_on_a_gpu_takes_the_same_virtual_time(monkeypatch):
     study = Study(steps=64, hidden=16, layers=1, heads=2, ffn=32, batch=2, length=32)
 
     def run() -> tuple[dict, float]:
-        world = World(ENVIRONMENT.world, training_task(study, OURS, ENVIRONMENT.numel))
+        world = VirtualWorld(ENVIRONMENT.world, training_task(study, OURS, ENVIRONMENT.numel))
         return world.run(), world.top.server.fragments[0].x.sum().item()
 
     on_a_cpu = run()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(worker, "Staging", lambda device: Staging(device, Cuda()))
+    monkeypatch.setattr(worker, "SynchronousStaging", lambda device: CudaStaging(device, Cuda()))
     assert run() == on_a_cpu

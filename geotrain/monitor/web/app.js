@@ -1,15 +1,16 @@
 // Asks the server for what is new, once a second, and shows it.
 import { LossChart, smoothed } from "./chart.js";
-import { bytes, clock, count, html, percent, say, span } from "./format.js";
+import { bytes, clock, count, day, html, percent, say, span } from "./format.js";
 import { Members, isSlow, paces } from "./members.js";
 import { WorldMap, mapLegend } from "./map.js";
 import { Timeline } from "./timeline.js";
 
-const EVERY_MS = 1000;
-const HIDDEN_MS = 15000;
-const DEADLINE_MS = 8000;
+const EVERY_MS = 1000; // from an answer to the next question
+const HIDDEN_MS = 15000; // the same while nobody sees the page
+const DEADLINE_MS = 8000; // of one answer
 const $ = (id) => document.getElementById(id);
 
+// What the server has said so far; `epoch` and `number` say which of it the next answer may leave out.
 const known = { epoch: "", number: 0, points: [], validations: [], marks: [], ticks: {}, state: null, answered: 0 };
 const map = new WorldMap($("map"));
 const chart = new LossChart($("loss"));
@@ -34,6 +35,7 @@ async function ask() {
 }
 
 function take(state) {
+  // A full answer replaces what is known. Otherwise it brings what is new, within the server's own bounds.
   if (state.full) Object.assign(known, { points: [], validations: [], marks: [], ticks: {} });
   known.points.push(...state.points);
   known.validations = [...known.validations, ...state.validations].slice(-500);
@@ -52,7 +54,7 @@ function show(state, fresh) {
   health(state, 0);
   figures(state);
   map.show(state);
-  chart.height = window.innerWidth > 860 ? map.height : 300; // as high as its neighbour
+  chart.height = window.innerWidth > 860 ? map.height : 300; // as high as the map beside it
   if (fresh) chart.show(known.points, known.validations, state.members.map((m) => m.name));
   members.show(state, known.ticks);
   timeline.show(state, known.marks, known.ticks);
@@ -69,9 +71,7 @@ function pill(kind, text) {
 }
 
 function health(state, late_ms) {
-  const lost = state.members.filter((m) => m.state === "lost");
-  const away = state.members.filter((m) => m.state === "away");
-  const left = state.members.filter((m) => m.state === "left");
+  const [lost, away, left] = ["lost", "away", "left"].map((s) => state.members.filter((m) => m.state === s));
   const pace = paces(state);
   const slow = state.members.filter((m) => isSlow(pace.get(m.name)));
   const refused = state.members.filter((m) => m.refused);
@@ -83,6 +83,8 @@ function health(state, late_ms) {
   }
   if (refused.length) return pill("warn", `messages of ${list(refused)} were refused; see below`);
   if (slow.length) return pill("warn", `${list(slow)} ${slow.length > 1 ? "are" : "is"} slow: ${percent(pace.get(slow[0].name))} of the median`);
+  if (state.phase === "paused") return pill("warn", "paused: no more data is handed out; “geotrain resume” lets it go on");
+  if (state.phase === "stopping") return pill("warn", "stopping: workers finish their jobs and leave");
   if (away.length) return pill("warn", `waiting for ${list(away)}`);
   const training = state.members.length - left.length;
   return pill("good", training === 1 ? "training" : `all ${training} training`);
@@ -97,12 +99,13 @@ function figures(state) {
   const { facts } = state;
   const smooth = smoothed(known.points);
   const share = state.tokens / Math.max(1, facts.target_tokens);
-  const left = state.tokens_per_s ? (facts.target_tokens - state.tokens) / state.tokens_per_s : null;
+  const left = state.tokens_per_s && state.phase === "running" ? (facts.target_tokens - state.tokens) / state.tokens_per_s : null;
   const rates = state.members.map((m) => [m.received_bytes_per_s, m.sent_bytes_per_s]);
   const [upRate, downRate] = [0, 1].map((k) => rates.reduce((sum, r) => sum + r[k], 0));
   const training = state.members.filter((m) => m.state === "up" && m.shares.compute !== undefined);
   const busy = training.reduce((sum, m) => sum + m.shares.compute, 0) / Math.max(1, training.length);
-  figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", validated(), trend(smooth));
+  const checked = known.validations.length ? `${known.validations[known.validations.length - 1][3].toFixed(3)} validated` : "";
+  figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", checked, trend(smooth));
   figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share);
   figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min");
   figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : "");
@@ -110,17 +113,9 @@ function figures(state) {
   figure("wan", "Between regions", `${bytes(upRate + downRate)}/s`, "", `↑ ${bytes(upRate)}/s ↓ ${bytes(downRate)}/s`);
 }
 
-function validated() {
-  const last = known.validations[known.validations.length - 1];
-  return last ? `${last[3].toFixed(3)} validated` : "";
-}
+const when = (time_s) => (time_s - Date.now() / 1000 > 72000 ? day(time_s) : clock(time_s, false));
 
-function when(time_s) {
-  const far = time_s - Date.now() / 1000 > 72000;
-  return far ? new Date(time_s * 1000).toLocaleDateString([], { month: "short", day: "numeric" }) : clock(time_s, false);
-}
-
-// Over the last fifth of the curve.
+// How the smoothed loss changed over the last fifth of the curve, in words.
 function trend(smooth) {
   if (smooth.length < 10) return "";
   const change = smooth[smooth.length - 1] - smooth[Math.floor(smooth.length * 0.8)];
@@ -128,7 +123,7 @@ function trend(smooth) {
   return `${change < 0 ? "▼" : "▲"} ${Math.abs(change).toFixed(3)}, last fifth`;
 }
 
-const made = {};
+const made = {}; // a figure's elements, by its key: made once, and then only their text changes
 function figure(key, title, value, unit, text, share = null) {
   if (!made[key]) {
     const root = html("dl", { class: "figure", id: `figure-${key}` }, $("figures"));
@@ -172,11 +167,11 @@ pressed("loss-switch", ({ x }) => { chart.axis = x; chart.draw(); });
 pressed("loss-zoom", ({ part }) => { chart.part = Number(part); chart.draw(); });
 pressed("timeline-switch", ({ s }) => { timeline.period_s = Number(s); timeline.draw(); });
 mapLegend($("map-legend"));
-mapLegend($("members-legend"));
-document.addEventListener("visibilitychange", () => { if (!document.hidden && known.state) show(known.state, true); });
-let resizing = 0;
-window.addEventListener("resize", () => {
-  cancelAnimationFrame(resizing);
-  resizing = requestAnimationFrame(() => { if (known.state) show(known.state, true); });
-});
+let drawing = 0;
+function drawAgain() {
+  cancelAnimationFrame(drawing);
+  drawing = requestAnimationFrame(() => { if (known.state) show(known.state, true); });
+}
+document.addEventListener("visibilitychange", drawAgain);
+window.addEventListener("resize", drawAgain);
 ask();

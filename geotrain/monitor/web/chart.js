@@ -1,24 +1,17 @@
 // Loss over tokens or over time: each region's own, thin, and the run's, smoothed.
-import { clock, colour, count, hideTip, showTip, svg, ticks, timeTicks } from "./format.js";
+import { clock, colour, count, hideTip, line, set, showTip, svg, ticks, timeTicks } from "./format.js";
 
 const MARGIN = { left: 46, right: 14, top: 12, bottom: 36 };
 
 export class LossChart {
   constructor(parent) {
-    this.parent = parent;
-    this.axis = "tokens";
-    this.height = 300; // at least
-    this.part = 1; // of the run, its newest
-    this.points = [];
-    this.validations = [];
-    this.names = [];
+    // height: the least in pixels. part: the share of the run that is shown, counted from its end.
+    Object.assign(this, { parent, axis: "tokens", height: 300, part: 1, points: [], validations: [], names: [] });
   }
 
   // points: [number, time_s, tokens, loss, member index or −1]; validations: [number, time_s, tokens, loss]
   show(points, validations, names) {
-    this.points = points;
-    this.validations = validations;
-    this.names = names;
+    Object.assign(this, { points, validations, names });
     this.draw();
   }
 
@@ -27,7 +20,9 @@ export class LossChart {
     const height = Math.max(this.height, Math.min(400, width * 0.62));
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Training loss" });
     const column = this.axis === "tokens" ? 2 : 1;
-    const points = this.shown(column);
+    const all = this.points;
+    const from = all.length < 20 ? -Infinity : all[all.length - 1][column] - this.part * (all[all.length - 1][column] - all[0][column]);
+    const points = all.filter((p) => this.part === 1 || p[column] >= from);
     if (points.length < 2) {
       svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle", class: "empty" }, root, "The curve begins with the second merge.");
       this.parent.replaceChildren(root);
@@ -57,13 +52,6 @@ export class LossChart {
     for (const v of checked) svg("circle", { class: "validation", cx: x(v[column]), cy: y(v[3]), r: 4 }, inside);
     this.pointer(root, width, height, curve, smooth, points);
     this.parent.replaceChildren(root);
-  }
-
-  shown(column) {
-    const all = this.points;
-    if (this.part === 1 || all.length < 20) return all;
-    const [first, last] = [all[0][column], all[all.length - 1][column]];
-    return all.filter((p) => p[column] >= last - this.part * (last - first));
   }
 
   axes(root, width, height, x, y, [xLow, xHigh], [yLow, yHigh]) {
@@ -96,23 +84,21 @@ export class LossChart {
       let best = 0;
       curve.forEach(([cx], i) => { if (Math.abs(cx - at) < Math.abs(curve[best][0] - at)) best = i; });
       const [, time_s, tokens, loss, member] = points[best];
-      for (const [key, value] of [["x1", curve[best][0]], ["x2", curve[best][0]]]) cursor.setAttribute(key, value);
-      dot.setAttribute("cx", curve[best][0]);
-      dot.setAttribute("cy", curve[best][1]);
-      cursor.setAttribute("visibility", "visible");
-      dot.setAttribute("visibility", "visible");
+      const [cx, cy] = curve[best];
+      set(cursor, { x1: cx, x2: cx, visibility: "visible" });
+      set(dot, { cx, cy, visibility: "visible" });
       const who = member >= 0 ? `${this.names[member]}: ${loss.toFixed(4)}` : `mean of merges: ${loss.toFixed(4)}`;
       showTip(event, `loss ${smooth[best].toFixed(4)}\n${who}\n${count(tokens, 4)} tokens, ${clock(time_s)}`);
     });
     plane.addEventListener("pointerleave", () => {
-      cursor.setAttribute("visibility", "hidden");
-      dot.setAttribute("visibility", "hidden");
+      for (const mark of [cursor, dot]) set(mark, { visibility: "hidden" });
       hideTip();
     });
   }
 }
 
-// A centred mean over about a fortieth of the points.
+// Each loss replaced by the mean of its neighbourhood, about a fortieth of all points. Towards the ends it narrows
+// evenly on both sides, so that it stays centred and the curve is not shifted.
 export function smoothed(points) {
   const reach = Math.max(1, Math.round(points.length / 80));
   const sums = [0];
@@ -123,7 +109,8 @@ export function smoothed(points) {
   });
 }
 
-// Room for the curve and for all but the most extreme points.
+// [low, high] of the vertical axis: room for the smoothed curve and all but the most extreme single losses, which
+// would flatten everything else.
 function range(values, smooth) {
   const sorted = [...values].sort((a, b) => a - b);
   const at = (share) => sorted[Math.round(share * (sorted.length - 1))];
@@ -135,4 +122,3 @@ function range(values, smooth) {
 }
 
 const sample = (values) => values.filter((_, i) => i % Math.max(1, Math.floor(values.length / 2000)) === 0 || i === values.length - 1);
-const line = (points) => points.map(([px, py], i) => `${i ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`).join("");

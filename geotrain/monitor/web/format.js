@@ -1,20 +1,25 @@
 // Numbers and times as people read them; small helpers for SVG, HTML and the tooltip.
 
-const UNITS = ["", "k", "M", "B", "T"];
+// The parts of a worker's time: their names in the data, their colours, and the words for them.
+export const PARTS = ["compute", "communication", "waiting"];
+export const PART_COLOURS = { compute: "var(--accent)", communication: "var(--comm)", waiting: "var(--wait)" };
+export const PART_WORDS = { compute: "computing", communication: "communicating", waiting: "waiting" };
 
-export function count(value, digits = 3) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+function scaled(value, units) {
   let unit = 0;
-  while (Math.abs(value) >= 999.5 && unit < UNITS.length - 1) { value /= 1000; unit += 1; }
-  if (unit === 0 && Number.isInteger(value)) return String(value);
-  return `${Number(value.toPrecision(digits))}${UNITS[unit] ? " " + UNITS[unit] : ""}`;
+  while (Math.abs(value) >= 999.5 && unit < units.length - 1) { value /= 1000; unit += 1; }
+  return [value, units[unit], unit];
 }
 
-export function bytes(value) {
-  let unit = 0;
-  const names = ["B", "kB", "MB", "GB", "TB", "PB"];
-  while (Math.abs(value) >= 999.5 && unit < names.length - 1) { value /= 1000; unit += 1; }
-  return `${unit ? Number(value.toPrecision(3)) : Math.round(value)} ${names[unit]}`;
+export function count(number, digits = 3) {
+  if (number === null || number === undefined || !Number.isFinite(number)) return "–";
+  const [value, name, unit] = scaled(number, ["", "k", "M", "B", "T"]);
+  return unit === 0 && Number.isInteger(value) ? String(value) : `${Number(value.toPrecision(digits))} ${name}`.trim();
+}
+
+export function bytes(number) {
+  const [value, name, unit] = scaled(number, ["B", "kB", "MB", "GB", "TB", "PB"]);
+  return `${unit ? Number(value.toPrecision(3)) : Math.round(value)} ${name}`;
 }
 
 export function span(seconds) {
@@ -37,29 +42,24 @@ export function day(time_s) {
   return new Date(time_s * 1000).toLocaleDateString([], { month: "short", day: "numeric" });
 }
 
-// Colours that stay apart: eight chosen ones, then hues a golden angle apart.
+// Colours that are easy to tell apart: eight chosen ones or, for more regions, hues a golden angle apart.
 const PALETTE = ["#2f6feb", "#e8871e", "#12a37f", "#b14fd8", "#e0447c", "#0aa5c0", "#8a9a1b", "#8b6b4f"];
 export function colour(index, of = 0) {
   if (index < PALETTE.length && of <= PALETTE.length) return PALETTE[index];
   return `hsl(${Math.round((215 + index * 137.508) % 360)} 62% 52%)`;
 }
 
-const SVG = "http://www.w3.org/2000/svg";
-export function svg(name, attributes = {}, parent = null, text = null) {
-  const made = document.createElementNS(SVG, name);
-  set(made, attributes);
-  if (text !== null) made.textContent = text;
-  if (parent) parent.append(made);
-  return made;
+function made(element, attributes, parent, text) {
+  set(element, attributes);
+  if (text !== null) element.textContent = text; // never markup: names and reasons come from other machines
+  if (parent) parent.append(element);
+  return element;
 }
-
-export function html(name, attributes = {}, parent = null, text = null) {
-  const made = document.createElement(name);
-  set(made, attributes);
-  if (text !== null) made.textContent = text;
-  if (parent) parent.append(made);
-  return made;
-}
+export const svg = (name, attributes = {}, parent = null, text = null) =>
+  made(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, parent, text);
+export const html = (name, attributes = {}, parent = null, text = null) =>
+  made(document.createElement(name), attributes, parent, text);
+export const line = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
 export function set(element, attributes) {
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
@@ -83,6 +83,7 @@ export function ticks(low, high, wanted, steps = [1, 2, 2.5, 5, 10]) {
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 export function timeTicks(low, high, wanted) {
   const step = TIME_STEPS.find((s) => s >= (high - low) / Math.max(1, wanted)) ?? 604800;
+  // Steps are counted in local time, so that marks stand at whole hours and days of the reader's clock.
   const offset = new Date(low * 1000).getTimezoneOffset() * 60;
   const found = [];
   for (let at = Math.ceil((low - offset) / step) * step + offset; at <= high; at += step) {
@@ -91,18 +92,17 @@ export function timeTicks(low, high, wanted) {
   return found;
 }
 
-const tip = () => document.getElementById("tip");
 export function showTip(event, text) {
-  const box = tip();
+  const box = document.getElementById("tip");
   say(box, text);
   box.hidden = false;
   const x = Math.min(event.clientX + 14, window.innerWidth - box.offsetWidth - 8);
   const below = event.clientY + 16 + box.offsetHeight < window.innerHeight;
   box.style.transform = `translate(${Math.max(8, x)}px, ${below ? event.clientY + 16 : event.clientY - box.offsetHeight - 12}px)`;
 }
-export function hideTip() { tip().hidden = true; }
+export function hideTip() { document.getElementById("tip").hidden = true; }
 
-// text: a function, asked each time, so that it is never stale
+// text: a function that gives the tooltip's text; it is called at each move, so the text is never out of date
 export function tipOn(element, text) {
   element.addEventListener("pointermove", (event) => showTip(event, text()));
   element.addEventListener("pointerleave", hideTip);

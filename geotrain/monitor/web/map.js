@@ -1,18 +1,15 @@
 // The regions around the global server, each with its link: how full it is, and how much flows which way.
-import { bytes, colour, count, html, percent, say, set, span, svg, tipOn } from "./format.js";
+import { PARTS, PART_COLOURS, bytes, colour, count, html, percent, say, set, span, svg, tipOn } from "./format.js";
 
-const BUCKETS = [0, 0.02, 0.1, 0.3, 0.6]; // shares of the fullest link: how fast its dashes run
-const SECONDS = [2.6, 1.9, 1.3, 0.9, 0.6];
+// A link's dashes run the faster, the fuller it is.
+const BUCKETS = [0, 0.02, 0.1, 0.3, 0.6]; // from which load on
+const SECONDS = [2.6, 1.9, 1.3, 0.9, 0.6]; // of one period
 export const STATES = { up: "var(--good)", lost: "var(--bad)", away: "var(--comm)", left: "var(--faint)" };
 export const WORDS = { up: "training", lost: "lost", away: "not here yet", left: "finished" };
 
 export class WorldMap {
   constructor(parent) {
-    this.parent = parent;
-    this.key = "";
-    this.nodes = [];
-    this.members = [];
-    this.infos = {};
+    Object.assign(this, { parent, key: "", nodes: [], members: [], infos: {} });
   }
 
   show(state) {
@@ -39,9 +36,7 @@ export class WorldMap {
     const size = many ? Math.max(5, Math.min(11, (2.2 * width) / members.length)) : narrow ? 19 : 25;
     const reach = many ? (narrow ? 34 : 82) : narrow ? 52 : 76;
     let [cx, cy] = [width / 2, height / 2 - (many ? 0 : 8)];
-    const [rx, ry] = many
-      ? [Math.min(cx, cy) - reach, Math.min(cx, cy) - reach]
-      : [Math.min(cx - reach, 300), cy - size - 34];
+    const [rx, ry] = many ? [Math.min(cx, cy) - reach, Math.min(cx, cy) - reach] : [Math.min(cx - reach, 300), cy - size - 34];
     // one or two regions stand left and right; an odd number begins at the top, an even one at the top left
     const of = members.length;
     const first = of <= 2 ? Math.PI : of % 2 || many ? Math.PI / 2 : Math.PI / 2 + Math.PI / of;
@@ -49,26 +44,19 @@ export class WorldMap {
     const wide = Math.max(0.3, ...angles.map((a) => Math.abs(Math.cos(a))));
     const [top, bottom] = [Math.min(-0.3, ...angles.map(Math.sin)), Math.max(0.3, ...angles.map(Math.sin))];
     const high = (bottom - top) / 2;
-    cy -= (ry * (top + bottom)) / 2 / high; // the picture is in the middle, not the hub
+    cy -= (ry * (top + bottom)) / 2 / high; // centres the whole picture, not the hub
     this.nodes = members.map((member, i) => {
       const angle = angles[i];
       const at = [cx + (rx * Math.cos(angle)) / wide, cy + (ry * Math.sin(angle)) / high];
       return this.node(front, member.name, i, members.length, at, [cx, cy], size, angle, many, narrow);
     });
-    this.hub(front, cx, cy, many && narrow ? 20 : 33);
+    const roomy = !(many && narrow);
+    const hub = svg("g", { class: "hub", "text-anchor": "middle" }, front);
+    svg("circle", { cx, cy, r: roomy ? 33 : 20, fill: "var(--accent)" }, hub);
+    if (roomy) svg("text", { x: cx, y: cy - 1, class: "name-of-hub", "font-size": 12.5 }, hub, "global");
+    this.hubText = roomy ? svg("text", { x: cx, y: cy + 14, class: "sub", "font-size": 11 }, hub, "") : null;
+    tipOn(hub, () => `global server\nversion ${this.version ?? 0}`);
     this.parent.replaceChildren(root);
-  }
-
-  hub(parent, cx, cy, size) {
-    const g = svg("g", { class: "hub", "text-anchor": "middle" }, parent);
-    svg("circle", { cx, cy, r: size, fill: "var(--accent)" }, g);
-    if (size > 25) {
-      svg("text", { x: cx, y: cy - 1, class: "name-of-hub", "font-size": 12.5 }, g, "global");
-      this.hubText = svg("text", { x: cx, y: cy + 14, class: "sub", "font-size": 11 }, g, "");
-    } else {
-      this.hubText = null;
-    }
-    tipOn(g, () => this.hubTip ?? "");
   }
 
   node(parent, name, i, of, [x, y], [cx, cy], size, angle, many, narrow) {
@@ -93,8 +81,7 @@ export class WorldMap {
     const ring = { cx: x, cy: y, r: size - (many ? 1 : 3), "stroke-width": many ? 2 : 5, transform: `rotate(-90 ${x} ${y})` };
     svg("circle", { ...ring, class: "track" }, g);
     node.circumference = 2 * Math.PI * ring.r;
-    node.arcs = ["compute", "communication", "waiting"].map((part, k) =>
-      svg("circle", { ...ring, class: "arc", stroke: ["var(--accent)", "var(--comm)", "var(--wait)"][k] }, g));
+    node.arcs = PARTS.map((part) => svg("circle", { ...ring, class: "arc", stroke: PART_COLOURS[part] }, g));
     node.core = svg("circle", { class: "core", cx: x, cy: y, r: many ? size * 0.5 : 5 }, g);
     if (many) {
       if (!narrow) {
@@ -122,7 +109,8 @@ export class WorldMap {
     state.members.forEach((member, i) => {
       const node = this.nodes[i];
       const gone = member.state === "lost";
-      const capacity = this.capacity(member);
+      const { gbps } = this.infos[member.name];
+      const capacity = gbps ? (gbps * 1e9) / 8 : null;
       for (const [way, rate] of [["up", member.received_bytes_per_s], ["down", member.sent_bytes_per_s]]) {
         const flow = node.flows[way];
         const load = capacity ? Math.min(1, rate / capacity) : rate / peak;
@@ -138,7 +126,7 @@ export class WorldMap {
         }
       }
       let begin = 0;
-      ["compute", "communication", "waiting"].forEach((part, k) => {
+      PARTS.forEach((part, k) => {
         const share = member.state === "up" ? member.shares[part] ?? 0 : 0;
         const long = share * node.circumference;
         set(node.arcs[k], {
@@ -160,22 +148,14 @@ export class WorldMap {
         say(node.load, gone || rate <= 0 ? "" : !capacity ? `${bytes(rate)}/s` : node.narrow ? load : `${bytes(rate)}/s · ${load}`);
       }
     });
-    this.hubTip = `global server\nversion ${Math.max(0, ...state.versions)}\n${state.server ? `memory ${bytes(state.server.rss_bytes)}` : ""}`;
-    if (this.hubText) say(this.hubText, `v ${Math.max(0, ...state.versions)}`);
-  }
-
-  capacity(member) {
-    const gbps = this.infos[member.name].gbps;
-    return gbps ? (gbps * 1e9) / 8 : null;
+    this.version = Math.max(0, ...state.versions);
+    if (this.hubText) say(this.hubText, `v ${this.version}`);
   }
 
   tip(i) {
     const m = this.members[i];
     const info = this.infos[m.name];
-    const lines = [`${m.name} — ${WORDS[m.state]}`];
-    if (m.tokens_per_s) lines.push(`${count(m.tokens_per_s)} tokens/s`);
-    if (m.shares.compute !== undefined) lines.push(`computing ${percent(m.shares.compute)} of the time`);
-    lines.push(`up ${bytes(m.received_bytes_per_s)}/s, down ${bytes(m.sent_bytes_per_s)}/s`);
+    const lines = [`${m.name} — ${WORDS[m.state]}`]; // its speed, time and rates are in its row below
     lines.push(`so far ${bytes(m.received_bytes)} up, ${bytes(m.sent_bytes)} down`);
     if (info.gbps) lines.push(`link ${info.gbps} Gbit/s, ${info.rtt_ms} ms`);
     return lines.join("\n");
@@ -183,9 +163,9 @@ export class WorldMap {
 }
 
 export function mapLegend(parent) {
-  for (const [name, text] of [["--accent", "computing"], ["--comm", "exposed communication"], ["--wait", "waiting"]]) {
+  for (const [part, text] of [["compute", "computing"], ["communication", "exposed communication"], ["waiting", "waiting"]]) {
     const item = html("span", {}, parent);
-    html("i", {}, item).style.background = `var(${name})`;
+    html("i", {}, item).style.background = PART_COLOURS[part];
     item.append(text);
   }
 }

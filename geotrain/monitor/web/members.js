@@ -1,12 +1,10 @@
 // One row a region: what its time goes to, its speed, how stale its updates are, what its link carries.
-import { bytes, clock, colour, count, html, percent, say, span, svg, tipOn } from "./format.js";
+import { PARTS, PART_WORDS, bytes, clock, colour, count, html, line, percent, say, span, svg, tipOn } from "./format.js";
 import { WORDS } from "./map.js";
 
-const SLOW = 0.6; // of the median speed of a worker
-const PARTS = ["compute", "communication", "waiting"];
-const TEXTS = { compute: "computing", communication: "communicating", waiting: "waiting" };
+const SLOW = 0.6; // a region is called slow below this share of the median speed
 
-// name → share of the median speed a worker, for those that train
+// name → speed of its workers as a share of the median over all regions that train
 export function paces(state) {
   const speeds = state.members
     .filter((m) => m.state === "up" && m.tokens_per_s)
@@ -20,9 +18,7 @@ export const isSlow = (pace) => pace !== undefined && pace < SLOW;
 
 export class Members {
   constructor(parent) {
-    this.parent = parent;
-    this.key = "";
-    this.rows = [];
+    Object.assign(this, { parent, key: "", rows: [] });
   }
 
   show(state, ticks) {
@@ -53,13 +49,11 @@ export class Members {
     html("i", {}, name).style.background = colour(i, of);
     html("b", { title: member.name }, name, member.name);
     const badge = html("span", { class: "badge" }, name);
-    const share = html("div", { class: "c-share" });
-    const speed = html("div", { class: "right c-speed" }, root);
-    root.append(share);
-    root.insertBefore(share, speed);
+    const share = html("div", { class: "c-share" }, root);
     const bar = html("div", { class: "bar" }, share);
     const parts = Object.fromEntries(PARTS.map((part) => [part, html("span", { class: part }, bar)]));
     const shareText = html("div", { class: "under" }, share);
+    const speed = html("div", { class: "right c-speed" }, root);
     const loss = html("div", { class: "right c-loss" }, root);
     const stale = html("div", { class: "spark c-stale" }, root);
     const spark = svg("svg", { viewBox: "0 0 120 26", preserveAspectRatio: "none" }, stale);
@@ -67,10 +61,9 @@ export class Members {
     const staleText = html("b", {}, stale);
     const link = html("div", { class: "c-link" }, root);
     const heard = html("div", { class: "right under c-heard" }, root);
-    const made = { root, badge, parts, shareText, speed, loss, sparkLine, staleText, link, heard };
     tipOn(share, () => this.shareTip(i));
     tipOn(stale, () => this.staleTip(i));
-    return made;
+    return { root, badge, parts, shareText, speed, loss, sparkLine, staleText, link, heard };
   }
 
   update(row, member, pace, ticks, now_s, peak) {
@@ -86,15 +79,14 @@ export class Members {
     for (const part of PARTS) row.parts[part].style.flexGrow = String(member.shares[part] ?? 0);
     const known = member.shares.compute !== undefined;
     const worst = PARTS.slice(1).reduce((a, b) => ((member.shares[a] ?? 0) >= (member.shares[b] ?? 0) ? a : b));
-    const rest = known && member.shares[worst] >= 0.1 ? [`${percent(member.shares[worst])} ${TEXTS[worst]}`] : [];
+    const rest = known && member.shares[worst] >= 0.1 ? [`${percent(member.shares[worst])} ${PART_WORDS[worst]}`] : [];
     const mfu = member.mfu ? [`MFU ${percent(member.mfu)}`] : [];
     say(row.shareText, known ? [`${percent(member.shares.compute)} computing`, ...rest, ...mfu].join(" · ") : "no update yet");
     say(row.speed, member.state === "up" ? count(member.tokens_per_s) : "–");
     say(row.loss, member.loss === null ? "–" : member.loss.toFixed(3));
     const recent = ticks.slice(-60).map((t) => t[2]);
     const high = Math.max(1, ...recent);
-    row.sparkLine.setAttribute("d", recent.length > 1
-      ? recent.map((v, i) => `${i ? "L" : "M"}${((120 * i) / (recent.length - 1)).toFixed(1)} ${(24 - (22 * v) / high).toFixed(1)}`).join("") : "");
+    row.sparkLine.setAttribute("d", recent.length > 1 ? line(recent.map((v, i) => [(120 * i) / (recent.length - 1), 24 - (22 * v) / high])) : "");
     const stale = member.staleness.filter((v) => v !== null);
     say(row.staleText, stale.length ? String(Math.max(...stale)) : "–");
     say(row.link, `↑ ${bytes(member.received_bytes_per_s)}/s   ↓ ${bytes(member.sent_bytes_per_s)}/s`);
@@ -103,7 +95,7 @@ export class Members {
 
   shareTip(i) {
     const m = this.state.members[i];
-    const lines = PARTS.filter((p) => m.shares[p] !== undefined).map((p) => `${TEXTS[p]} ${(100 * m.shares[p]).toFixed(1)} %`);
+    const lines = PARTS.filter((p) => m.shares[p] !== undefined).map((p) => `${PART_WORDS[p]} ${(100 * m.shares[p]).toFixed(1)} %`);
     if (m.updated_s) lines.push(`last merge ${clock(m.updated_s)}, ${m.updates} so far`);
     if (m.lr) lines.push(`learning rate ${m.lr.toPrecision(3)}`);
     if (m.grad_norm !== null) lines.push(`gradient norm ${m.grad_norm.toPrecision(3)}`);

@@ -1,4 +1,4 @@
-// A lane a region: merges as ticks, joins and losses as marks, the time it was lost as a band.
+// A lane for each region: merges are ticks, joins and losses are marks, and the time for which it was lost is a band.
 import { clock, colour, html, say, svg, timeTicks, tipOn } from "./format.js";
 
 export const KINDS = {
@@ -7,14 +7,11 @@ export const KINDS = {
   quarantined: ["var(--bad)", "quarantined"], pardoned: ["var(--good)", "pardoned"], snapshot: ["var(--accent)", "snapshot"],
   steered: ["var(--ink)", "steered"], start: ["var(--ink)", "start"], trouble: ["var(--bad)", "trouble"],
 };
-const SHOWN = 60;
+const SHOWN = 60; // marks in the list below
 
 export class Timeline {
   constructor(parent, list) {
-    this.parent = parent;
-    this.list = list;
-    this.period_s = 0;
-    this.listed = "";
+    Object.assign(this, { parent, list, period_s: 0, listed: "" });
   }
 
   show(state, marks, ticks) {

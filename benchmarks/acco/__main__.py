@@ -1,0 +1,300 @@
+"""ACCO's forms against DeepSpeed's ZeRO-1: time, bytes, memory, and what the prediction costs in loss.
+
+Two data-parallel ranks in network namespaces joined by an emulated link (needs root), set so that communication takes
+about as long as compute. Variants alternate in short blocks. Losses are of runs without the link, over several seeds.
+With --hold, each micro-batch occupies its rank for that long, as an accelerator would that leaves the host's cores to
+the communication; without it, both share the processor.
+
+    python -m benchmarks.acco [--quick] [--hold 0.05] [--record]
+    python -m benchmarks.acco --long 20000000           the default form and ZeRO-1 on a larger model, for curves
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.acco.ranks import HEAVY, LONG, SMALL, Job
+from benchmarks.common import command_line, hardware, report, units_by_ending, versions
+from geotrain.config import AccoConfig, LinkConfig
+from geotrain.emulate.wan import cannot_emulate, emulated
+from geotrain.files import whole_file
+from geotrain.launch.check import free_ports
+from geotrain.launch.site_processes import pump_process
+from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
+from geotrain.parallelism.acco_forms import FORMS
+
+DEFAULT = AccoConfig().prediction
+ZEROS = ("zero1", "zero1-reduce", "zero1-overlap")  # DeepSpeed's, with and without its own overlap
+PARTS = ("time", "memory", "sweep", "unequal", "loss")
+SWEPT = (DEFAULT, "stale", "exact")  # the default, the fastest that predicts, the published one
+RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
+SLOWER = 4
+UNIT = units_by_ending(
+    {"_per_s_over_zero1": "", "_s": "s", "_gbps": "Gbit/s", "_bytes": "bytes", "_per_parameter": "bytes"}
+)
+LOSS_GOAL = 1.005  # the default form's loss over ZeRO-1's, at most
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--quick", action="store_true", help="few steps, one seed: to see that everything works")
+    parser.add_argument("--hold", type=float, default=0.0, help="seconds that a micro-batch takes at least")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
+    parser.add_argument("--steps", type=int, default=1200, help="of the runs that loss is taken from")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
+    parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.steps, args.seeds = 2, 60, 1
+    if args.long:
+        found = long_run(args.long, args.seeds, tuple(args.variants))
+        report("acco", {"long": found}, args, UNIT, f"{args.long / 1e6:g} M tokens, {args.seeds} seeds")
+        return
+    parts = args.only or PARTS
+    linked = set(parts) - {"loss", "memory"}
+    if reason := cannot_emulate() if linked else "":
+        sys.exit(f"the link cannot be emulated here: {reason}; --only loss and --only memory work without")
+    result: dict[str, Any] = {"default": DEFAULT, "forms": {form: {} for form in FORMS}}
+    link = calibrated(args) if linked else None
+    if "time" in parts:
+        times(args, link, result)
+    if "memory" in parts:
+        memory(result)
+    if "sweep" in parts:
+        result["sweep"] = sweep(args, link)
+    if "unequal" in parts:
+        result["heterogeneous"] = unequal(args, link)
+    if "loss" in parts:
+        losses(args, result)
+    result.update(result["forms"][DEFAULT])
+    result["setting"] = {**vars(args), "hardware": hardware(), "versions": versions("deepspeed", "megatron-core")}
+    report("acco", result, args, UNIT, left_out=("setting",))
+
+
+# ------------------------------------------------------------------------------------------------- two processes
+
+
+def run(job: Job, link: LinkConfig | None = None) -> Any:
+    """What rank 0 of two measures."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        answer = Path(folder) / "answer.json"
+        supervisor = stack.enter_context(Supervisor(Path(folder)))
+        hosts: list[tuple[str, int | None]] = [("127.0.0.1", None), ("127.0.0.1", None)]
+        if link is not None:
+            wan = stack.enter_context(emulated({"there": link}))
+            supervisor.start(pump_process(wan))
+            hosts = [(wan.global_address, None), (wan.addresses["there"], wan.namespaces["there"])]
+        port = free_ports(1)[0]
+        for rank, (address, namespace) in enumerate(hosts):
+            order = [job.to_json(), str(rank), address, f"{hosts[0][0]}:{port}", str(answer)]
+            command = guarded([sys.executable, "-m", "benchmarks.acco.ranks", *order], namespace)
+            keeps = () if namespace is None else (namespace,)
+            env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            supervisor.start(ProcessSpec(f"rank-{rank}", command, env, inherited_fds=keeps))
+        outcome = supervisor.wait()
+        if outcome.code:
+            sys.exit(outcome.reason)
+        return json.loads(answer.read_text())
+
+
+def calibrated(args: argparse.Namespace) -> LinkConfig:
+    """A link over which the communication of a ZeRO-1 step takes as long as its compute, found over a first guess."""
+    seen = run(Job("compute", HEAVY, hold_s=args.hold))
+    one_way_bytes = seen["parameters"] * 2  # of each rank: half the gradients and half the weights, bf16
+    guess = LinkConfig(regions=("here", "there"), gbps=8 * one_way_bytes / seen["compute_s"] / 1e9, rtt_ms=1.0)
+    seen = run(Job("time", HEAVY, ZEROS, rounds=2, hold_s=args.hold), guess)
+    step_s = min(statistics.median(seen[name]["step_s"]) for name in ZEROS)
+    link = guess.model_copy(update={"gbps": guess.gbps * (step_s / seen["compute_s"] - 1)})
+    print(f"compute {seen['compute_s']:.3f} s a step; link {1000 * link.gbps:.1f} Mbit/s", flush=True)
+    return link
+
+
+def times(args: argparse.Namespace, link: LinkConfig | None, result: dict[str, Any]) -> None:
+    """Speed and bytes of every form; the fastest of ZeRO-1's settings is what they are compared with."""
+    seen = run(Job("time", HEAVY, (*ZEROS, *FORMS), rounds=args.rounds, hold_s=args.hold), link)
+    best = min(ZEROS, key=lambda name: statistics.median(seen[name]["step_s"]))
+    result["zero1"] = {name: statistics.median(seen[name]["step_s"]) for name in ZEROS} | {"fastest": best}
+    result["compute_s"], result["link_gbps"] = seen["compute_s"], link.gbps if link else 0.0
+    result["communication_over_compute"] = result["zero1"][best] / seen["compute_s"] - 1
+    for form in FORMS:
+        result["forms"][form].update(
+            step_s=statistics.median(seen[form]["step_s"]),
+            speedup_over_zero1=speedup(seen[best], seen[form]),
+            bytes_per_step_vs_zero1=seen[form]["sent_bytes"] / seen[best]["sent_bytes"],
+            bytes_per_step_vs_bound=seen[form]["sent_bytes"] / (2 * seen["parameters"]),
+        )
+
+
+def memory(result: dict[str, Any]) -> None:
+    """What a rank keeps for each parameter, next to the scratch area of the exchange over gloo."""
+    seen = run(Job("time", HEAVY, (ZEROS[0], *FORMS)))
+    for form in FORMS:
+        kept = seen[form]["memory_bytes"] - seen[form]["scratch_bytes"]
+        result["forms"][form].update(
+            memory_bytes_per_parameter=kept / seen["parameters"], scratch_bytes=seen[form]["scratch_bytes"]
+        )
+    zero = result.setdefault("zero1", {})
+    zero["memory_bytes_per_parameter"] = seen[ZEROS[0]]["memory_bytes"] / seen["parameters"]
+
+
+def speedup(zero: dict[str, Any], form: dict[str, Any]) -> float:
+    return statistics.median(a / b for a, b in zip(zero["step_s"], form["step_s"], strict=True))
+
+
+def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
+    """Where communication takes 0.25 to 2 times as long as compute."""
+    assert link is not None
+    found: dict[str, Any] = {}
+    for ratio in RATIOS:
+        job = Job("time", HEAVY, (*ZEROS[:2], *SWEPT), rounds=args.rounds, hold_s=args.hold)
+        seen = run(job, link.model_copy(update={"gbps": link.gbps / ratio}))
+        zero = min((seen[name] for name in ZEROS[:2]), key=lambda zero: statistics.median(zero["step_s"]))
+        found[str(ratio)] = {
+            "communication_over_compute": statistics.median(zero["step_s"]) / seen["compute_s"] - 1,
+            **{form: speedup(zero, seen[form]) for form in SWEPT},
+        }
+        print(f"ratio {ratio}: {found[str(ratio)]}", flush=True)
+    plot_sweep(found)
+    return found
+
+
+def plot_sweep(found: dict[str, Any]) -> None:
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    x = [row["communication_over_compute"] for row in found.values()]
+    grid = [0.02 * i for i in range(5, 121)]
+    for name in SWEPT:
+        form = FORMS[name]
+        a, s = form.first_share, form.prediction_traffic()
+        bound = [(1 + m) / (max(a, m) + max(1 - a, s * m)) for m in grid]
+        [line] = axes.plot(x, [row[name] for row in found.values()], "o-", label=f"{name}, measured")
+        axes.plot(grid, bound, "--", linewidth=0.8, color=line.get_color(), label=f"{name}, bound")
+    axes.set(xlabel="communication / compute", ylabel="speed-up over ZeRO-1")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "acco_sweep.svg")
+    pyplot.close(figure)
+
+
+def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
+    """One rank several times slower, the other takes more of each batch: tokens a second, loss at equal tokens."""
+    variants = ("zero1-reduce", DEFAULT)
+    shared = {"hold_s": args.hold, "slower": SLOWER, "bf16": multiplies_bf16()}
+    job = Job("unequal", SMALL, variants, steps=args.steps // 4, **shared)
+    seen = run(job, link)
+    zero, ours = seen["zero1-reduce"], seen[DEFAULT]
+    return {
+        "slower": SLOWER,
+        "tokens_per_s_over_zero1": ours["tokens_per_s"] / zero["tokens_per_s"],
+        "loss_vs_zero1": ours["loss"] / zero["loss"],
+    }
+
+
+def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    variants, bf16 = ("zero1", *FORMS), multiplies_bf16()
+    by_seed = []
+    for seed in range(args.seeds):
+        by_seed.append(run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed, bf16=bf16)))
+        print(f"loss after {args.steps} steps, seed {seed}: {by_seed[-1]}", flush=True)
+    result["loss_in_bf16"], result["zero1_loss"] = bf16, statistics.mean(seen["zero1"] for seen in by_seed)
+    for form in FORMS:
+        ratios = [seen[form] / seen["zero1"] for seen in by_seed]
+        result["forms"][form].update(loss_vs_zero1=statistics.mean(ratios), loss_vs_zero1_by_seed=ratios)
+
+
+def long_run(tokens: int, seeds: int, variants: tuple[str, ...]) -> dict[str, Any]:
+    """Curves of these variants, each written to docs/acco_long.json as soon as it is whole; whole ones are kept.
+
+    What is not yet whole has its checkpoint and the points so far in runs/acco_long/, and goes on from there.
+    """
+    path, kept = ROOT / "docs" / "acco_long.json", ROOT / "runs" / "acco_long"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for seed in range(seeds):
+        for variant in variants:
+            name = f"{variant}-{seed}"
+            if name in found and found[name]["tokens"] == tokens:
+                continue
+            folder = kept / f"{name}-{tokens}"
+            folder.mkdir(parents=True, exist_ok=True)
+            print(f"{name}: see {folder / 'points.json'}", flush=True)
+            bf16 = multiplies_bf16()
+            curve = run(Job("curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=bf16, folder=str(folder)))
+            found[name] = {"tokens": tokens, "curve": curve[variant], "bf16": bf16, "hardware": hardware()}
+            found[name]["versions"] = versions("deepspeed", "megatron-core")
+            with whole_file(path) as file:
+                file.write(json.dumps(found))
+            shutil.rmtree(folder)
+    plot_long(found)
+    seen: dict[str, Any] = {"losses": {name: long["curve"][-1][1] for name, long in found.items()}}
+    pairs = {name: ratios(long, zero) for name, long, zero in beside_zero1(found)}
+    if pairs:
+        seen["loss_vs_zero1_by_run"] = {name: of[-1][1] for name, of in pairs.items()}
+        seen["loss_vs_zero1"] = statistics.mean(seen["loss_vs_zero1_by_run"].values())
+    return seen
+
+
+def beside_zero1(found: dict[str, Any]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(name, run, ZeRO-1's run of the same seed, tokens and arithmetic)."""
+    pairs = [(name, long, found.get(f"zero1-{name.split('-')[-1]}")) for name, long in found.items()]
+    return [
+        (name, long, zero)
+        for name, long, zero in pairs
+        if zero and zero is not long and all(long[key] == zero[key] for key in ("tokens", "bf16"))
+    ]
+
+
+def ratios(long: dict[str, Any], zero: dict[str, Any]) -> list[tuple[int, float]]:
+    """(tokens, loss over ZeRO-1's) at every point."""
+    return [(tokens, loss / other) for (tokens, loss), (_, other) in zip(long["curve"], zero["curve"], strict=True)]
+
+
+def multiplies_bf16() -> bool:
+    """Where the processor only emulates bf16, fp32 takes a third of the time."""
+    import torch
+
+    known = torch.cpu.get_capabilities()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+
+
+def plot_long(found: dict[str, Any]) -> None:
+    """Left the curves, right what ACCO's are over ZeRO-1's, with the goal."""
+    pyplot = plotting()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    for name, long in found.items():
+        tokens, loss = zip(*long["curve"], strict=True)
+        left.plot([t / 1e6 for t in tokens], loss, linewidth=1, label=name)
+    for name, long, zero in beside_zero1(found):
+        tokens, ratio = zip(*ratios(long, zero), strict=True)
+        right.plot([t / 1e6 for t in tokens], ratio, linewidth=1, label=name)
+    right.axhline(LOSS_GOAL, linestyle="--", linewidth=1, color="grey", label=f"goal: {LOSS_GOAL}")
+    left.set(xlabel="million tokens", ylabel="held-out loss, nats a byte", yscale="log")
+    right.set(xlabel="million tokens", ylabel="loss over ZeRO-1's")
+    for axes in (left, right):
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "acco_long.svg")
+    pyplot.close(figure)
+
+
+def plotting() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Runs of the study. Each becomes a row of JSON; a pool of processes runs them, and none is done twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.claims.exchange import wide_bytes
+from benchmarks.claims.methods import METHODS, Settings, whole_steps
+from benchmarks.claims.worlds import WORLDS
+from benchmarks.learner.text import standard_library
+from geotrain.files import whole_file
+
+if TYPE_CHECKING:
+    from benchmarks.claims.exchange import Exchange
+    from benchmarks.environments import Environment
+    from benchmarks.learner.training import Curve, Point, Study
+    from geotrain.config import OuterConfig
+    from geotrain.simulate.spec import WorldSpec
+    from geotrain.simulate.world import VirtualWorld
+
+VERSION = 4  # of what the simulator computes; raised by hand when its results change, so that no older row is used
+NOT_WITHOUT_RESULT = (
+    "test", "final", "selection", "final_selection", "utilization", "wide_bytes", "committed_steps",
+)  # fmt: skip
+NO_ROUND, DIVERGED = "no round fits", "diverged"
+
+
+@dataclass(frozen=True)
+class Job:
+    """steps: inner steps of all workers together. size: of the small model, as `Study` names it. until: the run ends
+    at the first point of its curve with this test loss. warmup_share: of the run, where it is not the usual one."""
+
+    method: str
+    settings: Settings
+    world: str
+    seed: int
+    steps: int
+    size: dict[str, Any] = field(default_factory=dict)
+    points: int = 24
+    until: float | None = None
+    warmup_share: float | None = None
+
+    @cached_property
+    def resolved(self) -> Resolved:
+        return Resolved.of(self)
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of everything that the result follows from, so that a changed job does not find an old row. It
+        holds the `repr` of dataclasses: their names and fields cannot change without losing all rows."""
+        r = self.resolved
+        outer = r.outer.model_dump(by_alias=True, mode="json")
+        later = {"until", "warmup_share"}  # left out where None: rows from before there were any keep their keys
+        mine = {name: v for name, v in asdict(self).items() if v is not None or name not in later}
+        parts = (VERSION, mine, outer, repr(r.world), repr(r.study), standard_library().digest)
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A job with everything that its names stand for. devices: how many of them one worker of the world stands
+    for."""
+
+    environment: Environment
+    exchange: Exchange
+    world: WorldSpec
+    outer: OuterConfig
+    study: Study
+    devices: int
+    momentum_decay: float | None
+
+    @staticmethod
+    def of(job: Job) -> Resolved:
+        from benchmarks.claims.exchange import EXCHANGE, devices_of_a_worker, world_for
+        from benchmarks.environments import HALOS, load_environment
+        from benchmarks.learner.training import Study
+
+        published = load_environment(HALOS)
+        setting = WORLDS[job.world](published, published.bound_s(job.steps))
+        method = METHODS[job.method]
+        outer = method.outer(job.settings, published, job.steps)
+        if setting.changes and not outer.flat and not outer.rule.synchronous:
+            outer = outer.model_copy(update=setting.changes)
+        exchange = EXCHANGE.get(method.run_file, "servers")
+        inner = method.optimizer(job.settings["lr"])
+        if job.warmup_share is not None:
+            inner = replace(inner, warmup_share=job.warmup_share)
+        study = Study(
+            steps=whole_steps(outer, published, job.steps),
+            seed=job.seed,
+            inner=inner,
+            quarter_of=setting.quarter_of,
+            **job.size,
+        )
+        world = world_for(method.run_file, outer, setting.environment)
+        devices = devices_of_a_worker(exchange, published)
+        decay = method.momentum_decay(outer, published, job.steps)
+        return Resolved(setting.environment, exchange, world, outer, study, devices, decay)
+
+
+class LossReached(Exception):
+    """The run need not go on."""
+
+
+def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]:
+    """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points; tell: of each.
+
+    final, final_selection: the losses at the end, on more windows than the curve's points. A run without a result
+    says why in `failed`, and its losses and measures are None. One that ends at `job.until` has no final loss, and
+    none on the selection slice.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    from benchmarks.learner.training import Curve, training_task
+    from geotrain.simulate.world import VirtualWorld
+
+    begin, begin_wall = time.process_time(), time.perf_counter()
+    r = job.resolved
+    task = training_task(r.study, r.outer, r.environment.numel, r.devices)
+    task = replace(task, momentum_decay=r.momentum_decay)
+
+    def told(point: Point) -> None:
+        if tell:
+            tell(point)
+        if job.until is not None and point.test <= job.until:
+            raise LossReached
+
+    curve = Curve(r.study, job.points, tell=told)
+    world = VirtualWorld(r.world, task, curve.watch)
+    measured = _measured(job, world, curve) if r.study.steps else {"failed": NO_ROUND}
+    return {
+        "key": job.key,
+        **asdict(job),
+        **dict.fromkeys(NOT_WITHOUT_RESULT),
+        "curve": [],
+        "seconds": world.clock.now,
+        **measured,
+        "numel": task.layout.numel,
+        "cpu_s": time.process_time() - begin,
+        "wall_s": time.perf_counter() - begin_wall,
+        "text": standard_library().digest,
+    }
+
+
+def _measured(job: Job, world: VirtualWorld, curve: Curve) -> dict[str, Any]:
+    from geotrain.outer.codec import NonFiniteError
+    from geotrain.outer.messages import Refused
+
+    r = job.resolved
+    selection: float | None = None
+    final: tuple[float | None, float | None] = None, None
+    try:
+        report = world.run()
+        selection = curve.last(world, report["committed_steps"] * r.devices / r.study.steps)
+        final = curve.final_losses(world)
+    except LossReached:
+        report = world.report()
+    except (NonFiniteError, Refused) as error:  # the delta of a diverged worker is not encoded, or not taken
+        return {"failed": DIVERGED, "error": str(error), "seconds": world.clock.now}
+    committed_steps = report["committed_steps"] * r.devices
+    test = curve.points[-1].test
+    if not all(math.isfinite(loss) for loss in (test, selection) if loss is not None):
+        return {"failed": DIVERGED, "seconds": report["seconds"]}
+    return {
+        "curve": [[p.time_s, p.committed_share, p.test] for p in curve.points],
+        "selection": selection,
+        "test": test,
+        "final": final[0],
+        "final_selection": final[1],
+        "seconds": report["seconds"],
+        "committed_steps": committed_steps,
+        "utilization": r.environment.bound_s(committed_steps) / report["seconds"],
+        "lost_updates": report["lost_updates"],
+        "global_version": report["global_versions"][0],
+        "wide_bytes": wide_bytes(r.exchange, report, r.outer, r.environment),
+    }
+
+
+class Results:
+    """Rows of a JSON-lines file, by key."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            if lines and not lines[-1].endswith("\n"):  # whoever wrote it was killed
+                lines.pop()
+                with whole_file(path) as file:
+                    file.writelines(lines)
+            for line in lines:
+                row = json.loads(line)
+                self.rows[row["key"]] = row
+
+    def complete(
+        self, jobs: Iterable[Job], processes: int, work: Callable[[Job], dict[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """The jobs' rows, in their order; what is missing is run, and written as soon as it is there. work: `run`, or
+        what stands for it."""
+        jobs = list(jobs)
+        missing = {job.key: job for job in jobs if job.key not in self.rows}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if missing:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            begin = time.monotonic()
+            context = multiprocessing.get_context("spawn")
+            with context.Pool(min(processes, len(missing))) as pool, self.path.open("a") as file:
+                for done, row in enumerate(pool.imap_unordered(work or run, missing.values()), 1):
+                    self.rows[row["key"]] = row
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    result = row.get("failed") or f"test {row['test']:.4f}"
+                    told = f"{row['method']:22s} {row['world']:15s} seed {row['seed']} {result}"
+                    print(
+                        f"[{done}/{len(missing)}] {told} at {row['seconds']:.0f} virtual s "
+                        f"({row['cpu_s']:.0f} s CPU; {time.monotonic() - begin:.0f} s so far)",
+                        flush=True,
+                    )
+        return [self.rows[job.key] for job in jobs]

@@ -1,0 +1,237 @@
+"""What is crashed: servers with their journals and snapshots, and a worker's checkpoints."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.fuzz.messages import Servers, outer_config, toy_layout
+from geotrain.config import architecture_from_hf
+from geotrain.files import out_of_room
+from geotrain.inner import checkpoint
+from geotrain.inner.shards import OwnedShard
+from geotrain.layout import StridedSlice
+from geotrain.net.journal import JournalFull
+from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import GLOBAL, Refused, UpdatePart
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.rules import region_rule
+from geotrain.outer.server import Server
+
+Say = Callable[[Any], None]
+UPDATES = 3
+SNAPSHOT_EVERY = 6  # messages
+
+
+class Subject(Protocol):
+    """live: a life in a folder, which says a number for each thing that it has acknowledged. again: a life that
+    begins with what an earlier one left, and acknowledges nothing new. look: says what the folder gives, as a digest.
+    right: whether that is right after so many acknowledgements."""
+
+    def live(self, folder: Path, say: Say) -> None: ...
+    def again(self, folder: Path, say: Say) -> None: ...
+    def look(self, folder: Path, say: Say) -> None: ...
+    def right(self, acknowledged: int, digest: int) -> bool: ...
+
+
+class ServerSubject:
+    """A server that is told some messages, and takes snapshots in between. which: GLOBAL, or a region."""
+
+    def __init__(self, which: str) -> None:
+        self.which = which
+        self.messages = _messages(which)
+        server = self._build()
+        self._begin(server)
+        self.states = [_digest(server)]
+        for message in self.messages:
+            with suppress(Refused):
+                server.handle(message)
+            self.states.append(_digest(server))
+        assert len(set(self.states)) > UPDATES, "these messages change too little"
+
+    def live(self, folder: Path, say: Say) -> None:
+        recovered = recover(self._build, self._begin, folder, keep=2)
+        for number, message in enumerate(self.messages, 1):
+            try:
+                recovered.journal.append(message)
+                recovered.journal.flush()
+            except JournalFull:
+                break  # refused: whoever said it tries again later
+            with suppress(Refused):
+                recovered.server.handle(message)
+            say(number)
+            if number % SNAPSHOT_EVERY == 0:
+                self._snapshot(recovered)
+        recovered.journal.close()
+
+    def again(self, folder: Path, say: Say) -> None:
+        recovered = recover(self._build, self._begin, folder, keep=2)
+        self._snapshot(recovered)
+        recovered.journal.close()
+
+    def look(self, folder: Path, say: Say) -> None:
+        recovered = recover(self._build, self._begin, folder, keep=2)
+        say(_digest(recovered.server))
+        recovered.journal.close()
+
+    def right(self, acknowledged: int, digest: int) -> bool:
+        """The message that was being written may be there or not."""
+        return digest in self.states[acknowledged : acknowledged + 2]
+
+    def _snapshot(self, recovered: Any) -> None:
+        try:
+            copy = begin_snapshot(recovered.server, recovered.journal, ended=False)
+            finish_snapshot(recovered.store, recovered.journal, *copy)
+        except OSError as error:
+            if not out_of_room(error):  # without room the server goes on, and tries again later
+                raise
+
+    def _build(self) -> Any:
+        layout, config = toy_layout(), outer_config()
+        identity = _identity()
+        if self.which == GLOBAL:
+            return GlobalServer(identity, layout, config, {"eu": ("a", "b")}, 64, 2)
+        rule = region_rule(config.rule, ("a", "b"), 16.0)
+        region = RegionServer(self.which, identity, layout, config, rule, ("a", "b"))
+        region.incarnation = "1"
+        return region
+
+    def _begin(self, server: Server) -> None:
+        if self.which == GLOBAL:
+            server.set_weights([torch.ones(f.numel) for f in server.layout.fragments])
+
+
+def _identity() -> Any:
+    return Servers().identity
+
+
+def _messages(which: str) -> list[Any]:
+    """What a server of that name is told in a small run."""
+    told: dict[str, list[Any]] = {GLOBAL: [], "eu": []}
+    kinds = {GLOBAL: GlobalServer, "eu": RegionServer}
+    real = {name: kind.handle for name, kind in kinds.items()}
+
+    def noting(name: str) -> Any:
+        def handle(server: Any, message: Any) -> Any:
+            told[name].append(message)
+            return real[name](server, message)
+
+        return handle
+
+    with patch.object(GlobalServer, "handle", noting(GLOBAL)), patch.object(RegionServer, "handle", noting("eu")):
+        servers = Servers()
+        for number in range(2, 2 + UPDATES):
+            update = servers.update("a", number, {f.index: 0.01 * number for f in servers.layout.fragments})
+            with suppress(Refused):
+                sends = servers.region.handle(replace(update, job=number, leases=())).sends
+                for message in (send.message for send in sends if isinstance(send.message, UpdatePart)):
+                    servers.top.handle(message)
+                    fragments = tuple(delta.fragment for delta in message.deltas)
+                    answer = servers.top.answer("eu", "1", 0, message.sequence, fragments)
+                    if answer is not None:
+                        servers.region.handle(answer)
+    return told[which]
+
+
+def _digest(server: Any) -> int:
+    """Of what a server saves."""
+    tensors, meta = server.state()
+    found = zlib.crc32(repr(meta).encode())
+    for name, tensor in tensors.items():
+        found = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(name.encode(), found))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+NUMEL = 4096
+SAVES = 4
+
+
+class Engine:
+    """What a checkpoint needs of an engine: one tensor and AdamW, on one rank."""
+
+    def __init__(self) -> None:
+        self.rank, self.has_prediction, self.prediction_form = 0, False, None
+        self.weights = torch.nn.Parameter(torch.zeros(NUMEL))
+        self.basic_optimizer = torch.optim.AdamW([self.weights], lr=0.1)
+        self.architecture = architecture_from_hf(MODEL)
+        self.mesh = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1)
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+
+    def settle(self) -> None: ...
+
+    def refresh(self, predicted: bool) -> None: ...
+
+    def shards(self) -> tuple[OwnedShard, ...]:
+        run = StridedSlice(0, NUMEL, 0, 1, parameter="p")
+        return (OwnedShard((run,), self.weights.detach(), True, self.weights, 0),)
+
+    def train(self, number: int) -> None:
+        self.weights.grad = torch.full((NUMEL,), float(number))
+        self.basic_optimizer.step()
+        self.global_steps += 1
+
+    @property
+    def digest(self) -> int:
+        state = self.basic_optimizer.state[self.weights]
+        return zlib.crc32(b"".join(state[name].numpy().tobytes() for name in ("exp_avg", "exp_avg_sq")))
+
+
+def _gather(outcomes: list[Any], mine: Any) -> None:
+    outcomes[0] = mine
+
+
+class CheckpointSubject:
+    """A worker of one rank that saves after each job and keeps two checkpoints."""
+
+    def __init__(self) -> None:
+        checkpoint.dist = SimpleNamespace(  # type: ignore[attr-defined]
+            get_rank=lambda: 0, get_world_size=lambda: 1, all_gather_object=_gather
+        )
+        engine = Engine()
+        self.states = [0]
+        for job in range(1, SAVES + 1):
+            engine.train(job)
+            self.states.append(engine.digest)
+
+    def live(self, folder: Path, say: Say) -> None:
+        engine: Any = Engine()
+        for job in range(1, SAVES + 1):
+            engine.train(job)
+            try:
+                checkpoint.save(engine, folder / "checkpoints", f"job-{job}", {"job": job}, keep=2)
+            except checkpoint.CheckpointError as error:
+                if not error.no_room:
+                    raise
+            else:
+                say(job)
+
+    def again(self, folder: Path, say: Say) -> None:
+        """Loads, and saves the same once more, as a job whose update was lost."""
+        engine: Any = Engine()
+        found = checkpoint.load(engine, folder / "checkpoints")
+        if found is not None:
+            with suppress(checkpoint.CheckpointError):
+                checkpoint.save(engine, folder / "checkpoints", f"job-{found['job']}", found, keep=2)
+
+    def look(self, folder: Path, say: Say) -> None:
+        engine: Any = Engine()
+        found = checkpoint.load(engine, folder / "checkpoints")
+        say(engine.digest if found is not None else 0)
+
+    def right(self, acknowledged: int, digest: int) -> bool:
+        return digest in self.states[acknowledged:]

@@ -1,0 +1,114 @@
+"""A run of real processes over emulated links, while at random processes are killed, links cut and packets corrupted;
+then its accounts.
+
+Two regions of two workers each, linked by TLS. Nothing that was acknowledged may be missing or counted twice, no
+sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
+journal gives.
+
+    python -m benchmarks.faults [--seconds 300] [--seed 1] [--every 20] [--pace 0.3]
+    python -m benchmarks.faults --seconds 3600       a soak: also the growth of memory and of open files
+
+Needs root, for the network namespaces. `--pace` is the least time of an inner step: others get the processor.
+The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import command_line, report, units_by_ending
+from benchmarks.faults.audit import accounts
+from benchmarks.faults.goodput import goodput
+from benchmarks.faults.runner import FaultyRun, Samples, kinds_done
+from benchmarks.faults.scenario import random_faults
+from benchmarks.faults.world import make_world
+from geotrain.emulate import wan
+
+COUNTED = {
+    "kill": "kills", "stop": "stops", "cut": "partitions", "slow": "slows", "drop": "drops", "corrupt": "corrupts",
+    "delay": "delays", "reorder": "reorders", "duplicate": "duplicates",
+}  # fmt: skip
+START_S = 240.0  # until every worker has trained a job
+SOAK_S = 1800.0  # from here on, faults are rarer: growth is measured within the life of a process
+WARM_UP_S = 120.0  # of a process, before its growth is measured
+LEAST_LIFE_S = 600.0  # measured, for a growth that is told
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0, help="from when every worker trains")
+    parser.add_argument("--seed", type=int, default=1)
+    every = (
+        "mean seconds between faults of processes and links, and between those of packets; default 20, in a soak 180"
+    )
+    parser.add_argument("--every", type=float, help=every)
+    parser.add_argument("--pace", type=float, default=0.3, help="least seconds of an inner step")
+    parser.add_argument(
+        "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
+    )
+    args = parser.parse_args()
+    why_not = wan.cannot_emulate()
+    if why_not:
+        print(f"faults: {why_not}", file=sys.stderr)
+        return 2
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="geotrain-faults-"))
+    files = make_world(folder, args.pace)
+    every_s = args.every or (180.0 if args.seconds >= SOAK_S else 20.0)
+    result = faulty(files, folder, args.seed, args.seconds, every_s)
+    if args.folder is None:
+        shutil.rmtree(folder)
+    note = f"--seconds {args.seconds:g}; seed {args.seed}; pace {args.pace:g} s; two faults each {every_s:g} s"
+    report("faults", result, args, units_by_ending({"_s": "s", "_tokens": "tokens"}), note, ("kinds", "mismatches"))
+    return 0
+
+
+def faulty(files: tuple[Path, Path], folder: Path, seed: int, seconds: float, every_s: float) -> dict[str, Any]:
+    with FaultyRun(*files, folder / "archive") as run:
+        workers = [worker for names in run.regions.values() for worker in names]
+        if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
+            raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
+        print(f"every worker trains; faults for {seconds:g} s, about two each {every_s:g} s, seed {seed}", flush=True)
+        run.play(random_faults(seed, seconds, every_s, run.regions), seconds, lambda text: print(text, flush=True))
+        end_s = time.time()
+    print("the run has ended; its journals are replayed", flush=True)
+    found = accounts(run)
+    return {
+        **{name: sum(fault.what == what for _, fault in run.done) for what, name in COUNTED.items()},
+        **{f"packets_{kind}": count for kind, count in sorted(run.impaired_packets().items())},
+        **{key: value for key, value in found.items() if key != "committed_samples"},
+        **goodput(run, found["committed_samples"], end_s),
+        "seconds": seconds,
+        "kinds": kinds_done(run),
+        "restarts": sum(e["event"] == "ProcessDied" for e in run.events("launcher")),
+        "given_up": sum(e["event"] == "ProcessDied" and e["pause_s"] is None for e in run.events("launcher")),
+        "growth": growth(list(run.samples.values())),
+    }
+
+
+def growth(samples: list[Samples]) -> dict[str, dict[str, float]]:
+    """By kind of process: the steepest growth of any that lived long enough, by a line through its samples after the
+    warm-up; mib_per_h and files_per_h. `measured` counts those."""
+    found: dict[str, dict[str, float]] = {}
+    for one in samples:
+        begin_s = one.points[0][0]
+        points = [point for point in one.points if point[0] - begin_s > WARM_UP_S]
+        if not points or points[-1][0] - points[0][0] < LEAST_LIFE_S:
+            continue
+        hours = [(t - begin_s) / 3600 for t, _, _ in points]
+        mib = statistics.linear_regression(hours, [rss / 2**20 for _, rss, _ in points]).slope
+        files = statistics.linear_regression(hours, [count for _, _, count in points]).slope
+        kind = found.setdefault(one.found.kind, {"measured": 0, "mib_per_h": -1e9, "files_per_h": -1e9})
+        kind["measured"] += 1
+        kind["mib_per_h"] = max(kind["mib_per_h"], round(mib, 2))
+        kind["files_per_h"] = max(kind["files_per_h"], round(files, 2))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

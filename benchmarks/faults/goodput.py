@@ -1,0 +1,92 @@
+"""How much of what the surviving workers could have trained was committed, and how long the healthy stood still.
+
+A worker survives from when its last rank has joined until it is killed, its death is seen, or the run ends. In that
+time it could have trained its own step rate: the tokens of its jobs over the seconds of those jobs, less the seconds
+in which training waited. Waiting for servers or data, saving checkpoints, steps lost with a killed worker and updates
+that never reached the global weights all count as loss; being dead and starting again do not (`goodput_of_all` counts
+them, too: as if every worker had lived from its first step to the end).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.faults.runner import FaultyRun
+
+
+@dataclass(frozen=True)
+class Life:
+    worker: str
+    begin_s: float
+    end_s: float
+    jobs: tuple[dict[str, Any], ...]  # JobTrained, in order
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+def goodput(run: FaultyRun, committed_samples: int, end_s: float) -> dict[str, Any]:
+    """end_s: Unix time at which the run was ended."""
+    lives = {w: _lives(run, region, w, end_s) for region, workers in run.regions.items() for w in workers}
+    could = could_all = 0.0
+    for mine in lives.values():
+        jobs = [job for life in mine for job in life.jobs]
+        if jobs:
+            rate = _rate(jobs)
+            could += sum(life.seconds * (_rate(life.jobs) if life.jobs else rate) for life in mine)
+            could_all += rate * (end_s - mine[0].begin_s)
+    tokens = committed_samples * run.run.data.sequence_length
+    stalls = [_longest_stall(life) for mine in lives.values() for life in mine]
+    return {
+        "committed_tokens": tokens,
+        "goodput": round(tokens / could, 4) if could else 0.0,
+        "goodput_of_all": round(tokens / could_all, 4) if could_all else 0.0,
+        "longest_stall_s": round(max(stalls, default=0.0), 2),
+        "worker_lives": sum(len(mine) for mine in lives.values()),
+        "surviving_share": round(
+            sum(life.seconds for mine in lives.values() for life in mine)
+            / max(1e-9, sum(end_s - mine[0].begin_s for mine in lives.values() if mine)),
+            4,
+        ),
+    }
+
+
+def _lives(run: FaultyRun, region: str, worker: str, end_s: float) -> list[Life]:
+    ranks = run.cluster.worker(region, worker).ranks
+    joined: dict[str, dict[int, float]] = {}
+    for event in run.events(region):  # a rank joins again when its server was restarted: the first time counts
+        if event["event"] == "Joined" and event["member"] == worker:
+            joined.setdefault(event["incarnation"], {}).setdefault(event["part"], event["time_s"])
+    begins = sorted(max(parts.values()) for parts in joined.values() if len(parts) == ranks)
+    ends = [t for t, fault in run.done if fault.what == "kill" and _hits(fault, region, worker)]
+    ends += [e["time_s"] for e in run.events("launcher") if e["event"] == "ProcessDied" and e["unit"] == worker]
+    jobs = [e for e in run.events(worker) if e["event"] == "JobTrained"]
+    lives = []
+    for begin_s, next_s in zip(begins, [*begins[1:], end_s], strict=True):
+        until_s = min([t for t in ends if begin_s < t < next_s], default=min(next_s, end_s))
+        if until_s > begin_s:
+            mine = tuple(job for job in jobs if begin_s < job["time_s"] <= until_s)
+            lives.append(Life(worker, begin_s, until_s, mine))
+    return lives
+
+
+def _hits(fault: Any, region: str, worker: str) -> bool:
+    return fault.kind == "launcher" or fault.of == worker or (fault.kind == "region" and fault.of == region)
+
+
+def _training_s(job: dict[str, Any]) -> float:
+    return float(job["tokens"] / job["tokens_per_s"] - job["waited_s"])
+
+
+def _rate(jobs: Any) -> float:
+    """Tokens a second while training."""
+    return float(sum(job["tokens"] for job in jobs) / sum(map(_training_s, jobs)))
+
+
+def _longest_stall(life: Life) -> float:
+    """Seconds between two jobs' ends in which it did not train."""
+    ends = [life.begin_s, *(job["time_s"] for job in life.jobs)]
+    return max((end - before - _training_s(job) for before, end, job in zip(ends, ends[1:], life.jobs, strict=False)),
+               default=0.0)  # fmt: skip

@@ -1,0 +1,269 @@
+"""A real run under faults: launches it, does to its processes and links what a scenario says, and keeps what is
+needed to audit it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.faults.scenario import Event, Fault
+from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.emulate import wan
+from geotrain.launch.launcher import WAN_CONTROL
+
+POLL_S = 0.1
+KEEP_S = 0.5  # between looks at the journals: a segment stays for much longer
+SAMPLE_TURNS = 10  # of those, between samples of memory and open files
+STOP_S = 60.0  # for an orderly end of the run
+
+
+@dataclass(frozen=True)
+class Found:
+    """A process of the run. kind: as in `Fault`; of: its worker or site."""
+
+    pid: int
+    kind: str
+    of: str
+
+
+@dataclass
+class Samples:
+    """(seconds, resident bytes, open files) of one process while it lived."""
+
+    found: Found
+    points: list[tuple[float, int, int]] = field(default_factory=list)
+
+
+class FaultyRun:
+    """A context manager: entering launches the run, leaving ends it and waits for all its processes.
+
+    archive: the servers' whole journals and all snapshots are kept there, by hard links: the run itself drops them.
+    """
+
+    def __init__(self, run_file: Path, cluster_file: Path, archive: Path, env: dict[str, str] | None = None) -> None:
+        self.files = run_file, cluster_file
+        self.run: RunConfig = load_run(run_file)
+        self.cluster: ClusterConfig = load_cluster(cluster_file)
+        self.folder = self.run.run_folder.absolute()
+        self.archive = archive
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        self.regions = {region.name: [w.name for w in region.workers] for region in self.cluster.regions}
+        self.done: list[tuple[float, Fault]] = []  # (Unix time, what was done)
+        self.samples: dict[int, Samples] = {}
+        self.exit_code: int | None = None
+        self._ended = threading.Event()
+        self._keeping = threading.Thread(target=self._keep_on, daemon=True)
+
+    def __enter__(self) -> FaultyRun:
+        self._launch()
+        self._keeping.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._ended.set()
+        self._keeping.join()
+
+    def _launch(self, *more: str) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "geotrain", "launch", *map(str, self.files), *more]
+        self.log = self.folder.parent / "launch.log"
+        with self.log.open("ab") as log:
+            self.launcher = subprocess.Popen(
+                command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def stop(self) -> None:
+        """End the run as an operator does, by Ctrl-C at the launcher: servers write their last snapshots."""
+        if self.launcher.poll() is None:
+            self.launcher.send_signal(signal.SIGINT)
+        try:
+            self.exit_code = self.launcher.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.launcher.kill()
+            self.exit_code = self.launcher.wait()
+
+    # -- what is there
+
+    def processes(self) -> list[Found]:
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.launcher.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    known = self._recognize(process.pid, process.cmdline())
+                    found += [known] if known else []
+        return found
+
+    def _recognize(self, pid: int, words: list[str]) -> Found | None:
+        """By its command line."""
+        if not words:
+            return None
+        guarded = any(word.endswith("launch/guard.py") for word in words[:5])
+        if "serve" in words:
+            of = "global" if "global" in words else words[words.index("region") + 1]
+            return Found(pid, "guard-of-server" if guarded else "global" if of == "global" else "server", of)
+        if "--worker" in words:
+            worker = words[words.index("--worker") + 1]
+            if guarded:
+                return Found(pid, "guard", worker)
+            if any(word.startswith("--world_info") for word in words):
+                return Found(pid, "deepspeed", worker)
+            if any(word.startswith("--local_rank") for word in words):
+                return Found(pid, "rank", worker)
+            return Found(pid, "runner", worker)
+        if any(word.endswith("geotrain/emulate/pump.py") for word in words):
+            return Found(pid, "pump", "guarded" if guarded else "wan")
+        return None
+
+    def pids(self, kind: str, of: str) -> list[int]:
+        """kind "region": all processes of its server and its workers."""
+        found = self.processes()
+        if kind == "region":
+            return [f.pid for f in found if f.of in (of, *self.regions[of])]
+        return [f.pid for f in found if (f.kind, f.of) == (kind, of)]
+
+    # -- what happened
+
+    def events(self, source: str) -> list[dict[str, Any]]:
+        """The event log of a worker, a region, "global" or "launcher"."""
+        return read_events(self.folder, source)
+
+    def jobs_of(self, worker: str) -> int:
+        """Jobs that it has trained until now."""
+        return sum(event["event"] == "JobTrained" for event in self.events(worker))
+
+    def happened(self, event: Event) -> bool:
+        return sum(e["event"] == event.kind for e in self.events(event.source)) >= event.count
+
+    def wait_for(self, condition: Callable[[], bool], within_s: float) -> bool:
+        """False when it does not come true in time, or when the run ends before."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            if time.monotonic() > deadline or self.launcher.poll() is not None:
+                return condition()
+            time.sleep(POLL_S)
+        return True
+
+    def impaired_packets(self) -> dict[str, int]:
+        """What befell packets, by kind, as each life of the pump told at its end."""
+        counts = Counter[str]()
+        for line in (self.folder / "logs/wan.log").read_text().splitlines():
+            with suppress(ValueError, KeyError):
+                counts.update(json.loads(line)["impaired_packets"])
+        return dict(counts)
+
+    # -- faults
+
+    def play(self, faults: Sequence[Fault], seconds: float, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Do each when its time or event has come, for `seconds`. Raises RuntimeError when the run ends."""
+        begin, waiting, stopped = time.monotonic(), list(faults), list[tuple[float, int]]()
+        while (passed_s := time.monotonic() - begin) < seconds:
+            if self.launcher.poll() is not None:
+                raise RuntimeError(f"the run has ended: {self.log.read_text()[-3000:]}")
+            for fault in [f for f in waiting if self._is_due(f, passed_s)]:
+                if self._inflict(fault, stopped):
+                    waiting.remove(fault)
+                    tell(f"{passed_s:6.1f} s: {fault}")
+            for until_s, pid in list(stopped):
+                if time.monotonic() >= until_s:
+                    stopped.remove((until_s, pid))
+                    _signal(pid, signal.SIGCONT)
+            time.sleep(POLL_S)
+        for _, pid in stopped:
+            _signal(pid, signal.SIGCONT)
+
+    def _is_due(self, fault: Fault, passed_s: float) -> bool:
+        return self.happened(fault.when) if isinstance(fault.when, Event) else passed_s >= fault.when
+
+    def _inflict(self, fault: Fault, stopped: list[tuple[float, int]]) -> bool:
+        """False when there is no such process now: later, then."""
+        if fault.what not in ("kill", "stop"):
+            try:
+                wan.disturb(self.folder / WAN_CONTROL, fault.of, fault.what, *fault.numbers)
+            except OSError:
+                return False
+        elif fault.kind == "launcher":
+            self.launcher.kill()
+            self.launcher.wait()
+            self._launch("--resume")
+        else:
+            pids = self.pids(fault.kind, fault.of)
+            if not pids:
+                return False
+            for pid in pids if fault.kind == "region" else pids[-1:]:
+                _signal(pid, signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
+            if fault.what == "stop":
+                stopped.append((time.monotonic() + fault.for_s, pids[-1]))
+        self.done.append((time.time(), fault))
+        return True
+
+    # -- what is kept
+
+    def _keep_on(self) -> None:
+        turn = 0
+        while not self._ended.wait(KEEP_S):
+            self.keep_journals()
+            turn += 1
+            if turn % SAMPLE_TURNS == 0:
+                self._sample()
+        self.keep_journals()
+
+    def keep_journals(self) -> None:
+        """Links to what the servers have written; a segment that still grows is the same file."""
+        for site in ("global", *self.regions):
+            here, there = self.folder / "servers" / site, self.archive / site
+            for name in ("journal", "snapshots"):
+                (there / name).mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                for segment in (here / "journal").glob("*.journal"):
+                    with suppress(FileExistsError, FileNotFoundError):
+                        os.link(segment, there / "journal" / segment.name)
+                for snapshot in (here / "snapshots").iterdir():
+                    kept = there / "snapshots" / snapshot.name
+                    if snapshot.name.isdecimal() and not kept.exists():
+                        with suppress(FileNotFoundError):
+                            shutil.copytree(snapshot, kept, copy_function=os.link)
+
+    def _sample(self) -> None:
+        for found in [Found(self.launcher.pid, "launcher", "here"), *self.processes()]:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process = psutil.Process(found.pid)
+                point = (time.time(), process.memory_info().rss, process.num_fds())
+                self.samples.setdefault(found.pid, Samples(found)).points.append(point)
+
+
+def read_events(folder: Path, source: str) -> list[dict[str, Any]]:
+    """Of a run's folder; a line that is being written is left out."""
+    servers = folder / "servers" / source / "events.jsonl"
+    path = servers if servers.exists() else folder / "events" / f"{source}.jsonl"
+    events = []
+    for name in (path.with_name(path.name + ".1"), path):
+        with suppress(FileNotFoundError):
+            for line in name.read_text().splitlines():
+                with suppress(ValueError):
+                    events.append(json.loads(line))
+    return events
+
+
+def kinds_done(run: FaultyRun) -> dict[str, int]:
+    """How often each was done: "kill rank", …, "cut link"."""
+    return dict(Counter(f"{fault.what} {fault.kind or 'link'}" for _, fault in run.done))
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

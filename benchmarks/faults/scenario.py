@@ -1,0 +1,97 @@
+"""Faults as data: what happens to whom, and when. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
+PACKETS = ("drop", "corrupt", "delay", "reorder", "duplicate")  # what befalls a share of a link's packets
+
+
+@dataclass(frozen=True)
+class Event:
+    """The `count`-th event of this kind in one process's event log. source: a worker, a region or "global"."""
+
+    source: str
+    kind: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """what: kill (SIGKILL), stop (SIGSTOP, later SIGCONT) a process; cut or slow a region's emulated link; drop,
+    corrupt, delay, reorder or duplicate its packets.
+
+    kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
+    GeoTrain's launcher), "server" (a region's), "global", "region" (all its processes at once), "launcher": of
+    the whole run, which is then launched again with --resume.
+    of: a worker or a region. when: seconds from the beginning, or an event. for_s: how long it lasts.
+    rate, seed, amount: of packets, as in `geotrain.emulate.impairments`.
+    """
+
+    what: Literal["kill", "stop", "cut", "slow", "drop", "corrupt", "delay", "reorder", "duplicate"]
+    when: float | Event
+    of: str = "global"
+    kind: str = ""
+    for_s: float = 0.0
+    bytes_per_s: float = 0.0
+    rate: float = 0.0
+    seed: int = 0
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        lasting = f" for {self.for_s:g} s" if self.for_s else ""
+        share = f" {self.rate:.0%} of the packets on the" if self.rate else ""
+        return f"{self.what}{share} {self.kind or 'link'} of {self.of}{lasting}"
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Of a link's disturbance, as `wan.disturb` takes them."""
+        more = {"cut": (), "slow": (self.bytes_per_s,)}
+        return (self.for_s, *more.get(self.what, (self.rate, self.seed, self.amount)))
+
+
+def random_faults(seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]]) -> list[Fault]:
+    """Faults at random times, none in the last 20 s (nobody would recover from it).
+
+    About one each `every_s` befalls processes and whole links: every kind of process is killed once before any is
+    killed again, with cuts, slow links and stops in between. About as many befall packets, independently: so they
+    also meet what recovers. regions: region → its workers.
+    """
+    dice = random.Random(seed)
+    decks = [*KILLS, "rank", "cut", "cut", "slow", "stop"], [*PACKETS, "corrupt"]
+    faults = [fault for kinds in decks for fault in _dealt(kinds, dice, seconds, every_s, regions)]
+    return sorted(faults, key=lambda fault: float(fault.when))
+
+
+def _dealt(
+    kinds: list[str], dice: random.Random, seconds: float, every_s: float, regions: dict[str, Sequence[str]]
+) -> Iterator[Fault]:
+    deck: list[str] = []
+    at_s = every_s * dice.uniform(0.2, 0.6)
+    while at_s < seconds - 20.0:
+        if not deck:
+            deck = list(kinds)
+            dice.shuffle(deck)
+        yield _fault(deck.pop(), round(at_s, 2), dice, regions)
+        at_s += every_s * dice.uniform(0.6, 1.4)
+
+
+def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Sequence[str]]) -> Fault:
+    region = dice.choice(sorted(regions))
+    worker = dice.choice(sorted(regions[region]))
+    if what == "cut":
+        return Fault("cut", at_s, region, for_s=round(dice.uniform(3.0, 20.0), 1))
+    if what == "slow":
+        return Fault("slow", at_s, region, for_s=round(dice.uniform(5.0, 20.0), 1), bytes_per_s=100_000.0)
+    if what == "stop":
+        return Fault("stop", at_s, region, "server", for_s=round(dice.uniform(1.0, 4.0), 1))
+    if what in PACKETS:
+        amount = {"corrupt": 0.25, "delay": 0.2}.get(what, 0.0)
+        rate, for_s = round(dice.uniform(0.05, 0.3), 2), round(dice.uniform(5.0, 20.0), 1)
+        return Fault(what, at_s, region, for_s=for_s, rate=rate, seed=dice.randrange(1000), amount=amount)
+    of = {"global": "global", "launcher": "all", "server": region, "region": region}.get(what, worker)
+    return Fault("kill", at_s, of, what)

@@ -1,0 +1,247 @@
+"""What watching a run costs it, and how fast the status page is.
+
+1. A worker (this process, the quickstart's model) trains jobs in two runs by turns, each with real servers: one run
+   with all monitoring on (events, status page asked every second as an open browser does, Prometheus metrics
+   scraped, TensorBoard of run and worker, samples), one with `monitor.enabled` = false. The other run's servers are
+   stopped meanwhile. The figure is the median, over pairs of jobs, of seconds without over seconds with.
+2. The page of 64 regions with hours of synthetic events, in a headless Chromium: until it is shown, and each refresh
+   while events keep coming.
+
+    python -m benchmarks.monitoring [--pairs 24] [--regions 64] [--hours 12] [--record]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import command_line, report
+from benchmarks.monitoring.chromium import Chromium
+from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
+from benchmarks.overhead import by_turns, joined, only_rank, servers, speeds
+from geotrain.config import ClusterConfig, RunConfig
+from geotrain.launch.check import free_ports
+from geotrain.layout import layout_of
+from geotrain.monitor.events import EventLog, JobTrained
+from geotrain.monitor.history import History
+from geotrain.monitor.http import HttpServer
+from geotrain.monitor.page import page_routes
+from geotrain.outer.messages import Lease, LeaseRequest
+
+READER = """
+import itertools, json, sys, time, urllib.request
+page, *metrics = sys.argv[1:]
+known = {"number": 0, "epoch": ""}
+for turn in itertools.count():
+    url = f"{page}state.json?since={known['number']}&epoch={known['epoch']}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        known = json.load(answer)
+    for url in metrics if turn % 5 == 0 else ():
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            answer.read()
+    time.sleep(1.0)
+"""
+REFRESHES = 20
+LINGER_S = 0.3  # stopped servers are given this long to catch up before a job is timed
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--pairs", type=int, default=24, help="jobs timed with and without monitoring")
+    parser.add_argument("--local-steps", type=int, default=8, help="H")
+    parser.add_argument("--regions", type=int, default=64)
+    parser.add_argument("--hours", type=float, default=12.0, help="of synthetic events")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"overhead": overhead(args.pairs, args.local_steps)}
+    result["page"] = page(args.regions, args.hours)
+    result = {"overhead_ratio": result["overhead"]["ratio"], **result}
+    report("monitoring", result, args, unit)
+
+
+def unit(metric: str) -> str:
+    name = metric.rpartition(".")[2]
+    for ending, what in (("_ms", "ms"), ("_bytes", "bytes"), ("tokens_per_s", "tokens/s"), ("ratio", "ratio")):
+        if ending in name:
+            return what
+    return "count"
+
+
+# ------------------------------------------------------------------------------------------------ overhead
+
+
+class World:
+    """One run with its servers, and this process as its worker."""
+
+    def __init__(self, run: RunConfig, cluster: ClusterConfig, more: list[int]) -> None:
+        self.run, self.cluster = run, cluster
+        folder = run.run_folder / "servers"
+        self.pids = [json.loads((folder / s / "listening.json").read_text())["pid"] for s in ("global", "eu")] + more
+
+    def send(self, number: int) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Its processes run only meanwhile."""
+        self.send(signal.SIGCONT)
+        time.sleep(LINGER_S)
+        try:
+            yield
+        finally:
+            self.send(signal.SIGSTOP)
+
+
+def overhead(pairs: int, local_steps: int) -> dict[str, float]:
+    with ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
+        metrics_port = free_ports(3)[0]
+        watched = {"metrics_port": metrics_port, "tensorboard": "tensorboard", "sample_s": 5.0}
+        on = stack.enter_context(servers(folders[0], local_steps, monitor=watched))
+        off = stack.enter_context(servers(folders[1], local_steps, monitor={"enabled": False}))
+        for run, _ in (on, off):
+            for site in ("global", "eu"):
+                until(lambda path=run.run_folder / "servers" / site / "listening.json": path.exists())
+        reader = stack.enter_context(reading(on[1], metrics_port))
+        worlds = {True: World(*on, [reader.pid]), False: World(*off, [])}
+        stack.callback(lambda: [world.send(signal.SIGCONT) for world in worlds.values()])
+        return _measure(worlds, pairs)
+
+
+@contextmanager
+def reading(cluster: ClusterConfig, metrics_port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """An open page and a Prometheus, as far as the servers notice."""
+    from geotrain.net.operator_client import ask_status
+
+    status: dict[str, Any] = {}
+    until(lambda: status.update(ask_status(str(cluster.global_server), 2.0) or {}) or status.get("page"))
+    metrics = [f"http://127.0.0.1:{port}/metrics" for port in (metrics_port, metrics_port + 2)]
+    process = subprocess.Popen([sys.executable, "-I", "-c", READER, status["page"], *metrics])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def _measure(worlds: dict[bool, World], pairs: int) -> dict[str, float]:
+    run = worlds[True].run
+    boards = {"enabled": True, "output_path": str(run.run_folder / "tensorboard"), "job_name": "eu-0"}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with ExitStack() as stack:
+        engine, loader = stack.enter_context(only_rank(run, tensorboard=boards))
+        events = stack.enter_context(EventLog(run.run_folder / "events" / "eu-0.jsonl", source="eu-0"))
+        reports = {
+            True: lambda numbers: events.write(JobTrained(worker="eu-0", **numbers)),
+            False: lambda numbers: None,
+        }
+        trainers, jobs = {}, {}
+        for monitored, world in worlds.items():
+            trainers[monitored], jobs[monitored] = stack.enter_context(
+                joined(world.run, world.cluster, engine, loader, reports[monitored])
+            )
+            world.send(signal.SIGSTOP)
+        for monitored in by_turns(pairs):
+            trainer, engine.monitor.enabled = trainers[monitored], monitored
+            with worlds[monitored].turn():
+                lease = trainer.client.lease(LeaseRequest("eu-0", jobs[monitored])).result()
+                assert isinstance(lease, Lease)
+                trainer.laps.restart()
+                begin = time.perf_counter()
+                trainer.train_job(lease)
+                seconds[monitored].append(time.perf_counter() - begin)
+                jobs[monitored] += 1
+            print(
+                f"{'with' if monitored else 'without'} monitoring: {seconds[monitored][-1]:.3f} s a job", flush=True
+            )
+        for world in worlds.values():
+            world.send(signal.SIGCONT)
+    ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return {
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_lower_quartile": round(quartiles[0], 4),
+        "ratio_upper_quartile": round(quartiles[2], 4),
+        "ratio_of_totals": round(sum(seconds[False][1:]) / sum(seconds[True][1:]), 4),
+        **speeds(seconds, run),
+        "pairs": len(ratios),
+        "parameters": layout_of(run).numel,
+    }
+
+
+def until(what: Callable[[], Any], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not what():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the servers did not start in time")
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------------------------------------------- page
+
+
+def page(regions: int, hours: float) -> dict[str, float]:
+    """Times in Chromium, from the first request until everything is drawn, and from asking to drawn."""
+    facts = synthetic_facts(regions, hours)
+    history, now_s = History(facts, "benchmark"), time.time()
+    begin = time.perf_counter()
+    count = 0
+    for event in synthetic_events(facts, now_s, hours):
+        history.on(event)
+        count += 1
+    fed_s = time.perf_counter() - begin
+    full = json.dumps(history.state(now_s))
+    more = iter(list(synthetic_events(facts, now_s, 0.1, seed=1)))
+    enough = threading.Event()
+
+    def keep_coming() -> None:
+        for event in more:  # about as many a second as such a run writes
+            history.on(event)
+            if enough.wait(1.0 / regions):
+                return
+
+    server = HttpServer("127.0.0.1", 0, page_routes(history))
+    server.start()
+    feeding = threading.Thread(target=keep_coming, daemon=True)
+    feeding.start()
+    loads, refreshes = [], []
+    try:
+        with Chromium() as browser:
+            shown = "Number(document.documentElement.dataset.shownMs ?? 0)"
+            for _ in range(5):
+                browser.open("about:blank")
+                browser.open(server.url)
+                loads.append(browser.wait_for(shown, 30))
+            for number in range(2, 2 + REFRESHES):
+                browser.wait_for(f"Number(document.documentElement.dataset.refreshes) >= {number}")
+                refreshes.append(float(browser.evaluate("document.documentElement.dataset.refreshMs")))
+            if browser.complaints:
+                raise RuntimeError(f"the page complains: {browser.complaints}")
+    finally:
+        enough.set()
+        server.stop()
+    return {
+        "regions": regions,
+        "events": count,
+        "first_load_ms": round(loads[0], 1),
+        "load_ms": round(statistics.median(loads), 1),
+        "refresh_ms": round(statistics.median(refreshes), 1),
+        "refresh_worst_ms": round(max(refreshes), 1),
+        "full_state_bytes": len(full),
+        "event_us": round(1e6 * fed_s / count, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The planner's figures; the last line is one JSON object.
+
+For each of DT-FM's five scenarios (benchmarks/data/dtfm_scenarios.json): `cost`, the worst of ten seeds, `cost_best`,
+`seconds` (the worst search, by the clock) and `cpu_seconds` (the same, processor time), `lower_bound`, its own
+`bound_seconds`, and `gap` = cost / lower_bound − 1. The placements go to benchmarks/out/placement_<scenario>.json.
+`scale`: seconds for synthesized clusters of 256 and 1,024 devices; `scale_detail` what they found.
+`plan`: seconds of a whole plan (workers, server, outer loop) for 1,024 accelerators in 8 regions, and its tokens a
+second over what they could reach without any waiting, by model.
+With root, on emulated links (planner/runs.py): `placement_speedup`, measured step time of the naive rank order over
+the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
+
+    python -m benchmarks.planner [--only search | runs] [--quick] [--record]
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # one core; must stand before numpy is loaded
+
+import sys
+from typing import Any
+
+
+def main() -> None:
+    from benchmarks.common import command_line, report
+    from benchmarks.planner import placements, runs
+    from geotrain.emulate.wan import cannot_emulate
+
+    parser = command_line(__doc__)
+    parser.add_argument("--only", choices=("search", "runs"))
+    parser.add_argument("--quick", action="store_true", help="of the runs one only, to see that it works")
+    args = parser.parse_args()
+    if args.quick and args.record:
+        parser.error("--quick gives no figures to --record")
+    if args.only != "search" and (reason := cannot_emulate()):
+        sys.exit(f"links cannot be emulated here: {reason}; --only search works without")
+    found: dict[str, Any] = {}
+    if args.only != "runs":
+        found |= placements.measure()
+    if args.only != "search":
+        found |= runs.measure(args.quick)
+    report("planner", found, args, unit, left_out=("planned_order",))
+
+
+def unit(metric: str) -> str:
+    seconds = ("_s", "seconds", "cost", "cost_best", "lower_bound", "quick_bound")
+    return "s" if metric.endswith(seconds) or metric.startswith("scale.") else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Speed of a server's update: decoding a delta with its norm, the rule, and the answer's encoding.
+
+    python -m benchmarks.server [--numel 33554432] [--codec bf16] [--rounds 15] [--record]
+
+Delayed Nesterov with the global server's settings, on two threads. One repetition is one cycle of updates, of which
+the last moves the momentum; three programs alternate: the product's kernels, the torch arithmetic that they replaced
+(kept here), and a copy of as many bytes as the kernels must touch. Times are of single updates.
+The last line printed is one JSON object:
+
+speedup_over_torch        torch's time over the kernels', median over repetitions; _low and _high: where the median
+                          lies at a confidence of 95 %
+vs_memcpy                 the copy's time over the kernels'
+ns_per_parameter, torch_ns_per_parameter
+                          median of each stage
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from math import fsum, inf, sqrt
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import ratio, record
+from geotrain.config import CodecConfig, HalosConfig, codec_config, rule_config
+from geotrain.outer.codec import Codec, make_codec
+from geotrain.outer.downlink import WeightsSender, from_bytes, to_bytes
+from geotrain.outer.limits import norm
+from geotrain.outer.rules import FragmentState, global_rule
+
+STAGES = ("decode_and_norm", "rule", "answer")
+
+
+class Kernels:
+    """What `geotrain.outer` does with an update of one part."""
+
+    def __init__(self, numel: int, codec: CodecConfig, payload: bytes) -> None:
+        rule = global_rule(rule_config("halos"), ("eu",))
+        self.rule, self.up, self.sender = rule, make_codec(codec), WeightsSender(codec)
+        self.state, self.delta, self.payload = FragmentState(torch.zeros(numel)), torch.empty(numel), payload
+
+    def decode_and_norm(self) -> float:
+        return norm([self.up.decode_measured(from_bytes(self.payload), self.delta)])
+
+    def apply(self) -> None:
+        self.rule.on_delta(self.state, "eu", self.delta, 1)
+
+    def answer(self) -> object:
+        return self.sender.encode(0, self.state.version, self.state.x)
+
+
+class Torch:
+    """The same in torch, as servers did it before; the codecs were compiled then, too."""
+
+    def __init__(self, numel: int, codec: CodecConfig, payload: bytes) -> None:
+        self.settings, self.up, self.arrivals = HalosConfig(name="halos").global_, make_codec(codec), 0
+        self.changes = codec.name not in ("fp32", "bf16")
+        self.x, self.m, self.acc, self.mirror = (torch.zeros(numel) for _ in range(4))
+        self.payload = payload
+
+    def decode_and_norm(self) -> float:
+        self.delta = torch.empty(len(self.x))
+        self.delta.copy_(self.up.decode(from_bytes(self.payload), len(self.x)))
+        return torch_norm(self.delta)
+
+    def apply(self) -> None:
+        beta, buffer, lr = self.settings.beta, self.settings.buffer, self.settings.lr_per_update
+        self.arrivals += 1
+        self.acc.add_(self.delta)
+        if self.arrivals % buffer == 0:
+            self.m.mul_(beta).add_(self.acc, alpha=1 / buffer)
+            self.x.add_(self.m, alpha=-lr * buffer * beta).add_(self.delta, alpha=-lr)
+            self.acc.zero_()
+        else:
+            self.x.add_(self.delta, alpha=-lr)
+
+    def answer(self) -> object:
+        if not self.changes:
+            return to_bytes(self.up.encode(self.x).payload)
+        payload = self.up.encode(self.x - self.mirror).payload
+        self.up.decode_accumulate(payload, self.mirror)
+        return to_bytes(payload)
+
+
+def torch_norm(vector: Tensor) -> float:
+    """The same bits at any number of threads: rows of 4096 elements are summed by one thread each, in fp64."""
+    row, rows_a_step = 4096, 4096
+    whole = vector.numel() // row * row
+    rows = vector[:whole].view(-1, row)
+    pieces = [rows[start : start + rows_a_step] for start in range(0, len(rows), rows_a_step)]
+    pieces += [vector[whole:].view(1, -1)]
+    sums = [s for piece in pieces for s in piece.square().sum(1, dtype=torch.float64).tolist()]
+    return sqrt(fsum(sums)) if all(s < inf for s in sums) else inf
+
+
+def cycle(server: Kernels | Torch, updates: int) -> list[float]:
+    """Seconds of each stage, of one update on average."""
+    spent = [0.0] * len(STAGES)
+    for _ in range(updates):
+        for i, stage in enumerate((server.decode_and_norm, server.apply, server.answer)):
+            begin = time.perf_counter()
+            stage()
+            spent[i] += time.perf_counter() - begin
+    return [seconds / updates for seconds in spent]
+
+
+def measure(numel: int, codec: CodecConfig, rounds: int) -> dict[str, object]:
+    coder: Codec = make_codec(codec)
+    payload = to_bytes(coder.encode(1e-3 * torch.randn(numel)).payload)
+    updates = HalosConfig(name="halos").global_.buffer
+    servers: dict[str, Kernels | Torch] = {
+        "own": Kernels(numel, codec, payload),
+        "torch": Torch(numel, codec, payload),
+    }
+    # decoding writes fp32, the rule moves 20 bytes an element and with the momentum 28, the answer reads fp32
+    touched = 2 * len(payload) + numel * (4 + 20 + 8 // updates + 4)
+    source, target = (torch.ones(touched // 2, dtype=torch.uint8) for _ in range(2))
+    stages: dict[str, list[list[float]]] = {name: [] for name in servers}
+    copies = []
+    for number in range(rounds + 1):
+        spent = {name: cycle(server, updates) for name, server in servers.items()}
+        copied = elapsed(lambda: target.copy_(source))
+        if number:  # the first warms up
+            copies.append(copied)
+            for name in servers:
+                stages[name].append(spent[name])
+    assert servers["own"].decode_and_norm() / servers["torch"].decode_and_norm() - 1 < 1e-6
+    torch.testing.assert_close(servers["own"].state.x, servers["torch"].x, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
+    own, old = ([sum(times) for times in stages[name]] for name in ("own", "torch"))
+    speedups = sorted(b / a for a, b in zip(own, old, strict=True))
+    outside = max(0, int((rounds - 1.96 * rounds**0.5) / 2))  # order statistics around a median
+    per_stage = {
+        name: {stage: 1e9 * median(t[i] for t in times) / numel for i, stage in enumerate(STAGES)}
+        for name, times in stages.items()
+    }
+    return {
+        "speedup_over_torch": median(speedups),
+        "speedup_over_torch_low": speedups[outside],
+        "speedup_over_torch_high": speedups[-1 - outside],
+        "vs_memcpy": ratio(copies, own),
+        "ns_per_parameter": per_stage["own"],
+        "torch_ns_per_parameter": per_stage["torch"],
+    }
+
+
+def elapsed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=1 << 25)
+    parser.add_argument("--codec", default="bf16", help="of both directions")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/results.csv")
+    parser.add_argument("--note", default="", help="goes into the recorded rows")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result = measure(options.numel, codec_config(options.codec), options.rounds)
+    for key, value in result.items():
+        print(key, value)
+    if options.record:
+        note = ", ".join(filter(None, (f"{options.codec}, {options.numel} elements", options.note)))
+        record("server", result, lambda metric: "ns" if "ns_per" in metric else "ratio", note)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""One worker of `streaming.py`, given to the deepspeed launcher: trains one run after another, so that importing the
+libraries is paid once. What it is told, and what it answers, goes over a Unix socket beside the run file (network
+namespaces do not divide those)."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from contextlib import closing
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+from geotrain.config import load_cluster, load_run
+from geotrain.data.loader import LeasedLoader, open_source
+from geotrain.inner import parallel
+from geotrain.inner.build import build_engine
+from geotrain.inner.engine import GeoEngine
+from geotrain.layout import layout_of
+from geotrain.net.operator_client import ask_status
+from geotrain.net.worker_client import WorkerClient
+from geotrain.outer.server import identity_of
+from geotrain.trainer import Trainer
+
+SOCKET = "control"
+STATUS_S = 10.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--run", "--region", "--worker"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--local_rank")
+    args = parser.parse_args()
+    trained: Trained | None = None
+    with closing(Client(str(Path(args.run).with_name(SOCKET)), "AF_UNIX")) as control:
+        control.send(args.region)
+        while order := control.recv():
+            match order:
+                case ("run", path):
+                    if trained:
+                        trained.close()
+                        trained = None
+                        gc.collect()  # an engine is a cycle, and holds its process groups' threads
+                    trained = Trained(Path(path), args.region, args.worker, control)
+                    control.send(("done", trained.waited_s))
+                case ("alone", seconds):
+                    assert trained is not None
+                    control.send(("alone", trained.alone(seconds)))
+
+
+class Trained:
+    """A run, trained by the product's own loop; its engine stays, to be timed without communication."""
+
+    def __init__(self, path: Path, region: str, worker: str, control: Connection) -> None:
+        run, cluster = load_run(path / "run.json"), load_cluster(path / "cluster.json")
+        self.engine: GeoEngine = build_engine(run, run.parallel, run.deepspeed)
+        vocab_size, length = self.engine.architecture.vocab_size, run.data.sequence_length
+        source = open_source(Path(run.data.train), length, vocab_size, run.seed)
+        micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
+        self.loader = LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
+        self.samples = run.samples_per_step
+        self.waited_s = 0.0
+        layout, folder = layout_of(run), run.run_folder / "checkpoints" / worker
+
+        server = str(cluster.region(region).server)
+
+        round_samples = len(cluster.regions) * run.outer.local_steps * run.samples_per_step
+        last_job = run.data.train_samples // round_samples
+
+        def report(numbers: dict[str, Any]) -> None:
+            """Bytes are asked for outside of the time that is measured."""
+            links = link_bytes(server) if numbers["job"] == 1 else {}
+            now_s = time.monotonic()
+            links = link_bytes(server) if numbers["job"] == last_job else links
+            control.send(("job", now_s, numbers["tokens"], links))
+            if numbers["job"] > 1:
+                self.waited_s += numbers["waited_s"]
+
+        with closing(WorkerClient(server)) as client:
+            identity = identity_of(run, layout)
+            parts = (run, worker, identity, layout, self.engine, self.loader, client, folder)
+            Trainer(*parts, report=report).train(resume=False)
+
+    def alone(self, seconds: float) -> float:
+        """Tokens a second without communication."""
+        steps = self.loader.steps(0, self.samples << 16)
+        self.engine.train_step(next(steps), 0)
+        begin, tokens = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - begin) < seconds:
+            tokens += self.engine.train_step(next(steps), 0).tokens
+        return tokens / elapsed
+
+    def close(self) -> None:
+        self.engine.close()
+        parallel.shut_down(leave_world=False)
+
+
+def link_bytes(server: str) -> dict[str, Any]:
+    status = ask_status(server, STATUS_S)
+    if status is None:
+        raise SystemExit(f"the server at {server} does not say how it goes")
+    links: dict[str, Any] = status["links"]
+    return links
+
+
+if __name__ == "__main__":
+    main()

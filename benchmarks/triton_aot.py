@@ -1,0 +1,139 @@
+"""Ahead-of-time compilation of the Triton kernels for machines that are not here, for tests and benchmarks.
+
+What is compiled is what the launchers really launch: they are run with a recorder in place of the device.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel: its arguments by name, and the compiler's options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread (on AMD: one lane) of a compiled kernel takes."""
+
+    kernel: str
+    registers: int
+    spilled: int  # bytes; on AMD registers
+    shared: int  # bytes of a block of threads
+
+
+def launches(call: Callable[[], object]) -> list[Launch]:
+    """Run a launcher and list what it would have launched. Its tensors may be on the CPU; nothing is computed."""
+    found: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        options = {key: value for key, value in kwargs.items() if key not in kernel.arg_names}
+        named.update({key: value for key, value in kwargs.items() if key in kernel.arg_names})
+        found.append(Launch(kernel, named, options))
+
+    with _replaced(JITFunction, "run", record):
+        call()
+    return found
+
+
+def compile_launch(launch: Launch, target: str) -> Resources:
+    """Compile for a name in TARGETS; raises what Triton raises."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        kind = "constexpr" if parameter.is_constexpr or value is None else _kind(value)
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[(index,)] = value
+        elif _divisible(value) and not parameter.do_not_specialize:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
+    return _resources(launch.kernel.__name__, compiled)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value < 2**31:
+        return "i32"
+    return "i64" if value < 2**63 else "u64"
+
+
+def _divisible(value: Any) -> bool:
+    return value.data_ptr() % 16 == 0 if isinstance(value, Tensor) else isinstance(value, int) and value % 16 == 0
+
+
+def _resources(name: str, compiled: Any) -> Resources:
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        found = [int(re.findall(rf"\.{key}:\s+(\d+)", text)[0]) for key in ("vgpr_count", "vgpr_spill_count")]
+        return Resources(name, *found, compiled.metadata.shared)
+    report = _assembler_report(compiled.asm["ptx"])
+    found = [
+        int(re.findall(pattern, report)[0]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    ]
+    return Resources(name, *found, compiled.metadata.shared)
+
+
+def _assembler_report(ptx: str) -> str:
+    """What ptxas says of this code. Triton brings two, and which takes the PTX depends on Triton's version."""
+    architecture = re.findall(r"\.target (sm_\d+\w*)", ptx)[0]
+    errors = ""
+    for path in sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*")):
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(ptx)
+            file.flush()
+            command = [str(path), "-v", "--fmad=false", f"--gpu-name={architecture}", file.name, "-o", "/dev/null"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            return done.stderr
+        errors += done.stderr
+    raise RuntimeError(f"no ptxas takes this PTX for {architecture}: {errors}")
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,173 @@
+"""`geotrain dry-run`: what a run would need, computed from its two files without any weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from geotrain.config import ClusterConfig, CodecConfig, ParallelConfig, RunConfig, WorkerSetup
+from geotrain.launch.check import check_together
+from geotrain.launch.preflight import (
+    cautions,
+    hosts_that_do_not_answer,
+    obstacles,
+    port_obstacles,
+    sites_here,
+)
+from geotrain.launch.site_processes import ssh_hosts
+from geotrain.launch.terminal import size, table_of
+from geotrain.layout import Layout, layout_of
+from geotrain.outer.codec import make_codec
+from geotrain.plan.model.memory import rank_memory
+
+
+@dataclass(frozen=True)
+class WorkerNeeds:
+    """One worker. delta_bytes, answer_bytes: of one exchange with its server, over all its ranks (without the
+    padding of ranks' last blocks). memory: of its fullest rank."""
+
+    name: str
+    region: str
+    layout: str
+    ranks: int
+    parameters_per_rank: int
+    memory: dict[str, int]
+    delta_bytes: int
+    answer_bytes: int
+
+
+@dataclass(frozen=True)
+class LinkNeeds:
+    """A region's link. up_s, down_s: how long one exchange occupies it; None: the cluster does not say its rate."""
+
+    region: str
+    up_bytes: int
+    down_bytes: int
+    steps_between: int
+    up_s: float | None
+    down_s: float | None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """server_bytes: memory of one server."""
+
+    parameters: int
+    fragments: tuple[tuple[str, int], ...]
+    server_bytes: int
+    workers: tuple[WorkerNeeds, ...]
+    links: tuple[LinkNeeds, ...]
+
+
+def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
+    """Raises ConfigError, UnsupportedModelError, LayoutError when the run cannot be trained on this cluster."""
+    from geotrain.parallelism.checks import zero_stage
+
+    sizes = check_together(run, cluster)
+    layout, outer = layout_of(run), run.outer
+
+    def coded_bytes(codec: CodecConfig) -> int:
+        """Of one exchange of the whole model."""
+        return sum(make_codec(codec).encoded_bytes(f.numel) for f in layout.fragments)
+
+    local_up, local_down = outer.worker_codecs
+    workers = []
+    for home, worker in ((region.name, worker) for region in cluster.regions for worker in region.workers):
+        setup = WorkerSetup.of(run, worker)
+        parallel, dp, zero = setup.parallel, sizes[worker.name], zero_stage(setup.deepspeed)
+        sequence = " + sequence" if parallel.sequence else ""
+        workers.append(
+            WorkerNeeds(
+                worker.name,
+                home,
+                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline} × DP {dp}, ZeRO {zero}",
+                worker.ranks,
+                check_shards(layout, run, parallel),
+                rank_memory(run, run.architecture, worker),
+                coded_bytes(local_up),
+                coded_bytes(local_down),
+            )
+        )
+    links = []
+    for region in cluster.serving:
+        count = len(region.workers)
+        exchanges = count if outer.flat else 1  # flat: every worker exchanges over the wide area
+        up, down = exchanges * coded_bytes(outer.up), exchanges * coded_bytes(outer.down)
+        updates = count if outer.flat else outer.rule.updates_per_send or count
+        steps = max(outer.local_steps * updates // count, outer.local_steps)
+        gbps = next((link.gbps for link in cluster.links if set(link.regions) == {region.name, "global"}), None)
+        seconds = [None if gbps is None else 8 * size_bytes / gbps / 1e9 for size_bytes in (up, down)]
+        links.append(LinkNeeds(region.name, up, down, steps, *seconds))
+    fragments = tuple((f.name, f.numel) for f in layout.fragments)
+    # A server holds its weights, its rule's momentum and accumulator, all fp32.
+    return Needs(layout.numel, fragments, 3 * 4 * layout.numel, tuple(workers), tuple(links))
+
+
+def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: bool = False) -> bool:
+    """What `geotrain dry-run` shows after the figures: all that `launch` would refuse here, and what is seldom meant.
+    Gives whether nothing would be refused.
+
+    ask_hosts: also ask each host behind ssh whether it lets this user in.
+    """
+    here = sites_here(cluster)
+    refused = [str(obstacle) for obstacle in (*obstacles(run, cluster, here), *port_obstacles(run, cluster, here))]
+    hosts = sorted({host for host in ssh_hosts(cluster).values() if host is not None})
+    if ask_hosts:
+        refused += hosts_that_do_not_answer(cluster)
+    told = cautions(run, cluster)
+    if hosts and not ask_hosts:
+        told.append(f"not asked: {', '.join(hosts)}; --ask-hosts tries whether ssh reaches them")
+    if hosts:
+        told.append("data on those machines is checked there, by `geotrain launch`")
+    if (run.run_folder / "servers").exists():
+        told.append(f"{run.run_folder} holds a run already: only --resume goes on from it")
+    for title, lines, style in (("note", told, "yellow"), ("geotrain launch would refuse", refused, "red")):
+        if lines:
+            console.print(f"\n{title}", style=f"bold {style}")
+            for line in dict.fromkeys(lines):
+                console.print(f"  {line}", style=style, highlight=False, markup=False, soft_wrap=True)
+    return not refused
+
+
+def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> int:
+    """Parameters of the fullest rank. Raises LayoutError unless the ranks' shards lie in the layout and speak for
+    each of its elements exactly once (counted, not located: the large models' elements do not fit here)."""
+    from geotrain.parallelism.local_parameters import local_parameters
+
+    architecture, spoken_for, fullest = run.architecture, 0, 0
+    for stage in range(parallel.pipeline):
+        for rank in range(parallel.tensor):
+            local = local_parameters(architecture, parallel, rank, stage)
+            for parameter in local:
+                for run_ in parameter.runs:
+                    layout.slices((run_,), layout.fragment_of(run_.parameter))
+            spoken_for += sum(p.numel for p in local if p.pushes)
+            fullest = max(fullest, sum(p.numel for p in local))
+    if spoken_for != layout.numel:
+        raise AssertionError(f"the ranks speak for {spoken_for} of {layout.numel} elements")
+    return fullest
+
+
+def show(found: Needs, console: Console) -> None:
+    console.print(
+        f"{found.parameters:,} parameters in {len(found.fragments)} fragment(s); "
+        f"each server holds about {size(found.server_bytes)}"
+    )
+    memory = [
+        {"worker": w.name, "region": w.region, "ranks": str(w.ranks), "layout": w.layout}
+        | {"parameters/rank": f"{w.parameters_per_rank:,}"}
+        | {part: size(count) for part, count in (*w.memory.items(), ("sum", sum(w.memory.values())))}
+        for w in found.workers
+    ]
+    text = ("worker", "region", "ranks", "layout", "parameters/rank")
+    console.print("\nmemory of the fullest rank", table_of(memory, left=text), sep="\n")
+    links = [
+        {"region": link.region, "up": size(link.up_bytes), "down": size(link.down_bytes)}
+        | {"inner steps between": str(link.steps_between)}
+        | {k: "–" if s is None else f"{s:.3g} s" for k, s in (("up takes", link.up_s), ("down takes", link.down_s))}
+        for link in found.links
+    ]
+    console.print("\none exchange with the global server", table_of(links), sep="\n")
+    first = found.workers[0]
+    console.print(f"\none exchange inside a region: {size(first.delta_bytes)} up, {size(first.answer_bytes)} down")

@@ -1,0 +1,122 @@
+"""How good a Hugging Face checkpoint folder is, by transformers: independent of how it was trained."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from geotrain.config import ConfigError
+from geotrain.data.loader import open_source
+from geotrain.data.tokens import DataError
+from geotrain.hf_checkpoint import HFCheckpointError
+from geotrain.kernels.devices import cuda_devices
+
+USUAL_LENGTH = 1024  # tokens of a sample, when none are asked for
+
+
+def measure(
+    folder: Path, validation: Path | None, tasks: str, sequence_length: int | None, limit: int | None, batch: int
+) -> dict[str, Any]:
+    """What `geotrain eval` prints. tasks: names, separated by commas. sequence_length: None takes the model's, see
+    `usual_length`. Raises ConfigError and as its parts do."""
+    if validation is None and not tasks:
+        raise ConfigError("say what to measure: --data PREFIX, --tasks TASK,…, or both")
+    said: dict[str, Any] = {}
+    if validation is not None:
+        length = sequence_length or usual_length(folder)
+        said |= {"loss": evaluate(folder, validation, limit, length, batch), "sequence_length": length}
+    if tasks:
+        said["tasks"] = run_tasks(folder, tasks.split(","), limit, batch)
+    return said
+
+
+def usual_length(folder: Path) -> int:
+    """Tokens of a sample when none are asked for: as many as the model has positions, at most 1,024. Raises
+    HFCheckpointError."""
+    return min(USUAL_LENGTH, _positions(load_checkpoint(folder, "AutoConfig")))
+
+
+def _positions(config: Any) -> int:
+    """How many tokens the model was made for; a model that does not say takes any number."""
+    return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+
+
+def load_checkpoint(folder: Path, auto_class: str, **settings: Any) -> Any:
+    """By a class of transformers. Raises HFCheckpointError."""
+    import transformers  # slow to import
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return getattr(transformers, auto_class).from_pretrained(folder, local_files_only=True, **settings)
+    except Exception as error:  # the library raises whatever its parsers raise
+        lines = str(error).strip().splitlines()
+        raise HFCheckpointError(
+            f"{folder}: cannot be loaded: {lines[0] if lines else type(error).__name__}"
+        ) from None
+
+
+def evaluate(folder: Path, validation: Path, samples: int | None, sequence_length: int, batch: int = 16) -> float:
+    """Mean loss in nats a token over the first `samples` samples (None: all) of a prepared data set, in fp32.
+
+    validation: prefix of its .bin/.idx pair. A sample is `sequence_length` tokens and the one that follows, as in
+    training. Runs on CUDA when there is one. Raises HFCheckpointError, DataError; ConfigError if the model has fewer
+    positions: it would compute on, and worse.
+    """
+    model = load_checkpoint(folder, "AutoModelForCausalLM", dtype=torch.float32)
+    if sequence_length > _positions(model.config):
+        raise ConfigError(
+            f"{folder}: the model has {_positions(model.config)} positions, samples of {sequence_length} tokens do "
+            f"not fit; use --sequence-length {_positions(model.config)}, or what it was trained with"
+        )
+    source = open_source(validation, sequence_length, model.config.vocab_size, None)
+    samples = source.samples_per_epoch if samples is None else samples
+    if samples > source.samples_per_epoch:
+        raise DataError(f"{validation}: {samples} samples are wanted, but there are {source.samples_per_epoch}")
+    device = "cuda" if cuda_devices() else "cpu"
+    model = model.to(device).eval()
+    total = 0.0
+    with torch.inference_mode():
+        for start in range(0, samples, batch):
+            tokens = source.batch(np.arange(start, min(start + batch, samples))).to(device)
+            logits = model(tokens[:, :-1]).logits.float()
+            total += torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+            ).item()
+    return total / (samples * sequence_length)
+
+
+def run_tasks(folder: Path, tasks: list[str], limit: int | None, batch: int) -> dict[str, dict[str, float]]:
+    """Tasks of EleutherAI's lm-evaluation-harness: task → its figures, as the harness names them.
+
+    limit: examples a task at most. Raises HFCheckpointError, DataError (no such task), ConfigError (no harness).
+    """
+    if not (folder / "config.json").exists():
+        raise HFCheckpointError(
+            f"{folder}: is no checkpoint folder (no config.json); make one with `geotrain export`"
+        )
+    try:
+        import lm_eval
+    except ImportError:
+        raise ConfigError(
+            "geotrain eval --tasks needs lm-evaluation-harness, which is not installed: pip install lm-eval"
+        ) from None
+    device = "cuda" if cuda_devices() else "cpu"
+    try:
+        found = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(folder), "dtype": "float32"},
+            tasks=tasks,
+            limit=limit,
+            batch_size=batch,
+            device=device,
+        )
+    except (KeyError, ValueError) as error:  # what the harness raises for names that it does not know
+        raise DataError(f"lm-evaluation-harness, tasks {', '.join(tasks)}: {error}") from None
+    return {
+        task: {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
+        for task, figures in found["results"].items()
+    }

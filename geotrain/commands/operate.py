@@ -1,0 +1,173 @@
+"""An operator's view of a run, and word to it: from the run's folder, on the machine that launched it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from geotrain.config import ClusterConfig, RunConfig, Topology, load_cluster, load_run
+from geotrain.files import try_lock
+from geotrain.launch.launcher import OUTCOME
+from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_words, share_of
+from geotrain.net import rpc
+from geotrain.net.certs import OPERATOR, trust_between
+from geotrain.net.operator_client import command
+from geotrain.outer.messages import GLOBAL
+
+COMMAND_S = 30.0
+SNAPSHOT_S = 600.0  # a large model's
+
+
+class RunState(IntEnum):
+    """How a run is; the values are the exit codes of `geotrain status`."""
+
+    RUNNING = 0  # also paused, draining, stopping
+    FINISHED = 3  # all its data is trained
+    FAILED = 4
+    UNREACHABLE = 5
+    STOPPED = 6  # ended in good order before its data did
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at one moment. statuses: by site, what each server says, or last said. reason: of a failure."""
+
+    state: RunState
+    reason: str
+    statuses: Mapping[str, Status]
+
+    @property
+    def headline(self) -> str:
+        top = self.statuses.get(GLOBAL, {})
+        running = self.state is RunState.RUNNING and "phase" in top
+        return headline(top, top["phase"] if running else self.state.name.lower(), self.reason)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"state": self.state.name.lower(), "reason": self.reason, "servers": dict(self.statuses)}
+
+
+def judge(
+    live: Status | None, words: Status | None, outcome: Mapping[str, Any] | None, launcher: bool | None
+) -> tuple[RunState, str]:
+    """Pure: the run's state, and why. live: what the global server says now. words: what it said when it ended.
+    outcome: what its launcher left. launcher: whether that runs; None: there never was one here.
+
+    What answers now counts first, then how the launcher ended, then what the server left behind."""
+    if live is not None and live.get("phase") != "ended":
+        return RunState.RUNNING, ""
+    last = live or words
+    if outcome is not None and outcome["code"]:
+        return RunState.FAILED, str(outcome["reason"] or f"exit code {outcome['code']}").splitlines()[0]
+    if last is not None and last.get("phase") == "ended":
+        return (RunState.FINISHED if last.get("complete") else RunState.STOPPED), ""
+    if outcome is not None:
+        return RunState.FINISHED, ""  # the global server's own words lie on its machine
+    if launcher is False:
+        return RunState.FAILED, "its launcher is gone without a word; continue with --resume"
+    return RunState.UNREACHABLE, "its launcher runs, but no server answers" if launcher else "no server answers"
+
+
+class LiveRun:
+    """A run by its folder. Raises ConfigError: there is none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config: RunConfig = load_run(folder / "run.json")
+        self.cluster: ClusterConfig = load_cluster(folder / "cluster.json")
+        self.servers = addresses(self.config, self.cluster)
+
+    def see(self) -> RunStatus:
+        """Raises CertificateError."""
+        live = ask(self.cluster, self.servers)
+        words = last_words(self.folder, self.servers)
+        outcome = json.loads(path.read_text()) if (path := self.folder / OUTCOME).exists() else None
+        state, reason = judge(live.get(GLOBAL), words.get(GLOBAL), outcome, launcher_runs(self.folder))
+        return RunStatus(state, reason, {**words, **live})
+
+    def steer(self, what: str, region: str = "") -> str:
+        """Tell the global server; its phase then. Raises Refused, Unreachable, CertificateError, ConfigError."""
+        if region:
+            self.cluster.region(region)
+        return self._tell(GLOBAL, rpc.Control(what, region), COMMAND_S)
+
+    def pardon(self, member: str) -> str:
+        """Tell the server that a worker or region speaks to; its answer. Raises as `steer` does."""
+        return self._tell(
+            Topology(self.config, self.cluster).server_of(member), rpc.Control("pardon", member), COMMAND_S
+        )
+
+    def snapshot(self) -> dict[str, str]:
+        """Every server that is reached writes one: site → where, or what went wrong. The global one must succeed.
+
+        Raises Refused, Unreachable, CertificateError.
+        """
+        where = {GLOBAL: self._tell(GLOBAL, rpc.Control("snapshot"), SNAPSHOT_S)}
+        for site in self.servers:
+            if site != GLOBAL:
+                try:
+                    where[site] = self._tell(site, rpc.Control("snapshot"), SNAPSHOT_S)
+                except OSError as error:
+                    where[site] = str(error)
+        return where
+
+    def wait(self, until: Callable[[RunStatus], bool], within_s: float, every_s: float = 0.5) -> RunStatus:
+        """Ask again and again. Raises TimeoutError."""
+        deadline = time.monotonic() + within_s
+        while not until(seen := self.see()):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.folder}: not within {within_s:g} s; now: {seen.headline}")
+            time.sleep(every_s)
+        return seen
+
+    def has_left(self, region: str, seen: RunStatus) -> bool:
+        """Whether a drained region is gone: its members at the global server have left, or the run has ended."""
+        names = {region, *(worker.name for worker in self.cluster.region(region).workers)}
+        own = [m for name, m in seen.statuses.get(GLOBAL, {}).get("members", {}).items() if name in names]
+        return seen.state is not RunState.RUNNING or (bool(own) and all(member["left"] for member in own))
+
+    def _tell(self, site: str, control: rpc.Control, within_s: float) -> str:
+        trust = trust_between(self.cluster, "operator", OPERATOR, "global" if site == GLOBAL else "region", site)
+        return command(self.servers[site], control, within_s, trust)
+
+
+def launcher_runs(folder: Path) -> bool | None:
+    """Whether the run's launcher holds its lock; None: no launcher ever held one here."""
+    try:
+        with (folder / ".lock").open() as file:
+            return not try_lock(file.fileno(), fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return None
+
+
+def watch(run: LiveRun, console: Console, every_s: float) -> RunState:
+    """Follow the run on a terminal until it is over, or Ctrl-C. Gives its state then."""
+    seen, eta = run.see(), Eta()
+    with Live(console=console, auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            left_s = eta.update(share_of(seen.statuses.get(GLOBAL, {})), time.monotonic())
+            live.update(picture(run, seen, left_s), refresh=True)
+            if seen.state not in (RunState.RUNNING, RunState.UNREACHABLE):
+                break
+            time.sleep(every_s)
+            seen = run.see()
+    return seen.state
+
+
+def picture(run: LiveRun, seen: RunStatus, left_s: float | None = None) -> RenderableType:
+    """What `geotrain status` shows."""
+    title = f"{run.config.name}: {seen.headline}"
+    if seen.statuses:
+        return draw(title, run.cluster, seen.statuses, left_s)
+    where = ", ".join(f"{site} at {address}" for site, address in run.servers.items())
+    return Text(f"{title}\nno server answers ({where}), and none has left its last status")

@@ -1,0 +1,201 @@
+"""`geotrain plan`: reads the files, plans, tells it, and writes what `geotrain launch` takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from geotrain.config import RunConfig, architecture_from_hf, load_cluster, load_run, parse, read_json
+from geotrain.files import write_whole
+from geotrain.launch.check import check_together, open_links
+from geotrain.launch.terminal import new_console, size, table_of
+from geotrain.launch.worker_command import WorkerPlace, hostfile_path, worker_commands
+from geotrain.layout import parameter_count
+from geotrain.plan.explain import alternatives, outer_text, reasons
+from geotrain.plan.inventory import Objective, pins_of, task_of
+from geotrain.plan.model.network import GLOBAL
+from geotrain.plan.picture import draw
+from geotrain.plan.planner import Plan, Wish
+from geotrain.plan.planner import plan as make_plan
+
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556: the training-compute optimum
+SEQUENCE, BATCH_TOKENS = 4096, 2**20
+WARMUP_SHARE = 0.02
+
+
+def plan(
+    run_path: Path,
+    cluster_path: Path,
+    out: Path | None,
+    explain: bool = False,
+    tokens: float | None = None,
+    objective: Objective = "speed",
+    within_days: float | None = None,
+    pin_global: str | None = None,
+    utilization: float = 0.95,
+) -> Plan:
+    """Raises ConfigError (PlanError) and UnsupportedModelError with one message; then nothing is written.
+
+    run_path: a run file, whose parallel, outer and model.recompute keys are kept; or a model's config.json.
+    out: a folder for run.json, cluster.json, hosts/ and placement.svg. tokens: to train; default: as the run file
+    says, for a bare model 20 a parameter.
+    """
+    console = new_console()
+    raw = read_json(run_path)
+    if isinstance(raw, dict) and "model_type" in raw and "deepspeed" not in raw:  # a bare model: nothing is pinned
+        run, raw = parse(RunConfig, default_run(run_path.stem, raw, tokens), str(run_path)), {}
+    else:
+        run = load_run(run_path)
+    cluster = load_cluster(cluster_path)
+    wanted = tokens or run.data.train_samples * run.data.sequence_length
+    wish = Wish(float(wanted), objective, within_days, utilization)
+    found = make_plan(task_of(run, pins_of(raw, pin_global), cluster), wish)
+    check_together(found.run, found.cluster)
+    tell(found, console)
+    if explain:
+        tell_why(found, console)
+    if out is not None:
+        write(found, out)
+        console.print(f"\nwritten to {out}: run.json, cluster.json, hosts/, placement.svg; start it with\n")
+        console.print(f"  geotrain launch {out / 'run.json'} {out / 'cluster.json'}", highlight=False)
+    return found
+
+
+def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[str, Any]:
+    """A run file for a bare model: bf16, ZeRO 1, Muon with a warmed-up cosine, batches of about a million tokens."""
+    architecture = architecture_from_hf(model)
+    sequence = min(SEQUENCE, architecture.max_positions)
+    batch = max(1, BATCH_TOKENS // sequence)
+    wanted = tokens or TOKENS_PER_PARAMETER * parameter_count(architecture)
+    steps = max(1, round(wanted / (sequence * batch)))
+    slug = "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")[:31] or "planned"
+    return {
+        "name": slug,
+        "model": {"config": model},
+        "data": {"train": "data/train", "sequence_length": sequence, "train_samples": steps * batch},
+        "deepspeed": {
+            "train_batch_size": batch,
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "Muon", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {
+                    "total_num_steps": steps,
+                    "warmup_num_steps": max(1, round(WARMUP_SHARE * steps)),
+                    "warmup_min_ratio": 0.0,
+                    "cos_min_ratio": 0.1,
+                },
+            },
+        },
+    }
+
+
+def write(found: Plan, out: Path) -> None:
+    """run.json, cluster.json, hosts/<worker>, placement.svg. Raises OutputError."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "hosts").mkdir(exist_ok=True)
+    for region in found.cluster.regions:
+        for worker in region.workers:
+            hostfile = hostfile_path(worker.name)
+            made = worker_commands(WorkerPlace(out.absolute(), 0), region.name, worker)
+            write_whole(out / hostfile, made.files[hostfile])
+    picture = out / "placement.partial.svg"
+    draw(found, picture)
+    picture.replace(out / "placement.svg")
+    for name, config in (("cluster", found.cluster), ("run", found.run)):
+        raw = config.model_dump(by_alias=True, mode="json", exclude_defaults=True)
+        write_whole(out / f"{name}.json", json.dumps(raw, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------- for people
+
+
+def tell(found: Plan, console: Console) -> None:
+    p, wish = found.prediction, found.wish
+    workers = []
+    for name, w in p.workers.items():
+        kinds = "+".join(dict.fromkeys(host.kind for host in found.workers[name].layout.hosts))
+        workers.append(
+            {
+                "worker": name,
+                "where": "+".join(w.regions),
+                "accelerators": f"{w.ranks} × {kinds}",
+                "layout": f"TP {w.parallel.tensor} × PP {w.parallel.pipeline} × DP {w.replicas}",
+                "micro": str(w.micro_batch),
+                "step": f"{w.step_s:.3g} s",
+                "tokens/s": f"{w.tokens_per_s:,.0f}",
+                "busy": f"{w.utilization:.0%}",
+                "memory a rank": f"{size(w.memory_bytes)} of {size(w.memory_limit_bytes)}",
+                "limited by": w.limit,
+                "USD/h": "–" if w.usd_per_hour is None else f"{w.usd_per_hour:,.2f}",
+            }
+        )
+    console.print(table_of(workers, left=("worker", "where", "accelerators", "layout", "limited by")))
+    links = []
+    for link in p.links:
+        ends = [found.place.region if end == GLOBAL else end for end in (link.sender, link.receiver)]
+        region = p.regions.get(link.sender if link.receiver == GLOBAL else link.receiver)
+        outer = region if link.what == "outer loop" else None
+        links.append(
+            {
+                "link": f"{ends[0]} → {ends[1]}",
+                "carries": link.what,
+                "bytes a day": size(link.bytes_per_day),
+                "busy": f"{link.busy:.1%}",
+                "round": f"{outer.round_s:.3g} s" if outer else "",
+                "staleness": f"{outer.staleness:.2g}" if outer else "",
+                "USD/h": f"{link.usd_per_hour:,.2f}",
+            }
+        )
+    console.print("\n", table_of(links), sep="")
+    decided = f"{outer_text(found.setting)}; recompute {found.run.model.recompute}"
+    console.print(f"\nglobal server: {found.place.region}; {decided}")
+    share = p.tokens_per_s / found.inventory_tokens_per_s
+    console.print(
+        f"{p.tokens_per_s:,.0f} tokens/s: {p.utilization:.0%} of what these accelerators could reach without any "
+        f"waiting, {share:.0%} of what the whole inventory could; no plan does more than 100 % of that"
+    )
+    usd = p.usd(wish.tokens)
+    cost = "no price: `usd_per_hour` of a device is missing" if usd is None else f"{usd:,.0f} USD"
+    console.print(f"{wish.tokens:.3g} tokens: {duration(p.seconds(wish.tokens))}, {cost}")
+    for note in found.notes:
+        console.print(f"note: {note}", style="yellow")
+    for warning in open_links(found.cluster):
+        console.print(f"warning: {warning}", style="yellow")
+    idle = sum(count for _, count, _ in found.idle)
+    if idle:
+        console.print(f"left idle on purpose: {idle} accelerators (--explain says which and why)")
+
+
+def tell_why(found: Plan, console: Console) -> None:
+    console.print("\nwhy", style="bold")
+    for reason in reasons(found):
+        console.print(f"  {reason}", highlight=False)
+    others = []
+    for other in alternatives(found):
+        usd, tokens_per_s = other.prediction.usd(found.wish.tokens), other.prediction.tokens_per_s
+        others.append(
+            {
+                "instead": other.decision,
+                "tokens/s": f"{tokens_per_s:,.0f}",
+                "against the plan": f"{tokens_per_s / found.prediction.tokens_per_s - 1:+.1%}",
+                "USD": "–" if usd is None else f"{usd:,.0f}",
+                "what is worse": other.worse,
+            }
+        )
+    console.print("\nthe next best", style="bold")
+    console.print(table_of(others))
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are at least two."""
+    for unit, count in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * count:
+            return f"{seconds / count:.3g} {unit}"
+    return f"{seconds:.3g} seconds"

@@ -1,0 +1,80 @@
+"""`geotrain prepare`: the choice of a tokenizer, a progress display, and what writes Megatron's files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from geotrain.config import ConfigError
+from geotrain.data.prepare import Progress, prepare, training_texts
+from geotrain.data.progress import progress_display
+from geotrain.data.readers import find_inputs
+from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+
+FEW_DOCUMENTS = 8  # held out: fewer are worth a word
+
+
+def prepare_files(
+    inputs: Sequence[str],
+    out: Path,
+    tokenizer_folder: Path | None,
+    bpe_size: int | None,
+    use_bytes: bool,
+    validation_fraction: float,
+    text_key: str = "text",
+    end_of_document: str | None = None,
+    processes: int | None = None,
+    overwrite: bool = False,
+    strict: bool = False,
+) -> None:
+    """overwrite: replace a data set that is there. strict: a broken line of JSON is an error; otherwise such lines
+    are passed over, and counted. Raises ConfigError, DataError, OutputError; then nothing is written."""
+    console = Console(stderr=True)
+    files = find_inputs(inputs)
+    if (out / "train.json").exists() and not overwrite:
+        raise ConfigError(f"{out} holds a data set already; --overwrite replaces it, another --out keeps both")
+    if sum((tokenizer_folder is not None, bpe_size is not None, use_bytes)) != 1:
+        raise ConfigError("prepare: choose one of --tokenizer FOLDER, --train-bpe IDS and --bytes")
+    if tokenizer_folder is not None:
+        tokenizer = load_tokenizer(tokenizer_folder, end_of_document)
+    elif bpe_size is not None:
+        console.print(f"training a BPE of {bpe_size:,} ids…")
+        tokenizer = train_bpe(training_texts(files, text_key, skip_broken=not strict), bpe_size)
+    else:
+        tokenizer = byte_tokenizer()
+
+    last: Progress | None = None
+    with progress_display(console) as shown:
+
+        def progress(now: Progress) -> None:
+            nonlocal last
+            last = now
+            shown(now)
+
+        manifests = prepare(
+            files,
+            out,
+            tokenizer,
+            text_key=text_key,
+            validation_fraction=validation_fraction,
+            processes=processes or len(os.sched_getaffinity(0)),
+            skip_broken=not strict,
+            progress=progress,
+        )
+    for split, manifest in manifests.items():
+        console.print(f"{out / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
+    if last is not None and last.broken:
+        told = f"{last.broken:,} broken lines were passed over; the first: {last.first_broken}"
+        console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    held_out = manifests.get("validation")
+    if held_out is not None and held_out.documents < FEW_DOCUMENTS:
+        documents = held_out.documents + manifests["train"].documents
+        told = (
+            f"only {held_out.documents} of {documents:,} documents are held out for validation (a hash of each text "
+            f"decides): a loss on so few says little; give more text, or a larger --validation than "
+            f"{validation_fraction:g}"
+        )
+        console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)

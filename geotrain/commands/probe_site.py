@@ -1,0 +1,153 @@
+"""One place of `geotrain probe`: a process on its machine that answers measurements, and makes them when told to.
+
+It is spoken to in lines of JSON: the first says who it is; each further one is a command, answered by a line. It ends
+when its standard input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from geotrain.config import Address, ConfigError
+from geotrain.launch.guard import enter_network
+from geotrain.net.certs import Role, Trust, identity, load_credentials
+from geotrain.net.link_probe import Limits, ProbeError, ProbeServer, Way, measure
+
+START_S = 60.0  # ssh, and Python's imports on the other machine
+MAX_LINE_BYTES = 1 << 20
+
+
+class ProbeSite:
+    """The process of a place, seen from `geotrain probe`. Use as a context manager: leaving it ends the process.
+
+    command: starts it. address: what it listens on, and the others reach it by; port 0: it picks one. security: the
+    folder of certificates. where: its machine, in words. netns: a network namespace (file descriptor) to start it in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        command: tuple[str, ...],
+        address: Address,
+        security: str | None,
+        where: str = "this machine",
+        netns: int | None = None,
+    ) -> None:
+        self.name, self.role, self.address, self.security, self.where = name, role, address, security, where
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._heard = b""
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+            preexec_fn=None if netns is None else partial(enter_network, netns),
+        )
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        self._stdin, self._stdout = self._popen.stdin, self._popen.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+
+    def __enter__(self) -> ProbeSite:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        try:
+            self._popen.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self._stdout.close()
+        self._errors.close()
+
+    def start(self) -> None:
+        """Tell it who it is. Raises ProbeError."""
+        address = self.address.model_dump()
+        order = {"name": self.name, "role": self.role, "address": address, "security": self.security}
+        port = int(self.ask(order, START_S)["port"])
+        self.address = Address(host=self.address.host, port=port)
+
+    def measure(self, other: ProbeSite, limits: Limits) -> Way:
+        """Raises ProbeError."""
+        server = identity(other.role, other.name)
+        order = {"measure": str(other.address), "server": server, "limits": asdict(limits)}
+        return Way(**self.ask(order, 2 * limits.seconds + 150.0))
+
+    def ask(self, order: dict[str, Any], within_s: float) -> dict[str, Any]:
+        """Raises ProbeError: with what the site says, or what ssh says when there is none."""
+        try:
+            self._stdin.write(json.dumps(order).encode() + b"\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            raise self._lost("it has ended") from None
+        deadline = time.monotonic() + within_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            while b"\n" not in self._heard:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise self._lost(f"no answer within {within_s:g} s")
+                read = os.read(self._stdout.fileno(), 65536)
+                self._heard += read
+                if not read or len(self._heard) > MAX_LINE_BYTES:
+                    raise self._lost("it has ended" if not read else "what it says is no answer")
+        line, _, self._heard = self._heard.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ProbeError(f"{self.name} (on {self.where}): {answer['error']}")
+        return answer
+
+    def _lost(self, how: str) -> ProbeError:
+        self._errors.seek(0)
+        said = self._errors.read()[-2000:].decode(errors="replace").strip()
+        if self.where != "this machine":
+            how += f"; check that `ssh {self.where}` needs no password, and that GeoTrain is in that folder there"
+        return ProbeError(f"{self.name}: the probe on {self.where} is lost: {how}. It said: {said or '–'}")
+
+
+def serve_site() -> int:
+    """What `geotrain probe-site` does. Gives the exit code."""
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), flush=True)
+
+    order = json.loads(sys.stdin.readline() or "null")
+    if not isinstance(order, dict):
+        print("geotrain probe-site: started by `geotrain probe`, not by hand", file=sys.stderr)
+        return 2
+    try:
+        credentials = None
+        if order["security"] is not None:
+            credentials = load_credentials(Path(order["security"]), order["role"], order["name"])
+        server = ProbeServer(Address(**order["address"]), credentials)
+    except OSError as error:
+        say({"error": str(error)})
+        return 2
+    say({"port": server.port})
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            if "step" in order:
+                from geotrain.commands.probe_step import run_step  # imports torch
+
+                say(run_step(**order["step"]))
+            else:
+                trust = Trust(credentials, order["server"]) if credentials else None
+                say(asdict(measure(order["measure"], Limits(**order["limits"]), trust)))
+        except (OSError, ConfigError) as error:
+            say({"error": str(error)})
+    server.close()
+    return 0

@@ -1,0 +1,92 @@
+"""docs/configuration.md, from the configuration's own types: keys, types, defaults, meanings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from geotrain.config import json_schema
+
+INTRODUCTION = """# Configuration
+
+Two JSON files: the *run* says what to train, the *cluster* where. An unknown key is an error that names it and the
+nearest known one. `geotrain dry-run` checks both files together; `configs/schema/` holds their JSON Schema.
+
+This page is written by `geotrain schema` from `geotrain/config/`; edit that."""
+
+
+def reference(run: type[BaseModel], cluster: type[BaseModel]) -> str:
+    """Markdown: a table for each block of the two files."""
+    parts = [INTRODUCTION]
+    seen: set[str] = set()
+    for title, kind in (("The run file", run), ("The cluster file", cluster)):
+        schema = json_schema(kind)  # type: ignore[arg-type]
+        parts.append(f"## {title}\n\n{_table(schema)}")
+        for name, block in sorted(schema["$defs"].items()):
+            if name not in seen:
+                seen.add(name)
+                parts.append(f"### {name}\n\n{_about(block)}{_table(block)}")
+    return "\n\n".join(parts)
+
+
+def _about(block: dict[str, Any]) -> str:
+    return f"{block['description']}\n\n" if "description" in block else ""
+
+
+def _table(block: dict[str, Any]) -> str:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    required = set(block.get("required", ()))
+    fields = block.get("properties", {})
+    for key, field in sorted(fields.items(), key=lambda item: item[0] != "name"):  # what a union tells by comes first
+        default = "*required*" if key in required else _default(field.get("default"))
+        cells = (f"`{key}`", _type(field), default, _cell(field.get("description", "")))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, dict) and "name" in value:  # of a union: which one
+        value = {"name": value["name"]}
+    elif isinstance(value, dict) and value:
+        return "see its block"
+    return f"`{_cell(json.dumps(value))}`"
+
+
+def _type(field: dict[str, Any]) -> str:
+    return " or ".join(dict.fromkeys(_types(field)))
+
+
+def _types(field: dict[str, Any]) -> Iterator[str]:
+    for option in (*field.get("anyOf", ()), *field.get("oneOf", ())):
+        yield from _types(option)
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        yield f"[{name}](#{name.lower()})"
+    elif "enum" in field:
+        yield ", ".join(f"`{json.dumps(value)}`" for value in field["enum"])
+    elif "const" in field:
+        yield f"`{json.dumps(field['const'])}`"
+    elif field.get("type") == "array":
+        items = field.get("items") or {"type": "values"}
+        inner = " or ".join(_types(items)) or "values"
+        yield f"list of {inner}"
+    elif field.get("type") == "object" and isinstance(field.get("additionalProperties"), dict):
+        inner = " or ".join(_types(field["additionalProperties"]))
+        yield f"object of {inner}" if inner else "object"
+    elif "type" in field:
+        yield f"{field['type']}{_bounds(field)}"
+
+
+def _bounds(field: dict[str, Any]) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    told = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
+    if "pattern" in field:
+        told.append(f"like `{_cell(field['pattern'])}`")
+    return f" {', '.join(told)}" if told else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,57 @@
+"""The two configuration files, as frozen pydantic models: the *run* (what to train) and the *cluster* (where).
+
+Unknown keys are errors. Every error names the key, its value and the rule, and suggests the nearest known key.
+A check that needs more than one block stands beside the part that owns it (for example, tensor parallelism
+against the number of heads in `geotrain.parallelism.checks`).
+"""
+
+# ruff: noqa: F401 — everything imported here is what other packages use
+from geotrain.config.architecture import Architecture, UnsupportedModelError, architecture_from_hf
+from geotrain.config.block import (
+    EXIT_FOR_GOOD,
+    Block,
+    ConfigError,
+    PositiveInt,
+    is_loopback,
+    json_schema,
+    parse,
+    read_json,
+)
+from geotrain.config.cluster import (
+    Address,
+    ClusterConfig,
+    DeviceConfig,
+    HostConfig,
+    LinkConfig,
+    RegionConfig,
+    RestartConfig,
+    WorkerConfig,
+    load_cluster,
+)
+from geotrain.config.outer import (
+    CodecConfig,
+    FragmentConfig,
+    HalosConfig,
+    LimitsConfig,
+    MomentumConfig,
+    OuterConfig,
+    OverlapConfig,
+    RegionMomentumConfig,
+    RuleConfig,
+    SyncConfig,
+    codec_config,
+    rule_config,
+)
+from geotrain.config.run import (
+    AccoConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    MonitorConfig,
+    ParallelConfig,
+    RunConfig,
+    WandbConfig,
+    config_digest,
+    load_run,
+)
+from geotrain.config.topology import GLOBAL, Topology, WorkerSetup

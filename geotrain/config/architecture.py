@@ -1,0 +1,145 @@
+"""A model's shape, read from its Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+# Rotary embeddings whose frequencies do not depend on a sequence's length, each with the keys that it needs.
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+_ROPE_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a dense model with rotary embeddings, as its Hugging Face config states it.
+
+    rope_scaling: the rotary embedding as `rope_parameters` has it, without `rope_theta`, in (key, value) pairs; empty
+    for the plain one. qkv_bias: whether the projections to q, k and v have a bias. sliding_window: so many tokens,
+    itself the last of them, are seen by a token; None: all before it.
+    """
+
+    model_type: Family
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: tuple[tuple[str, Any], ...]
+    max_positions: int
+    tied_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    sliding_window: int | None
+    init_std: float
+
+
+class UnsupportedModelError(ValueError):
+    """The Hugging Face config describes a model that GeoTrain does not build. Says which key and why."""
+
+
+def architecture_from_hf(config: dict[str, Any]) -> Architecture:
+    """Read a Hugging Face `config.json` (already parsed).
+
+    Whatever would make transformers compute something else than we do is refused, so that an exported checkpoint is
+    the model that was trained. Raises UnsupportedModelError naming the key, its value and what is supported.
+    """
+
+    def need(key: str) -> Any:
+        if key not in config:
+            raise UnsupportedModelError(f"model config: key {key!r} is missing")
+        return config[key]
+
+    model_type = need("model_type")
+    if model_type not in get_args(Family):
+        raise UnsupportedModelError(
+            f"model config: model_type {model_type!r} is not supported; supported: {', '.join(get_args(Family))}"
+        )
+    # transformers 5 writes `rope_parameters`; older files have `rope_scaling`, and `rope_theta` beside it.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key, wanted in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        *((("use_sliding_window", False),) if model_type != "mistral" else ()),
+    ):
+        if config.get(key, wanted) != wanted:
+            raise UnsupportedModelError(f"model config: {key} = {config[key]!r} is not supported; only {wanted!r}")
+    dropout = config.get("attention_dropout", 0.0)
+    if dropout:
+        raise UnsupportedModelError(f"model config: attention_dropout = {dropout!r} is not supported; only 0.0")
+    heads, hidden = int(need("num_attention_heads")), int(need("hidden_size"))
+    # Without a number, each head has its own keys and values.
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise UnsupportedModelError(
+            f"model config: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+        )
+    if not config.get("head_dim") and hidden % heads:
+        raise UnsupportedModelError(
+            f"model config: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; set head_dim"
+        )
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    architecture = Architecture(
+        model_type=model_type,
+        vocab_size=int(need("vocab_size")),
+        hidden_size=hidden,
+        ffn_size=int(need("intermediate_size")),
+        layers=int(need("num_hidden_layers")),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(theta),
+        rope_scaling=_rope_scaling(rope, config),
+        max_positions=int(config.get("max_position_embeddings", 2048)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=model_type == "qwen3",
+        qkv_bias=model_type == "qwen2",
+        sliding_window=_sliding_window(config) if model_type == "mistral" else None,
+        init_std=float(config.get("initializer_range", 0.02)),
+    )
+    for field in ("vocab_size", "hidden_size", "ffn_size", "layers", "heads", "head_dim", "max_positions"):
+        if getattr(architecture, field) < 1:
+            raise UnsupportedModelError(f"model config: {field} = {getattr(architecture, field)} must be positive")
+    return architecture
+
+
+def _rope_scaling(rope: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What `Architecture.rope_scaling` holds. Raises UnsupportedModelError."""
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    if kind not in ROPE_KEYS:
+        raise UnsupportedModelError(
+            f"model config: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}"
+        )
+    if kind == "default":
+        return ()
+    given = {key: value for key, value in rope.items() if value is not None}
+    if kind == "yarn":  # transformers takes the longest sequence of a config that does not state the original one
+        given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", 2048))
+    known = {*ROPE_KEYS[kind], "original_max_position_embeddings", *(_ROPE_OPTIONS if kind == "yarn" else ())}
+    for key in ROPE_KEYS[kind]:
+        if key not in given:
+            raise UnsupportedModelError(f"model config: rope type {kind!r} needs the key {key!r}")
+    for key in given:
+        if key not in {*known, "rope_type", "type", "rope_theta"}:
+            raise UnsupportedModelError(f"model config: {key} does not belong to rope type {kind!r}; leave it out")
+    return (("rope_type", kind), *sorted((key, given[key]) for key in known if key in given))
+
+
+def _sliding_window(config: dict[str, Any]) -> int | None:
+    window = config.get("sliding_window", 4096)  # the default of transformers' class
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise UnsupportedModelError(f"model config: sliding_window = {window!r} must be a positive integer or null")
+    return window

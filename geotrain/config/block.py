@@ -1,0 +1,207 @@
+"""The base of both configuration files: strict, frozen blocks, and how JSON is validated into one.
+
+An error in a file is explained in the words of the file: the key, its value, the rule, and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
+
+# Hosts and keys stand in command lines of ssh, env and DeepSpeed, where "-oProxyCommand=…" would be an option, and a
+# space or a quote the end of a word.
+_HOST = r"[A-Za-z0-9_:\[][A-Za-z0-9_.:%\[\]-]{0,254}"
+_SSH_HOST = r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,63}@)?" + _HOST
+_ENVIRONMENT_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
+
+
+def _matching(pattern: str, rule: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"must be {rule}")
+        return text
+
+    return AfterValidator(check)
+
+
+HostName = Annotated[
+    str,
+    _matching(_HOST, "a host's name or address: letters, digits and . _ - : only, and no - at the front"),
+    WithJsonSchema({"type": "string", "pattern": f"^{_HOST}$"}),
+]
+SshHost = Annotated[
+    str,
+    _matching(_SSH_HOST, "a host's name or address, or user@host, without options, spaces or quotes"),
+    WithJsonSchema({"type": "string", "pattern": f"^{_SSH_HOST}$"}),
+]
+EnvironmentKey = Annotated[
+    str, _matching(_ENVIRONMENT_KEY, "a variable's name: letters, digits and _ only, and no digit at the front")
+]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this host name or IP address reaches only the machine itself. Names are not looked up."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ConfigError(ValueError):
+    """A configuration file is wrong. The message names file, key, value and rule."""
+
+
+SCHEMA = "$schema"  # key by which a JSON file names its schema
+EXIT_FOR_GOOD = 2  # exit code of an error that a person must mend: the launcher does not start the process again
+
+
+class Block(BaseModel):
+    """A JSON object of a configuration file: unknown keys are errors, types are not converted, values never change.
+
+    moved: keys of older versions → what to write instead; `%s` stands for the key's value.
+    """
+
+    moved: ClassVar[Mapping[str, str]] = {}
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def differing(self, *keys: str) -> list[str]:
+        """Which of these keys exist in this block and do not hold their default."""
+        fields = type(self).model_fields
+        return [key for key in keys if key in fields and getattr(self, key) != fields[key].default]
+
+
+Config = TypeVar("Config", bound=Block)
+
+
+def read_json(path: Path) -> Any:
+    """The parsed content of a JSON file. Raises ConfigError."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+
+
+def parse(kind: type[Config], raw: Any, where: str) -> Config:
+    """Validate parsed JSON. where: the file, for errors. Raises ConfigError with one line for each fault.
+
+    A `$schema` at its top is for editors, and is passed over.
+    """
+    if isinstance(raw, dict) and isinstance(raw.get(SCHEMA), str):
+        raw = {key: value for key, value in raw.items() if key != SCHEMA}
+    try:
+        # Back to JSON, since strict mode treats Python objects more strictly than JSON: it would refuse a list for a
+        # tuple. "3" is not taken for an integer either way.
+        return TypeAdapter(kind).validate_json(json.dumps(raw))
+    except ValidationError as error:
+        found = error.errors()
+        # Only the innermost faults are of use: of a list with a bad item, pydantic also says that it is too short.
+        outer = {fault["loc"][:depth] for fault in found for depth in range(len(fault["loc"]))}
+        innermost = [fault for fault in found if fault["loc"] not in outer]
+        faults = "\n".join(f"  {explain(kind, fault)}" for fault in innermost)
+        raise ConfigError(f"{where}: not a valid {kind.__name__}\n{faults}") from None
+
+
+def json_schema(kind: type[Block]) -> dict[str, Any]:
+    """The JSON Schema that editors use to check and complete a config file."""
+    schema = kind.model_json_schema(by_alias=True)
+    schema["properties"][SCHEMA] = {"type": "string", "description": "Of this file, for editors; not looked at."}
+    return {SCHEMA: "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def explain(kind: Any, fault: Any) -> str:
+    """Explain one of pydantic's errors in a line. kind: the type that was validated, a block or a union of blocks
+    that are distinguished by `name`. fault: an item of `ValidationError.errors()`."""
+    where, models, union = _follow(kind, fault["loc"])
+    key, whole = ".".join(where) or "(whole file)", json.dumps(fault["input"], default=str)
+    value = whole if len(whole) <= 80 else whole[:77] + "…"
+    names = [name for model in models for name in _names(model)]
+    match fault["type"]:
+        case "missing":
+            return f"{key}: this key is required"
+        case "extra_forbidden" if where[-1] in models[0].moved:
+            return f"{key}: {models[0].moved[where[-1]].replace('%s', whole)}"
+        case "extra_forbidden":
+            # Perhaps a setting of another member of the union (of another rule or codec).
+            others = [json.dumps(name) for model in union if where[-1] in _keys(model) for name in _names(model)]
+            if others:
+                return f"{key}: a setting of {' or '.join(others)}, not of this one; leave it out"
+            known = sorted(_keys(models[0]))
+            return f"{key}: unknown key; {nearest(where[-1], known, 'known keys: ' + ', '.join(known))}"
+        case "union_tag_not_found":
+            return f"{'.'.join([*where, 'name'])}: this key is required; known: {', '.join(names)}"
+        case "union_tag_invalid":
+            name = fault["input"]["name"]
+            return f"{'.'.join([*where, 'name'])} = {json.dumps(name)}: {nearest(str(name), names)}"
+        case "dict_type" if fault["input"] in names:
+            return f'{key} = {value}: write {{"name": {value}}}; the settings of {value} stand beside its name'
+        case "dict_type" if names:
+            return f'{key} = {value}: write {{"name": …}}; known: ' + ", ".join(names)
+    told = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error" and isinstance(fault["input"], dict):  # the message names what is meant
+        return f"{key}: {told}"
+    return f"{key} = {value}: {told}"
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Advice for a word that is none of those known. otherwise: what to say when none is like it; by default, all."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else otherwise or f"known: {', '.join(names)}"
+
+
+def _follow(kind: Any, location: tuple[str | int, ...]) -> tuple[list[str], list[type[Block]], list[type[Block]]]:
+    """Follow one of pydantic's error locations through the types.
+
+    Returns (keys as the file has them; the blocks that may stand at the location; all members of the union to which
+    these belong, or the same blocks where there is no union). pydantic puts the name of the chosen member of a union
+    into the location; it is not a key of the file, so it is left out of the keys. Unknown keys and indices into lists
+    are keys, but lead to no other block.
+    """
+    keys: list[str] = []
+    models = union = list(_models_in(kind))
+    for part in location:
+        chosen = [model for model in models if part in _names(model)]
+        if chosen and len(union) > 1 and models is union:
+            models = chosen
+            continue
+        keys.append(str(part))
+        field = _keys(models[0]).get(str(part)) if models else None
+        if field is not None:
+            models = union = list(_models_in(field.annotation))
+    return keys, models, union
+
+
+def _keys(model: type[Block]) -> dict[str, Any]:
+    """The block's fields, by the names that a file uses: `global` is a Python keyword, so some have an alias."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _names(model: type[Block]) -> tuple[str, ...]:
+    """The values of `name` by which a union recognizes this block; empty for a block that is not of a union."""
+    field = model.model_fields.get("name")
+    return tuple(n for n in get_args(field.annotation) if isinstance(n, str)) if field else ()
+
+
+def _models_in(annotation: Any) -> Iterator[type[Block]]:
+    """All blocks in a type annotation, also inside unions, tuples and dictionaries."""
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        yield annotation
+    else:
+        for inner in get_args(annotation):
+            yield from _models_in(inner)

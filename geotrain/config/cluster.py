@@ -1,0 +1,193 @@
+"""The cluster file: where a run trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from geotrain.config.block import (
+    Block,
+    ConfigError,
+    EnvironmentKey,
+    HostName,
+    Name,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    SshHost,
+    parse,
+    read_json,
+)
+from geotrain.config.deepspeed import check_block
+from geotrain.config.run import ParallelConfig
+
+RESERVED = ("global", "launcher", "wan")  # logs, events and messages name other processes so
+
+
+class Address(Block):
+    host: HostName = "127.0.0.1"
+    port: Port = Field(0, description="0: the launcher picks a free port (only for a server it starts locally).")
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class DeviceConfig(Block):
+    """A kind of accelerator, for planning."""
+
+    memory_gb: PositiveFloat = Field(description="Memory a training rank may use, in 1e9 bytes.")
+    tflops: PositiveFloat = Field(description="Dense matrix peak at the training type, in 1e12 operations a second.")
+    efficiency: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.4, description="Share of the peak that training reaches; `geotrain probe` measures it."
+    )
+    host_gbps: PositiveFloat = Field(
+        256.0, description="Rate between two of them in one host, each way; as given, that of PCIe 4 with 16 lanes."
+    )
+    usd_per_hour: Annotated[float, Field(ge=0)] | None = Field(None, description="Price of one accelerator.")
+
+
+class HostConfig(Block):
+    host: HostName
+    slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
+    device: str | None = Field(None, description="Its kind of accelerator: a key of the cluster's `devices`.")
+    region: Name | None = Field(
+        None, description="The region it stands in, where that is not its worker's: a worker may span regions."
+    )
+
+
+class WorkerConfig(Block):
+    """One DeepSpeed world."""
+
+    name: Name
+    hosts: tuple[HostConfig, ...] = Field(min_length=1)
+    launcher: Literal["local", "ssh", "pdsh", "slurm", "openmpi", "mpich", "impi"] = Field(
+        "local", description="`local` starts ranks on this machine; the rest are DeepSpeed's launchers."
+    )
+    launcher_args: str = Field("", description="More arguments for srun, mpirun or pdsh.")
+    parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
+    deepspeed: Annotated[dict[str, Any], AfterValidator(check_block)] = Field(
+        {}, description="Keys laid over the run's `deepspeed` block."
+    )
+    env: dict[EnvironmentKey, str] = Field({}, description="Environment of this worker's processes.")
+    min_step_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="An inner step takes at least so long: for rehearsals that leave the machine to others."
+    )
+
+    @property
+    def ranks(self) -> int:
+        return sum(h.slots for h in self.hosts)
+
+
+class RegionConfig(Block):
+    name: Name
+    server: Address = Address()
+    ssh: SshHost | None = Field(None, description="Host that runs this region's server and launches its workers.")
+    folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path as here.")
+    workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
+    hosts: tuple[HostConfig, ...] = Field((), description="What `geotrain plan` may use here.")
+
+    @model_validator(mode="after")
+    def _has_something(self) -> RegionConfig:
+        if not self.workers and not self.hosts:
+            raise ValueError("a region needs workers, or hosts that `geotrain plan` makes workers of")
+        return self
+
+
+class LinkConfig(Block):
+    """A link between two regions, or a region and the global server; for emulation, simulation and planning.
+
+    The same region twice: the links between its hosts.
+    """
+
+    regions: tuple[str, str]
+    gbps: PositiveFloat
+    rtt_ms: Annotated[float, Field(ge=0)] = 0.0
+    usd_per_gb: Annotated[float, Field(ge=0)] | None = Field(None, description="Price of 1e9 bytes sent over it.")
+
+
+class SecurityConfig(Block):
+    """Where the run's certificates lie. Without this block, links are plaintext and must be loopback."""
+
+    folder: str
+
+
+class RestartConfig(Block):
+    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
+    after a life longer than `longest_s`. A configuration error is never tried again."""
+
+    limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
+    window_s: PositiveFloat = 3600.0
+    first_s: PositiveFloat = Field(1.0, description="The pause before a restart, after the first death.")
+    longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
+
+
+class ClusterConfig(Block):
+    """The cluster file."""
+
+    name: Name
+    global_server: Address = Address()
+    global_ssh: SshHost | None = Field(None, description="Host that runs the global server; None: this machine.")
+    global_folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path.")
+    regions: tuple[RegionConfig, ...] = Field(min_length=1)
+    links: tuple[LinkConfig, ...] = ()
+    devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
+    emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
+    security: SecurityConfig | None = None
+    restart: RestartConfig = RestartConfig()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> ClusterConfig:
+        names = [r.name for r in self.regions] + [w.name for r in self.regions for w in r.workers]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
+        if reserved := [name for name in names if name in RESERVED]:
+            raise ValueError(
+                f"no region or worker may be called {reserved[0]!r}: a process of every run has this name; choose "
+                "another"
+            )
+        known = {r.name for r in self.regions} | {"global"}
+        for link in self.links:
+            for end in link.regions:
+                if end not in known:
+                    raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
+        for region in self.regions:
+            for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
+                if host.device is not None and host.device not in self.devices:
+                    kinds = ", ".join(sorted(self.devices)) or "none"
+                    raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
+                if host.region is not None and host.region not in known - {"global"}:
+                    raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
+        return self
+
+    @property
+    def serving(self) -> tuple[RegionConfig, ...]:
+        """The regions that have workers, and so a server. Others only lend hosts to workers that span regions."""
+        return tuple(region for region in self.regions if region.workers)
+
+    def region(self, name: str) -> RegionConfig:
+        """The region of that name. Raises ConfigError."""
+        for region in self.regions:
+            if region.name == name:
+                return region
+        known = ", ".join(r.name for r in self.regions)
+        raise ConfigError(f"cluster {self.name!r} has no region {name!r}; its regions: {known}")
+
+    def worker(self, region: str, name: str | None) -> WorkerConfig:
+        """The region's worker of that name; without a name, its only worker. Raises ConfigError."""
+        workers = self.region(region).workers
+        if name is None and len(workers) == 1:
+            return workers[0]
+        for worker in workers:
+            if worker.name == name:
+                return worker
+        raise ConfigError(
+            f"region {region!r} has no worker {name!r}; its workers: {', '.join(w.name for w in workers)}"
+        )
+
+
+def load_cluster(path: str | Path) -> ClusterConfig:
+    """Read a cluster file. Raises ConfigError."""
+    return parse(ClusterConfig, read_json(Path(path)), str(path))

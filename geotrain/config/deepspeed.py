@@ -1,0 +1,169 @@
+"""The `deepspeed` block: which keys it may have, what `"auto"` stands for in it, and what a run is told of it.
+
+DeepSpeed passes over keys that it does not know, and with `gradient_cliping` trains without clipping. Here they are
+errors. The names are those that DeepSpeed itself reads, as tests/test_config_deepspeed.py makes sure.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from geotrain.config.block import nearest
+
+AUTO = "auto"
+WARMUP_STEPS = 2000  # at most, for "auto"
+COS_MIN_RATIO = 0.1  # for "auto"
+_DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
+_DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
+_DEEPSPEED_WARMUP_MAX_LR = 1e-3  # DeepSpeed's default of warmup_max_lr
+
+
+def _keys(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SCHEDULERS = {  # those whose step can be set → the keys of their `params`
+    "LRRangeTest": _keys(
+        "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
+    ),
+    "OneCycle": _keys(
+        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+        "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
+        "decay_mom_rate"
+    ),
+    "WarmupLR": _keys("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"),
+    "WarmupDecayLR": _keys("total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"),
+    "WarmupCosineLR": _keys("total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"),
+}
+BLOCKS = {  # key → the keys of its block, where these are looked into
+    "bf16": _keys(
+        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
+    ),
+    "optimizer": _keys("type params legacy_fusion"),
+    "scheduler": _keys("type params"),
+    "zero_optimization": _keys(
+        "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
+        "elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param "
+        "cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+        "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+        "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients "
+        "parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
+        "zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
+        "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
+    ),
+}
+KEYS = frozenset(BLOCKS) | _keys(
+    "activation_checkpointing aio autotuning checkpoint comet comms_logger communication_data_type compile "
+    "csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather "
+    "disable_python_gc dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps "
+    "gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level "
+    "managed_gradient_accumulation memory_breakdown pipeline prescale_gradients "
+    "seq_parallel_communication_data_type steps_per_print tensor_parallel tensorboard timers torch_autocast "
+    "train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size "
+    "wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+)
+_MAY_BE_AUTO = _keys(
+    "gradient_accumulation_steps scheduler.params.cos_min_ratio scheduler.params.total_num_steps "
+    "scheduler.params.warmup_max_lr scheduler.params.warmup_min_lr scheduler.params.warmup_num_steps "
+    "zero_optimization.reduce_bucket_size"
+)
+
+
+def check_block(block: dict[str, Any]) -> dict[str, Any]:
+    """The block as it is. Raises ValueError, a line for each key that DeepSpeed would pass over, and for each "auto"
+    that stands where nothing follows from the run."""
+    if faults := [*_unknown(block), *_no_auto(block)]:
+        raise ValueError("; ".join(faults))
+    return block
+
+
+def _unknown(block: dict[str, Any]) -> Iterator[str]:
+    looked_into: list[tuple[str, Any, frozenset[str]]] = [("", block, KEYS)]
+    looked_into += [(f"{key}.", block[key], known) for key, known in BLOCKS.items() if key in block]
+    scheduler = block.get("scheduler")
+    if isinstance(scheduler, dict) and scheduler.get("type") in SCHEDULERS:
+        looked_into.append(("scheduler.params.", scheduler.get("params", {}), SCHEDULERS[scheduler["type"]]))
+    for place, inner, known in looked_into:
+        if not isinstance(inner, dict):
+            yield f"{place.removesuffix('.')} = {inner!r}: must be an object"
+            continue
+        for key in inner:
+            if key not in known:
+                advice = nearest(key, known, "it would do nothing; leave it out")
+                yield f"{place}{key}: DeepSpeed knows no such key; {advice}"
+
+
+def _no_auto(block: dict[str, Any], place: str = "") -> Iterator[str]:
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from _no_auto(value, f"{place}{key}.")
+        elif value == AUTO and place + key not in _MAY_BE_AUTO:
+            yield f'{place}{key} = "auto": state it; "auto" may stand for {", ".join(sorted(_MAY_BE_AUTO))}'
+
+
+def completed(block: dict[str, Any], total_steps: int) -> dict[str, Any]:
+    """The block without "auto". total_steps: inner steps of the whole run, over all workers.
+
+    total_num_steps: total_steps. warmup_num_steps: a tenth of the schedule, at most 2,000 steps. warmup_min_lr: 0.
+    warmup_max_lr: the optimizer's lr. cos_min_ratio: 0.1, a tenth of the rate at the end. What else may be "auto" is
+    left out: DeepSpeed and the engine find it by themselves.
+    """
+    block = copy.deepcopy(block)
+    for inner, key in (
+        (block, "gradient_accumulation_steps"),
+        (block.get("zero_optimization"), "reduce_bucket_size"),
+    ):
+        if inner and inner.get(key) == AUTO:
+            del inner[key]
+    params = block.get("scheduler", {}).get("params", {})
+    if params.get("total_num_steps") == AUTO:
+        params["total_num_steps"] = total_steps
+    schedule_steps = params.get("total_num_steps", total_steps)
+    found = {
+        "warmup_num_steps": max(1, min(WARMUP_STEPS, schedule_steps // 10)),
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": block.get("optimizer", {}).get("params", {}).get("lr", _DEEPSPEED_WARMUP_MAX_LR),
+        "cos_min_ratio": COS_MIN_RATIO,
+    }
+    params.update({key: value for key, value in found.items() if params.get(key) == AUTO})
+    return block
+
+
+def warnings_of(block: dict[str, Any], total_steps: int) -> list[str]:
+    """What in this block is allowed, but seldom meant. total_steps: as for `completed`."""
+    stated: dict[str, Any] = block.get("scheduler", {}).get("params", {})
+    kind, params = block.get("scheduler", {}).get("type"), completed(block, total_steps).get("scheduler", {})
+    params = params.get("params", {})
+    where, told = "deepspeed.scheduler.params", list[str]()
+    total = params.get("total_num_steps")
+    if isinstance(total, int) and total != total_steps:
+        then = "the rest trains at the lowest rate" if total < total_steps else "the rate never comes down to its end"
+        told.append(
+            f"{where}.total_num_steps = {total}, but the run has {total_steps} steps (data.train_samples / "
+            f'train_batch_size): {then}; write "auto" to let it follow'
+        )
+    if kind == "WarmupCosineLR" and "cos_min_ratio" not in stated:
+        told.append(
+            f"{where}.cos_min_ratio is not stated: by DeepSpeed's default the rate falls to "
+            f'{_DEEPSPEED_COS_MIN_RATIO:g} of itself, almost nothing; state it, or write "auto" for {COS_MIN_RATIO:g}'
+        )
+    warmup = params.get("warmup_num_steps", _DEEPSPEED_WARMUP_STEPS)
+    follows = stated.get("warmup_num_steps") == AUTO or kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    if not follows and isinstance(warmup, int) and warmup >= total_steps:
+        whose = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
+        told.append(
+            f"{where}.warmup_num_steps = {warmup}{whose}, but the run has {total_steps} steps: the rate is never "
+            'reached; state fewer, or write "auto"'
+        )
+    rate = block.get("optimizer", {}).get("params", {}).get("lr")
+    if kind in ("WarmupLR", "WarmupDecayLR") and "warmup_max_lr" not in stated and rate != _DEEPSPEED_WARMUP_MAX_LR:
+        told.append(
+            f"{where}.warmup_max_lr is not stated: DeepSpeed's default {_DEEPSPEED_WARMUP_MAX_LR:g} replaces "
+            f'deepspeed.optimizer.params.lr = {rate}; state it, or write "auto" for that rate'
+        )
+    return told

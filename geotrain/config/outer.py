@@ -1,0 +1,254 @@
+"""The run file's `outer` block: the rule of the outer loop, the codecs of its links, how answers are adopted.
+
+Rules and codecs are unions distinguished by `name`: each has only the settings that mean something to it, so that a
+setting without effect is an error and not a surprise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, model_validator
+
+from geotrain.config.block import Block, Fraction, PositiveFloat, PositiveInt
+
+
+class MomentumConfig(Block):
+    """Delayed Nesterov at a server (arXiv 2506.04531): every `buffer`-th update moves the momentum."""
+
+    lr_per_update: PositiveFloat
+    beta: Fraction
+    buffer: PositiveInt
+
+
+class SyncConfig(Block):
+    """DiLoCo (arXiv 2311.08105): all wait for the slowest, then Nesterov on the mean of their deltas."""
+
+    synchronous: ClassVar[bool] = True
+    updates_per_send: ClassVar[None] = None  # a region sends up when each of its workers has sent
+
+    name: Literal["sync"]
+    lr: PositiveFloat = Field(0.7, description="The outer Nesterov learning rate.")
+    momentum: Fraction = Field(0.9, description="The outer Nesterov momentum.")
+
+
+class _AsyncConfig(Block):
+    """What asynchronous rules share. Without a level of regions (`levels` = 1), neither has a meaning."""
+
+    synchronous: ClassVar[bool] = False
+
+    updates_per_send: PositiveInt = Field(4, description="K: updates a region applies before it sends up.")
+    merge_alpha: Fraction = Field(0.5, description="α: weight of the global weights when a region merges.")
+
+
+class HalosConfig(_AsyncConfig):
+    """HALoS (arXiv 2506.04531): delayed Nesterov in the regions and at the top."""
+
+    name: Literal["halos"]
+    ledger: bool = Field(True, description="Keep what was committed while an update travelled.")
+    region: MomentumConfig = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=16)
+    global_: MomentumConfig = Field(MomentumConfig(lr_per_update=0.15, beta=0.5, buffer=2), alias="global")
+
+    model_config = ConfigDict(populate_by_name=True)
+
+
+class RegionMomentumConfig(_AsyncConfig):
+    """Momentum in the region, where no wide-area delay is in its loop; plain averaging at the top."""
+
+    name: Literal["region_momentum"]
+    gain: Annotated[float, Field(ge=0)] = Field(1.0, description="c: weight of the momentum beside the delta.")
+    momentum_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.1, description="Share of the run that the momentum averages over; the decay per update follows from it."
+    )
+
+
+RuleConfig: TypeAlias = Annotated[SyncConfig | HalosConfig | RegionMomentumConfig, Field(discriminator="name")]
+
+
+_RULES = TypeAdapter[RuleConfig](RuleConfig)
+
+
+def rule_config(name: str, **settings: Any) -> RuleConfig:
+    """The rule of that name. Raises pydantic's ValidationError."""
+    return _RULES.validate_python({"name": name, **settings})
+
+
+class _AnyCodecConfig(Block):
+    moved: ClassVar[Mapping[str, str]] = {
+        "error_feedback": "this key did nothing and is gone: what coding leaves out is always kept and sent later; "
+        "delete it",
+    }
+
+
+class Fp32Config(_AnyCodecConfig):
+    """Every bit travels."""
+
+    name: Literal["fp32"]
+
+
+class _LossyConfig(_AnyCodecConfig):
+    """What a lossy codec leaves out of a delta is always kept, and added to the next one."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    error_decay: Fraction = Field(1.0, description="What part of the old residual is kept. Not for `outer.down`.")
+
+
+class Bf16Config(_LossyConfig):
+    """16-bit floats."""
+
+    name: Literal["bf16"]
+
+
+class _BlockwiseConfig(_LossyConfig):
+    block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(128, description="Elements that share a scale.")
+    scale: Literal["fp32", "bf16", "e8m0"] = Field("bf16", description="Type of a block's scale; e8m0: 2^n.")
+
+
+class QuantizedConfig(_BlockwiseConfig):
+    """Integers or small floats of 8 or 4 bits."""
+
+    name: Literal["int8", "int4", "e3m0", "e2m1"]
+
+
+class TopkConfig(_BlockwiseConfig):
+    """The largest elements of each block, 2 bits each."""
+
+    name: Literal["topk2"]
+    density: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="Share of elements sent.")
+
+
+CodecConfig: TypeAlias = Annotated[
+    Fp32Config | Bf16Config | QuantizedConfig | TopkConfig, Field(discriminator="name")
+]
+
+
+_CODECS = TypeAdapter[CodecConfig](CodecConfig)  # made once: that takes longer than a simulated message
+
+
+def codec_config(name: str, **settings: Any) -> CodecConfig:
+    """The codec of that name. Raises pydantic's ValidationError."""
+    return _CODECS.validate_python({"name": name, **settings})
+
+
+class FragmentConfig(Block):
+    """How layers are grouped for streaming (arXiv 2501.18512). One fragment means everything at once."""
+
+    layers_per_fragment: PositiveInt | None = Field(None, description="None: the whole model is one fragment.")
+
+
+class OverlapConfig(Block):
+    """Whether training goes on while an answer travels, and how it is then adopted."""
+
+    steps: Annotated[int, Field(ge=0)] = Field(0, description="τ: inner steps until adoption; 0 waits at once.")
+    late: Literal["wait", "continue"] = Field(
+        "wait", description="An answer that is not there after τ steps: wait for it, or train on until it is."
+    )
+    adopt: Literal["replace", "mix", "rebase"] = "replace"
+    mix: Fraction = Field(0.5, description="adopt = mix: weight of the worker's own progress.")
+
+    @model_validator(mode="after")
+    def _adoption_fits(self) -> OverlapConfig:
+        if self.steps and self.adopt == "replace":
+            raise ValueError(
+                f"steps = {self.steps} with adopt = 'replace' would forget what was trained meanwhile; "
+                "use 'mix' or 'rebase', or steps = 0"
+            )
+        if self.late == "continue" and not self.steps:
+            raise ValueError("late = 'continue' needs steps > 0: with steps = 0 the answer is waited for at once")
+        if self.adopt != "mix" and self.differing("mix"):
+            raise ValueError(
+                f"mix = {self.mix} does nothing with adopt = {self.adopt!r}; leave it out, or adopt 'mix'"
+            )
+        return self
+
+
+class LimitsConfig(Block):
+    """What a server refuses, and when it refuses whoever sends it."""
+
+    norm_deviations: PositiveFloat | None = Field(
+        8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
+    )
+    norm_free_updates: PositiveInt = Field(16, description="Updates a member from which the usual is learned.")
+    offences: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
+    offence_window: PositiveInt = Field(64, description="A member's last ones: so many.")
+    quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")
+
+
+_MOVED = {  # key of older versions → the rules that have it now, and its name there
+    "sync_lr": ('"sync"', "lr"),
+    "sync_momentum": ('"sync"', "momentum"),
+    "momentum_gain": ('"region_momentum"', "gain"),
+    "updates_per_send": ('"halos" or "region_momentum"', "updates_per_send"),
+    "merge_alpha": ('"halos" or "region_momentum"', "merge_alpha"),
+    **{key: ('"halos"', key) for key in ("ledger", "region", "global")},
+}
+
+
+class OuterConfig(Block):
+    """The outer loop. Each baseline is a setting of this block."""
+
+    moved: ClassVar[Mapping[str, str]] = {
+        key: f'this key has moved into the rule: write "rule": {{"name": {rules}, "{setting}": %s}}'
+        for key, (rules, setting) in _MOVED.items()
+    } | {
+        "momentum_decay": "this key is gone: the decay is computed for each run. Say the share of the run that the "
+        'momentum averages over: "rule": {"name": "region_momentum", "momentum_share": 0.1}',
+    }
+
+    rule: RuleConfig = Field(RegionMomentumConfig(name="region_momentum"), description="docs/algorithms.md")
+    levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
+    local_steps: PositiveInt = Field(8, description="H: inner steps between deltas, at speed 1.")
+    scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")
+    lease_reserve: Annotated[int, Field(ge=0)] = Field(
+        0, description="Jobs of each worker whose data a region keeps in reserve, to train on while it is cut off."
+    )
+    up: CodecConfig = Field(
+        Bf16Config(name="bf16"),
+        description="Codec of what goes to the global server; its loss is kept and sent with the next delta.",
+    )
+    down: CodecConfig = Field(
+        Bf16Config(name="bf16"),
+        description="Codec of what comes from it; its loss stays in the next change.",
+    )
+    local: CodecConfig = Field(Fp32Config(name="fp32"), description="Codec between workers and region server.")
+    fragments: FragmentConfig = FragmentConfig()
+    overlap: OverlapConfig = OverlapConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def flat(self) -> bool:
+        """Whether workers speak to the global server themselves, without region servers between."""
+        return self.levels == 1
+
+    @property
+    def worker_codecs(self) -> tuple[CodecConfig, CodecConfig]:
+        """(up, down): codecs of the link between a worker and its server. Between regions and the global server they
+        are always `up` and `down`."""
+        return (self.up, self.down) if self.flat else (self.local, self.local)
+
+    @model_validator(mode="after")
+    def _every_setting_does_something(self) -> OuterConfig:
+        """Refuse settings that have no effect beside others. Defaults pass, since the file that a run writes into its
+        folder states every setting."""
+        rule, idle = self.rule, list[str]()
+        if self.flat:
+            of_regions = ("updates_per_send", "merge_alpha", "ledger", "region", "gain", "momentum_share")
+            idle = [
+                *(f"rule.{key}" for key in rule.differing(*of_regions)),
+                *self.differing("local", "lease_reserve"),
+            ]
+            why = "levels = 1, where workers speak to the global server and no region server stands between"
+        elif rule.synchronous:
+            idle, why = self.differing("lease_reserve"), "rule 'sync', whose rounds are dealt with every worker there"
+        if idle:
+            raise ValueError(f"{', '.join(idle)}: without effect with {why}; leave out what does nothing")
+        if not isinstance(self.down, Fp32Config) and self.down.differing("error_decay"):
+            raise ValueError(
+                f"down.error_decay = {self.down.error_decay}: weights that come down leave no residual; leave it out"
+            )
+        return self
+
+    def with_rule(self, **changes: Any) -> OuterConfig:
+        """A copy with other settings of the same rule. The changes are not validated."""
+        return self.model_copy(update={"rule": self.rule.model_copy(update=changes)})

@@ -1,0 +1,271 @@
+"""The run file: what to train."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+
+from geotrain.config.architecture import Architecture, architecture_from_hf
+from geotrain.config.block import (
+    SCHEMA,
+    Block,
+    ConfigError,
+    Fraction,
+    Name,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    is_loopback,
+    parse,
+    read_json,
+)
+from geotrain.config.deepspeed import check_block
+from geotrain.config.outer import OuterConfig
+
+DeepSpeedBlock = Annotated[
+    dict[str, Any],
+    AfterValidator(check_block),
+    WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "string"}]}),
+]  # a path may stand in the file only, as with `model.config`
+
+
+class ModelConfig(Block):
+    """What is trained."""
+
+    config: Annotated[
+        dict[str, Any],
+        Field(description="A Hugging Face config: inline, or the path of a config.json (relative to the run file)."),
+        WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "string"}]}),
+    ]  # a path may stand in the file only: `load_run` puts what it names in its place
+    init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+
+
+class ParallelConfig(Block):
+    """How a worker's ranks share the model. Data parallelism is what remains of the worker's ranks."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
+
+
+class DataConfig(Block):
+    train: str = Field(description="Prefix of the training .bin/.idx pair written by `geotrain prepare`.")
+    sha256: str | None = Field(
+        None,
+        description="Digest of the training .bin, as its manifest states it: who trains on other data is refused. "
+        "Without it, the first to join decides which data is the run's.",
+    )
+    validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
+    tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
+    sequence_length: PositiveInt
+    train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
+    validation_samples: PositiveInt = 64
+
+
+class AccoConfig(Block):
+    """Overlapped, delayed-gradient accumulation inside a worker (arXiv 2406.02613)."""
+
+    prediction: Literal["exact", "int4", "local", "stale", "none"] = "int4"
+    synchronous_steps: Annotated[int, Field(ge=0)] = Field(
+        200, description="Steps that hide nothing: at the start, and after a restart without the optimizer's state."
+    )
+    timeout_s: PositiveFloat = Field(600.0, description="How long a rank waits for the others in each collective.")
+    predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
+    balance: bool = Field(
+        False, description="Replicas take micro-batches of a batch as they get to them: slow ones fewer."
+    )
+
+
+class CheckpointConfig(Block):
+    moved: ClassVar[Mapping[str, str]] = {
+        "every_updates": "this key is gone: it counted fragments, so that its time depended on the model. Say how "
+        'often in minutes: "every_minutes": 15'
+    }
+
+    folder: str = Field("checkpoints", description="Relative to the run's folder, or absolute.")
+    every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
+    every_minutes: PositiveFloat = Field(15.0, description="Servers that took updates snapshot this often.")
+    keep: PositiveInt = 2
+    snapshots: str | None = Field(
+        None,
+        description="URL (s3://bucket/path, file:///path, any of fsspec's) to which servers copy their snapshots.",
+    )
+
+    @model_validator(mode="after")
+    def _snapshots_are_a_url(self) -> CheckpointConfig:
+        if self.snapshots is not None and "://" not in self.snapshots:
+            raise ValueError(f"snapshots = {self.snapshots!r} is no URL; write s3://bucket/path or file:///path")
+        return self
+
+
+class WandbConfig(Block):
+    """Weights & Biases, from the global server; the package must be installed."""
+
+    project: str
+    entity: str | None = None
+    group: str | None = None
+
+
+class MonitorConfig(Block):
+    """What shows how the run goes: events, the status page, metrics for Prometheus, TensorBoard."""
+
+    every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
+    validate_every_samples: PositiveInt | None = Field(
+        None,
+        description="Committed samples between two validations of the global weights; at least 4 times "
+        "data.validation_samples, so that they cost at most a twelfth of the compute. null: none.",
+    )
+    enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
+    sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
+    host: str = Field("127.0.0.1", description="Where page and metrics listen; beyond loopback needs token_file.")
+    page_port: Port | None = Field(0, description="Of the global server's status page; 0: a free one; null: no page.")
+    metrics_port: Port | None = Field(
+        None,
+        description="Prometheus: the global server's; +1: the launcher's; +2, +3, …: the region servers', in the "
+        "cluster's order; 0: free ones; null: none.",
+    )
+    token_file: str | None = Field(
+        None, description="File whose first line lets in those who show it; on each machine that serves."
+    )
+    tensorboard: str | None = Field(
+        None,
+        description="Folder, relative to the run's, for TensorBoard files that the global server writes.",
+    )
+    wandb: WandbConfig | None = None
+
+    @model_validator(mode="after")
+    def _strangers_need_a_token(self) -> MonitorConfig:
+        serves = self.enabled and (self.page_port is not None or self.metrics_port is not None)
+        if serves and self.token_file is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} can be reached from other machines: set token_file, or page_port and "
+                "metrics_port to null"
+            )
+        return self
+
+
+class RunConfig(Block):
+    """The run file."""
+
+    name: Name
+    folder: str | None = Field(None, description="Where the run writes; default runs/<name>.")
+    seed: Annotated[int, Field(ge=0)] = 1234
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    deepspeed: DeepSpeedBlock = Field(
+        description="Passed to DeepSpeed; see its documentation. Inline, or the path of a JSON file (relative to the "
+        'run file). "auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
+        "warmup_max_lr, gradient_accumulation_steps, …",
+    )
+    acco: AccoConfig | None = None
+    outer: OuterConfig = OuterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @model_validator(mode="after")
+    def _batch_is_stated(self) -> RunConfig:
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            value = self.deepspeed.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _validation_is_affordable(self) -> RunConfig:
+        every = self.monitor.validate_every_samples
+        if every is not None and self.data.validation is None:
+            raise ValueError("monitor.validate_every_samples needs data.validation, the prefix of its .bin/.idx pair")
+        if every is not None and every < 4 * self.data.validation_samples:
+            raise ValueError(
+                f"monitor.validate_every_samples = {every} is below 4 times data.validation_samples = "
+                f"{self.data.validation_samples}: validation would cost more than a twelfth of the compute"
+            )
+        return self
+
+    @property
+    def architecture(self) -> Architecture:
+        """The shape of the run's model. Raises UnsupportedModelError."""
+        return architecture_from_hf(self.model.config)
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.folder or f"runs/{self.name}")
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one worker trains in one inner step: DeepSpeed's train_batch_size. The same for all workers,
+        so that a lease is a whole number of steps for whoever takes it."""
+        return int(self.deepspeed["train_batch_size"])
+
+    @property
+    def total_steps(self) -> int:
+        """Inner steps of the whole run, over all workers: where its learning-rate schedule ends."""
+        return self.data.train_samples // self.samples_per_step
+
+
+def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+    """Read a run file. A model config or `deepspeed` block given as a path, relative to the run file, is read and put
+    in its place.
+
+    changes: keys to set, as "outer.local_steps=64": the value is JSON, or else a string. Paths of data are left as
+    they are: relative to the working directory. Raises ConfigError.
+    """
+    path = Path(path)
+    raw = _with_files(read_json(path), path)
+    for change in changes:
+        _put(raw, change)
+    return parse(RunConfig, _with_files(raw, path) if changes else raw, str(path))
+
+
+def _with_files(raw: Any, path: Path) -> Any:
+    """The run file's content with the files that it names in their places."""
+    if not isinstance(raw, dict):
+        return raw
+    model, block = raw.get("model"), raw.get("deepspeed")
+    if isinstance(model, dict) and isinstance(model.get("config"), str):
+        raw = {**raw, "model": {**model, "config": read_json(path.parent / model["config"])}}
+    if isinstance(block, str):
+        block = read_json(path.parent / block)
+        if isinstance(block, dict):
+            block = {key: value for key, value in block.items() if key != SCHEMA}
+        raw = {**raw, "deepspeed": block}
+    return raw
+
+
+def _put(raw: Any, change: str) -> None:
+    """Set a key in parsed JSON: "outer.local_steps=64". Objects on the way are made; a list's items go by their
+    number. Raises ConfigError."""
+    key, equals, text = change.partition("=")
+    *way, last = key.split(".")
+    if not equals or not all((*way, last)):
+        raise ConfigError(f"--set {change}: write KEY=VALUE, as in outer.local_steps=64")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    place: Any = raw
+    try:
+        for part in way:
+            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+        place[int(last) if isinstance(place, list) else last] = value
+    except (TypeError, AttributeError, ValueError, IndexError):
+        raise ConfigError(f"--set {change}: the run file has nothing with such parts") from None
+
+
+def config_digest(run: RunConfig) -> str:
+    """Hex digest of what all processes of a run must agree on: the model, the data and the outer loop.
+
+    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring.
+    """
+    shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
+    shared["model"].pop("recompute")  # a matter of memory, not of what is trained
+    shared["data"].pop("train_samples")  # a finished run may be extended
+    text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

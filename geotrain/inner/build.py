@@ -1,0 +1,163 @@
+"""Builds the engine of this rank from a run: process groups first, then the model, its optimizer and the engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from geotrain.acco.engine import AccoEngine
+from geotrain.acco.flat_space import FlatLayout
+from geotrain.config import ParallelConfig, RunConfig
+from geotrain.config.deepspeed import completed
+from geotrain.inner import platform
+from geotrain.inner.engine import GeoEngine
+from geotrain.inner.model import build_model, placements
+from geotrain.inner.parallel import RankMesh, group_like, initialize, join
+from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
+from geotrain.optimizers.updates import TensorRanks
+from geotrain.parallelism import checks
+from geotrain.parallelism.acco_forms import check_acco
+from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.optimizer_settings import AdamWSettings, MuonSettings, optimizer_settings
+from geotrain.parallelism.whole_matrices import ALIGNED, pack
+
+
+def build_engine(
+    run: RunConfig, parallel: ParallelConfig, deepspeed_block: dict[str, Any], timeout_s: float = 600.0
+) -> GeoEngine:
+    """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
+
+    deepspeed_block: the run's `deepspeed` block, overridden by the worker's own keys; it may say "auto".
+    timeout_s: the longest that a collective may wait. ACCO's collectives use `acco.timeout_s` instead.
+    Raises ConfigError if the layout or the DeepSpeed block cannot work for this model.
+    """
+    architecture, deepspeed_block = run.architecture, completed(deepspeed_block, run.total_steps)
+    sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
+    # CUDA reads this setting once, when it starts, and joining the worker starts it.
+    platform.choose_queues(parallel.tensor, overlaps_steps=run.acco is not None)
+    ranks = join(timeout_s)
+    dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
+    if run.acco is not None:
+        check_acco(run.acco, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
+    mesh, settings = initialize(parallel, timeout_s), optimizer_settings(deepspeed_block)
+    offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
+    with platform.quiet_construction():
+        model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
+        placed = placements(model, architecture, parallel, mesh)
+        groups = parameter_groups(placed, settings)
+        if isinstance(settings, MuonSettings):
+            if checks.zero_stage(deepspeed_block):
+                keep_matrices_whole(groups, dp, run.acco is not None, model)
+            optimizer: torch.optim.Optimizer = Muon(groups, settings)
+        else:
+            optimizer = build_adamw(groups, settings, offloaded)
+        config = complete_block(deepspeed_block, sum(place.numel for _, place in placed))
+        parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
+        engine = GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
+    if isinstance(optimizer, Muon):
+        owned = owned_matrices(placed, architecture, engine.optimizer, bool(checks.zero_stage(deepspeed_block)))
+        optimizer.bind(owned, tensor_ranks(mesh, optimizer.settings, timeout_s))
+    return engine
+
+
+def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, Any]:
+    """The user's DeepSpeed block with what the engine needs added.
+
+    Settings that the engine cannot work without replace the user's; for all others the user's win.
+    parameters: how many elements this rank holds.
+    """
+    config = copy.deepcopy(deepspeed_block)
+    # The engine brings its own AdamW (see `build_adamw`), which DeepSpeed would otherwise refuse under ZeRO, and
+    # would want replaced by its CPU optimizer where the masters are offloaded.
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    # DeepSpeed's throughput timer waits for the device at each micro-batch.
+    config.setdefault("timers", {"throughput": {"enabled": False}})
+    if checks.trains_in_bf16(config):
+        # DeepSpeed normally adds bf16 gradients to the fp32 ones in `engine.backward`. Megatron's schedule runs
+        # backward without the engine, so they must be added by hooks as soon as they are computed.
+        config["bf16"]["immediate_grad_update"] = True
+    stage = checks.zero_stage(config)
+    if stage == 1:
+        # Gradients are reduced once a step, after Megatron's schedule. With overlap_comm DeepSpeed expects to have
+        # reduced them during a backward of its own, and would reduce nothing.
+        config["zero_optimization"]["overlap_comm"] = False
+    if stage > 0:
+        # DeepSpeed allocates the whole bucket, by default of 5e8 elements, however small the model is.
+        bucket = checks.reduction_bucket(config, parameters)
+        config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
+    return config
+
+
+def parameter_groups(
+    placed: Iterable[tuple[nn.Parameter, LocalParameter]], settings: AdamWSettings
+) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups; empty ones are left out.
+
+    The first holds what decays: matrices, embedding, head. The second holds norms, which do not. The third, marked
+    `sums_over_tp`, holds norms that see only a part of the tokens or heads on each tensor rank, so their gradients
+    must be summed. With Muon, the hidden matrices are a fourth group instead, marked `is_matrices`.
+    """
+    muon = isinstance(settings, MuonSettings)
+    rest, decay = settings.rate_of_the_rest, settings.weight_decay
+
+    def group(lr: float, weight_decay: float, **marks: bool) -> dict[str, Any]:
+        marks = {"sums_over_tp": False, "is_matrices": False, **marks}
+        return {"params": [], "lr": lr, "weight_decay": weight_decay, **marks}
+
+    others, norms, partial_norms = group(rest, decay), group(rest, 0.0), group(rest, 0.0, sums_over_tp=True)
+    matrices = group(settings.lr, decay, is_matrices=True)
+    for parameter, place in placed:
+        if muon and place.is_hidden_matrix:
+            chosen = matrices
+        elif place.decays:
+            chosen = others
+        else:
+            chosen = partial_norms if place.sums_over_tp else norms
+        chosen["params"].append(parameter)
+    return [group for group in (others, norms, partial_norms, matrices) if group["params"]]
+
+
+def keep_matrices_whole(groups: list[dict[str, Any]], dp: int, acco: bool, model: nn.Module) -> None:
+    """Arrange the group of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
+    ACCO all groups as one sequence."""
+    *others, last = groups
+    if last["is_matrices"]:
+        sizes = [parameter.numel() for parameter in last["params"]]
+        head = FlatLayout([[p.numel() for p in group["params"]] for group in others], 1).numel if acco else 0
+        last["params"] = with_gaps(last["params"], pack(sizes, dp, head, ALIGNED), model)
+
+
+def tensor_ranks(mesh: RankMesh, settings: MuonSettings, timeout_s: float) -> TensorRanks | None:
+    """Makes a process group where matrices are to be gathered: every rank of the worker must call it."""
+    if mesh.tp_size == 1 or settings.tp_mode == "blockwise":
+        return None
+    group = group_like(mesh.tp_group, platform.backend(), timedelta(seconds=timeout_s))
+    return TensorRanks(group, mesh.tp_rank, mesh.tp_size)
+
+
+def build_adamw(groups: list[dict[str, Any]], settings: AdamWSettings, on_cpu: bool) -> torch.optim.Optimizer:
+    """An AdamW that updates all tensors in a few kernels: NVIDIA apex's, else DeepSpeed's, else torch's.
+
+    on_cpu: the masters are offloaded to host memory, where of the three only torch's works.
+    """
+    common: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
+    if platform.HAS_CUDA and not on_cpu:
+        try:
+            from apex.optimizers import FusedAdam
+
+            return FusedAdam(groups, adam_w_mode=True, **common)
+        except ImportError:  # not installed, or PyPI's unrelated `apex`
+            pass
+        try:
+            from deepspeed.ops.adam import FusedAdam
+
+            return FusedAdam(groups, adam_w_mode=True, **common)
+        except Exception:  # it compiles its kernel here, which can fail in many ways
+            pass
+    return torch.optim.AdamW(groups, fused=True, **common)

@@ -1,0 +1,335 @@
+"""The canonical address space: the names of a model's parameters, and where in them the pieces that ranks own lie.
+
+Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), never
+those of a parallel layout. Servers, exports and checkpoints speak only of them, so regions may differ in tensor,
+pipeline and data parallelism. A *fragment* is a set of whole parameters that is synchronized together; its vector is
+those parameters, flattened and laid end to end in canonical order. Everything here is plain data, except `gather` and
+`scatter`, which move elements between a fragment's vector and a rank's payload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from geotrain.config import Architecture, RunConfig
+
+if TYPE_CHECKING:  # importing it takes seconds, and commands that only speak to servers need no tensor
+    from torch import Tensor
+
+Init = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model under its Hugging Face name and shape.
+
+    layer: index of its transformer layer; None for embeddings, final norm and head.
+    init_std: standard deviation of its initial normal distribution (of "normal" only).
+    decays: whether weight decay applies (matrices and embeddings; not norms).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    init: Init
+    init_std: float = 0.0
+    decays: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StridedSlice:
+    """`count` rows of `length` consecutive elements of a flat vector, the rows `stride` elements apart.
+
+    The vector is a fragment's or, if `parameter` names one, a flattened canonical parameter; slices of parameters are
+    called *runs*. Tensor parallelism that splits a matrix by columns takes a part of each row, hence the stride.
+
+    A rank's local tensor, read flat, is a sequence of runs: its first `length` elements are
+    canonical[start : start+length], the next ones canonical[start+stride : …], and so on.
+    """
+
+    start: int
+    length: int
+    stride: int = 0
+    count: int = 1
+    parameter: str = ""
+
+    @property
+    def numel(self) -> int:
+        return self.length * self.count
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.count - 1) * self.stride + self.length
+
+
+def clip_runs(runs: Iterable[StridedSlice], begin: int, end: int) -> list[StridedSlice]:
+    """The runs, cut to the local elements [begin, end): what a ZeRO rank owns of a tensor that these runs
+    describe."""
+    clipped: list[StridedSlice] = []
+    position = 0
+    for run in runs:
+        low, high = max(begin - position, 0), min(end - position, run.numel)
+        position += run.numel
+        # A cut may fall within a row, so up to three pieces come of a run: the end of a row, whole rows, and the
+        # beginning of a row.
+        while low < high:
+            row, column = divmod(low, run.length)
+            rows = 0 if column else (high - low) // run.length
+            length = run.length if rows else min(run.length - column, high - low)
+            start, stride = run.start + row * run.stride + column, run.stride if rows > 1 else 0
+            clipped.append(StridedSlice(start, length, stride, max(rows, 1), run.parameter))
+            low += clipped[-1].numel
+    return clipped
+
+
+def digest(parameters: Sequence[Parameter]) -> str:
+    """Hex digest of names and shapes: processes with the same digest mean the same elements by the same addresses."""
+    text = json.dumps([[p.name, list(p.shape)] for p in parameters], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def canonical_parameters(a: Architecture) -> list[Parameter]:
+    """Every parameter once, in Hugging Face order: embedding, layers, final norm, head.
+
+    A tied head is not a parameter of its own. Initialization is Megatron's and GPT-2's: normal with `init_std`, and
+    with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
+    """
+    std, residual_std = a.init_std, a.init_std / (2 * a.layers) ** 0.5
+    h, q, kv = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
+
+    def matrix(name: str, rows: int, columns: int, layer: int | None, std: float) -> Parameter:
+        return Parameter(name, (rows, columns), layer, "normal", std)
+
+    def projection(name: str, rows: int, layer: int) -> list[Parameter]:
+        """To q, k or v."""
+        weight = matrix(name + ".weight", rows, h, layer, std)
+        bias = Parameter(name + ".bias", (rows,), layer, "zeros", decays=False)
+        return [weight, bias] if a.qkv_bias else [weight]
+
+    def norm(name: str, size: int, layer: int | None) -> Parameter:
+        return Parameter(name, (size,), layer, "ones", decays=False)
+
+    parameters = [matrix("model.embed_tokens.weight", a.vocab_size, h, None, std)]
+    for i in range(a.layers):
+        at = f"model.layers.{i}."
+        parameters += [
+            norm(at + "input_layernorm.weight", h, i),
+            *projection(at + "self_attn.q_proj", q, i),
+            *projection(at + "self_attn.k_proj", kv, i),
+            *projection(at + "self_attn.v_proj", kv, i),
+            matrix(at + "self_attn.o_proj.weight", h, q, i, residual_std),
+        ]
+        if a.qk_norm:
+            parameters += [norm(f"{at}self_attn.{kind}_norm.weight", a.head_dim, i) for kind in "qk"]
+        parameters += [
+            norm(at + "post_attention_layernorm.weight", h, i),
+            matrix(at + "mlp.gate_proj.weight", a.ffn_size, h, i, std),
+            matrix(at + "mlp.up_proj.weight", a.ffn_size, h, i, std),
+            matrix(at + "mlp.down_proj.weight", h, a.ffn_size, i, residual_std),
+        ]
+    parameters.append(norm("model.norm.weight", h, None))
+    if not a.tied_embeddings:
+        parameters.append(matrix("lm_head.weight", a.vocab_size, h, None, std))
+    return parameters
+
+
+def parameter_count(architecture: Architecture) -> int:
+    """Elements of all parameters, each counted once."""
+    return sum(p.numel for p in canonical_parameters(architecture))
+
+
+class LayoutError(ValueError):
+    """Slices that do not fit the layout. The message names the fragment and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A set of whole parameters that travels together. numel: length of its vector."""
+
+    index: int
+    name: str
+    parameters: tuple[Parameter, ...]
+    offsets: tuple[int, ...]  # where each parameter begins in the vector
+    numel: int
+
+
+class Layout:
+    """Parameters grouped into fragments.
+
+    layers_per_fragment: None puts the whole model into one fragment. Otherwise layers are dealt out in strides
+    (Streaming DiLoCo, arXiv 2501.18512, §3.2): with P layer fragments, layer i belongs to fragment i mod P, so that
+    each fragment has layers of all depths. Embedding and head (with the final norm) are fragments of their own.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], layers_per_fragment: int | None = None) -> None:
+        self.parameters = tuple(parameters)
+        self.digest = digest(self.parameters)
+        self.fragments = tuple(_fragments(self.parameters, layers_per_fragment))
+        self._place = {  # parameter → (fragment, offset in its vector, elements)
+            p.name: (f.index, offset, p.numel)
+            for f in self.fragments
+            for p, offset in zip(f.parameters, f.offsets, strict=True)
+        }
+
+    @property
+    def numel(self) -> int:
+        return sum(f.numel for f in self.fragments)
+
+    def fragment_of(self, parameter: str) -> int:
+        """Index of the fragment of this parameter. Raises LayoutError."""
+        return self._find(parameter)[0]
+
+    def slices(self, runs: Iterable[StridedSlice], fragment: int) -> tuple[StridedSlice, ...]:
+        """Translate runs of parameters to slices of the fragment's vector. Raises LayoutError if one lies
+        elsewhere."""
+        result = []
+        for run in runs:
+            index, offset, numel = self._find(run.parameter)
+            if index != fragment:
+                name = self.fragments[fragment].name
+                raise LayoutError(f"parameter {run.parameter!r} does not belong to fragment {name!r}")
+            piece = StridedSlice(offset + run.start, run.length, run.stride, run.count)
+            if run.start < 0 or piece.stop > offset + numel:
+                raise LayoutError(f"parameter {run.parameter!r}: a run reaches beyond its {numel} elements")
+            result.append(piece)
+        return tuple(result)
+
+    def whole(self, fragment: int) -> tuple[StridedSlice, ...]:
+        """The slice that is the whole fragment."""
+        return (StridedSlice(0, self.fragments[fragment].numel),)
+
+    def split(self, fragment: int, vector: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """(name, tensor of the parameter's shape) for each parameter; views of the vector."""
+        f = self.fragments[fragment]
+        for p, offset in zip(f.parameters, f.offsets, strict=True):
+            yield p.name, vector[offset : offset + p.numel].view(p.shape)
+
+    def not_finite(self, fragment: int, vector: Tensor) -> str | None:
+        """The first parameter whose part of the fragment's vector holds infinities or NaN; None if all is finite."""
+        bad = (name for name, part in self.split(fragment, vector) if not bool(part.isfinite().all()))
+        return next(bad, None)
+
+    def check_cover(self, fragment: int, slices: Iterable[StridedSlice]) -> None:
+        """Raises LayoutError unless the slices cover every element of the fragment exactly once."""
+        f = self.fragments[fragment]
+        times = np.zeros(f.numel, np.int32)  # how many slices cover each element
+        for piece in slices:
+            _check(piece, f.numel, f.name)  # first: `as_strided` checks no bounds
+            rows = times[piece.start : piece.stop]
+            as_strided(rows, (piece.count, piece.length), (piece.stride * times.itemsize, times.itemsize))[...] += 1
+        if not bool((times == 1).all()):
+            at = int((times != 1).argmax())
+            what = "covered by no rank" if times[at] == 0 else f"covered {int(times[at])} times"
+            raise LayoutError(f"fragment {f.name!r}: element {at} of {f.numel} is {what}")
+
+    def check_slices(self, fragment: int, slices: Iterable[StridedSlice]) -> None:
+        """Raises LayoutError when a slice reaches outside the fragment, or when together they have more elements than
+        it has: a server allocates by their sum."""
+        f = self.fragments[fragment]
+        total = 0
+        for piece in slices:
+            _check(piece, f.numel, f.name)
+            total += piece.numel
+        if total > f.numel:
+            raise LayoutError(f"fragment {f.name!r}: slices of {total} elements overlap, it has {f.numel}")
+
+    def _find(self, parameter: str) -> tuple[int, int, int]:
+        try:
+            return self._place[parameter]
+        except KeyError:
+            raise LayoutError(f"the model has no parameter {parameter!r}") from None
+
+
+def layout_of(run: RunConfig) -> Layout:
+    """The layout of a run's model. Raises UnsupportedModelError."""
+    return Layout(canonical_parameters(run.architecture), run.outer.fragments.layers_per_fragment)
+
+
+def numel(slices: Iterable[StridedSlice]) -> int:
+    """Elements that the slices name together."""
+    return sum(piece.numel for piece in slices)
+
+
+def joined(slices: Iterable[StridedSlice]) -> tuple[StridedSlice, ...]:
+    """The same elements in the same order, with slices merged where one ends where the next begins. `gather` and
+    `scatter` make one copy for each slice, so fewer are faster."""
+    result: list[StridedSlice] = []
+    for piece in slices:
+        last = result[-1] if result else None
+        if last and last.count == piece.count == 1 and last.stop == piece.start:
+            result[-1] = StridedSlice(last.start, last.length + piece.length)
+        else:
+            result.append(piece)
+    return tuple(result)
+
+
+def gather(vector: Tensor, slices: Sequence[StridedSlice]) -> Tensor:
+    """The elements that the slices name, in order: 1-D, contiguous. One slice of one row gives a view of the vector,
+    which costs no copy; so the result must not be written unless the vector may be."""
+    if len(slices) == 1 and slices[0].count == 1:
+        return vector[slices[0].start : slices[0].stop]
+    out = vector.new_empty(numel(slices))
+    for part, piece in zip(out.split([piece.numel for piece in slices]), slices, strict=True):
+        part.view(piece.count, piece.length).copy_(_view(vector, piece))
+    return out
+
+
+def scatter(values: Tensor, slices: Sequence[StridedSlice], vector: Tensor) -> None:
+    """Write values (1-D, as `gather` orders them) to where the slices point."""
+    for part, piece in zip(values.split([piece.numel for piece in slices]), slices, strict=True):
+        _view(vector, piece).copy_(part.view(piece.count, piece.length))
+
+
+def fragments_due(fragment_count: int, period: int, step: int) -> tuple[int, ...]:
+    """Fragments whose delta leaves after inner step `step` (counted from 1) of a job of `period` steps.
+
+    Fragment p of P leaves when (step − offset) mod period = 0, with offset = ⌈(p + 1) · period / P⌉: evenly spread
+    over the period, the last one at its end. Integers only, so that every rank computes the same schedule.
+    """
+    return tuple(
+        p
+        for p in range(fragment_count)
+        if (step - ((p + 1) * period + fragment_count - 1) // fragment_count) % period == 0
+    )
+
+
+def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | None) -> Iterator[Fragment]:
+    groups: dict[str, list[Parameter]] = {"all": list(parameters)}
+    if layers_per_fragment is not None:
+        layers = 1 + max(p.layer for p in parameters if p.layer is not None)
+        count = -(-layers // layers_per_fragment)  # rounded up
+        groups = {f"layers-{i}": [] for i in range(count)}
+        for p in parameters:
+            if p.layer is not None:
+                groups[f"layers-{p.layer % count}"].append(p)
+        embedding, *rest = (p for p in parameters if p.layer is None)
+        groups |= {"embedding": [embedding], "head": rest}
+    for index, (name, members) in enumerate(groups.items()):
+        *offsets, total = accumulate((p.numel for p in members), initial=0)
+        yield Fragment(index, name, tuple(members), tuple(offsets), total)
+
+
+def _check(piece: StridedSlice, size: int, name: str) -> None:
+    """Slices come over the wire, and a negative stride or a stop beyond the vector would make torch and NumPy raise,
+    or read foreign memory, where nobody expects it."""
+    rows_overlap = piece.count > 1 and piece.stride < piece.length
+    negative = piece.start < 0 or piece.length < 1 or piece.count < 1 or piece.stride < 0
+    if negative or rows_overlap or piece.stop > size:
+        raise LayoutError(f"fragment {name!r}: {piece} does not lie within its {size} elements")
+
+
+def _view(vector: Tensor, piece: StridedSlice) -> Tensor:
+    return vector.as_strided((piece.count, piece.length), (piece.stride, 1), vector.storage_offset() + piece.start)

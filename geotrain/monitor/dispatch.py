@@ -1,0 +1,67 @@
+"""Hands a process's events to the sinks that show them (page, metrics, curves), on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from geotrain.monitor.events import EventLog, Follower, Record
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[Record], None]
+MAX_WAITING = 10_000  # events
+STOP_S = 10.0  # how long the last events may take
+
+
+class EventDispatcher:
+    """Dispatches the events of one log.
+
+    with_past: sinks that first get the events that the log's files hold already. live: sinks that get new events
+    only.
+    Whoever writes an event never waits: if MAX_WAITING events wait for slow sinks, newer ones are dropped and
+    counted. A sink that fails on an event is reported in the process's log, and still gets the next event.
+    """
+
+    def __init__(self, events: EventLog, with_past: Sequence[Sink] = (), live: Sequence[Sink] = ()) -> None:
+        self.events, self.with_past, self.live = events, tuple(with_past), tuple(live)
+        self.dropped = 0
+        self._waiting: queue.Queue[Record | None] = queue.Queue(MAX_WAITING)
+        self._began_s = round(time.time(), 3)
+        self._thread = threading.Thread(target=self._run, name="monitor-dispatch", daemon=True)
+        events.subscribers.append(self._take)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Hand on everything written so far, then end; each of the two waits has the deadline STOP_S."""
+        self.events.subscribers.remove(self._take)
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=STOP_S)
+        self._thread.join(STOP_S)
+
+    def _take(self, record: Record) -> None:
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def _run(self) -> None:
+        if self.with_past:
+            for record in Follower(self.events.path).read():
+                if record.time_s < self._began_s:  # later events are in the queue as well
+                    self._give(record, self.with_past)
+        while (record_or_end := self._waiting.get()) is not None:
+            self._give(record_or_end, (*self.with_past, *self.live))
+
+    def _give(self, record: Record, sinks: Sequence[Sink]) -> None:
+        for sink in sinks:
+            try:
+                sink(record)
+            except Exception:
+                log.exception("monitoring: %s failed on %s", sink, type(record.event).__name__)

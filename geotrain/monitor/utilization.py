@@ -1,0 +1,57 @@
+"""How well a worker uses its accelerators: where its time goes, and its model FLOPs utilization (MFU).
+
+MFU is the arithmetic that the model needs over what the worker's accelerators could do in the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from geotrain.config import Architecture, ClusterConfig, WorkerConfig
+from geotrain.layout import parameter_count
+
+
+class PhaseTimer:
+    """Measures where a loop's time goes. `lap(name)` adds all time since the last call to `name`, so none is left
+    out.
+
+    clock: gives seconds, as `time.perf_counter`; each call reads it once.
+    """
+
+    def __init__(self, clock: Callable[[], float], *names: str) -> None:
+        self._clock, self._names = clock, names
+        self.restart()
+
+    def restart(self) -> None:
+        self.seconds = dict.fromkeys(self._names, 0.0)
+        self._last = self._clock()
+
+    def lap(self, name: str) -> None:
+        now = self._clock()
+        self.seconds[name] += now - self._last
+        self._last = now
+
+
+def training_flops_per_token(architecture: Architecture, sequence_length: int) -> float:
+    """The floating-point operations that training needs for a token, as PaLM counts them (arXiv 2204.02311, appendix
+    B).
+
+    That is 6·N + 12·layers·heads·head_dim·sequence_length. N: the number of parameters; an input embedding that is
+    not tied is left out, because it is looked up and not multiplied. Recomputation does not count.
+    """
+    a = architecture
+    looked_up = 0 if a.tied_embeddings else a.vocab_size * a.hidden_size
+    return 6.0 * (parameter_count(a) - looked_up) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
+
+
+def peak_flops(cluster: ClusterConfig, worker: WorkerConfig) -> float | None:
+    """What all accelerators of the worker can do together, in floating-point operations a second.
+
+    None if the cluster file does not say what they are.
+    """
+    total = 0.0
+    for host in worker.hosts:
+        if host.device is None:
+            return None
+        total += host.slots * cluster.devices[host.device].tflops * 1e12
+    return total

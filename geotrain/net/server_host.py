@@ -1,0 +1,381 @@
+"""The parts of one server process side by side in an event loop: the server thread, the gRPC service, snapshots,
+events and, in a region server, the client to the global server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    RunConfig,
+    is_loopback,
+)
+from geotrain.files import OutputError, out_of_room, whole_file
+from geotrain.layout import layout_of
+from geotrain.monitor.events import (
+    Acknowledged,
+    EventLog,
+    LinkTraffic,
+    SnapshotWritten,
+    Trouble,
+    UpdatesLost,
+)
+from geotrain.monitor.history import facts
+from geotrain.monitor.monitor import Monitor
+from geotrain.net import rpc
+from geotrain.net.certs import Credentials, Role, Trust, identity, load_credentials
+from geotrain.net.connection_guard import ConnectionGuard, raise_file_limit
+from geotrain.net.deadlines import within
+from geotrain.net.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
+from geotrain.net.fragment_bytes import FragmentBytes
+from geotrain.net.grpc_service import GrpcService
+from geotrain.net.journal import JournalFull
+from geotrain.net.recovery import Recovered, begin_snapshot, finish_snapshot
+from geotrain.net.region_client import RegionClient
+from geotrain.net.sampler import Sampler
+from geotrain.net.server_thread import ServerThread
+from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
+from geotrain.net.snapshots import StoreError
+from geotrain.net.tcp_counters import TcpCounters, Traffic
+from geotrain.outer.messages import GLOBAL, Send
+from geotrain.outer.region_server import RegionServer
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_RETRY_S = 30.0
+MIN_JOURNAL_BYTES = 256 << 20
+JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
+TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
+LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snapshot's copy
+LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
+LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
+STATUS = "status.json"  # in the server's folder once it has ended: its last status
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    """A server's place in the cluster, and the folder of its state."""
+
+    run: RunConfig
+    cluster: ClusterConfig
+    role: Role
+    name: str
+    folder: Path
+
+    @property
+    def address(self) -> Address:
+        """Raises ConfigError."""
+        return self.cluster.global_server if self.role == "global" else self.cluster.region(self.name).server
+
+    def credentials(self) -> Credentials | None:
+        """Raises CertificateError."""
+        security = self.cluster.security
+        return load_credentials(Path(security.folder), self.role, self.name) if security else None
+
+    def mirror(self) -> SnapshotMirror | None:
+        """Where copies of this server's snapshots go. Raises ConfigError."""
+        url, keep = self.run.checkpoint.snapshots, self.run.checkpoint.keep
+        return SnapshotMirror(f"{url.rstrip('/')}/{self.run.name}/{self.name}", keep) if url else None
+
+    def monitor(self, events: EventLog) -> Monitor:
+        """Raises ConfigError."""
+        layout = layout_of(self.run)
+        names = tuple(fragment.name for fragment in layout.fragments)
+        top = facts(self.run, self.cluster, layout.numel, names) if self.role == "global" else None
+        return Monitor(self.run, self.cluster, self.name, events, top)
+
+
+class ServerHost:
+    """Runs the parts of one server in one event loop. This is the global server's; `RegionServerHost` is a region
+    server's."""
+
+    def __init__(
+        self,
+        recovered: Recovered,
+        events: EventLog,
+        place: ServerSetup,
+        credentials: Credentials | None,
+        monitor: Monitor,
+        uploader: Uploader | None,
+    ) -> None:
+        self.place, self.credentials, self.uploader = place, credentials, uploader
+        self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
+        self.events, self.folder, self.run_config, self.monitor = events, place.folder, place.run, monitor
+        self.region_client: RegionClient | None = None
+        self.guard: ConnectionGuard | None = None
+        self.saved_updates, self.saved_s = self._updates(), time.monotonic()  # at the last snapshot, or the start
+        self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
+        self.stop = asyncio.Event()
+        self.saving = asyncio.Lock()
+        # A single thread: a write goes on when its caller is cancelled, and the next must wait for it.
+        self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+
+    async def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
+        self.server_thread = ServerThread(self.server, self.journal, self._deliver, self.events.write)
+        of_regions = self.server.member_role == "region"
+        self.service = GrpcService(
+            self.server_thread,
+            self._snapshot,
+            self._status,
+            silent_s=REGION_SILENT_S if of_regions else WORKER_SILENT_S,
+            credentials=self.credentials,
+        )
+        address = self.place.address
+        self.tcp_counters = TcpCounters(self._is_wide_area)
+        self.sampler = Sampler(
+            self.server_thread,
+            self.service,
+            self.events,
+            self.folder,
+            self._traffic,
+            self.tcp_counters.total,
+            self.run_config.monitor.sample_s,
+            rpc.REGION_BEAT_S if of_regions else rpc.BEAT_S,
+        )
+        uploading: asyncio.Future[None] | None = None
+        listening = self.folder / LISTENING
+        try:
+            if not self.store.numbers():
+                # Before anybody can be answered. So where there is no snapshot, nothing was ever acknowledged (see
+                # `Journal.replay`).
+                await self._snapshot()
+            port = await self.service.start(address)
+            (self.folder / STATUS).unlink(missing_ok=True)
+            with whole_file(listening) as file:
+                json.dump({"address": f"{address.host}:{port}", "pid": os.getpid()}, file)
+            if self.credentials is None and not is_loopback(address.host):
+                log.warning("listening on %s without TLS: set `security` in the cluster file", address)
+            self.tcp_counters.start()
+            self.guard = ConnectionGuard(port, self.service.peers, raise_file_limit(), self._tell)
+            self.guard.start()
+            uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
+            await self._until_over()
+            await self._last_snapshot()
+            await self._last_upload()
+        finally:
+            if uploading is not None:
+                uploading.cancel()
+            listening.unlink(missing_ok=True)
+            await self.service.stop(LINGER_S)
+            self.server_thread.close()
+            self.disk.shutdown()
+            self.journal.close()
+            self.tcp_counters.stop()
+            if self.guard is not None:
+                self.guard.stop()
+
+    async def _until_over(self) -> None:
+        tasks: list[asyncio.Future[Any]] = [
+            self.server_thread.failure,
+            asyncio.ensure_future(self.stop.wait()),
+            asyncio.ensure_future(self._snapshots()),
+            asyncio.ensure_future(self._tell_traffic()),
+            asyncio.ensure_future(self._until_finished()),
+        ]
+        if self.run_config.monitor.enabled:
+            tasks.append(asyncio.ensure_future(self.sampler.run()))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            try:
+                with whole_file(self.folder / STATUS) as file:  # before the links close, and their bytes are gone
+                    json.dump({**self.service.status(), "page": None, "metrics": None}, file)
+            except OutputError as error:  # it must not hide why the server ends
+                self._tell(str(error))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self.region_client is not None:
+                await self.region_client.close()
+
+    async def _last_snapshot(self) -> None:
+        """The snapshot of the end, which waits for room on the disk. Who stops the server need not wait: the journal
+        holds all that a snapshot would."""
+        while True:
+            try:
+                await self._snapshot(ended=self.server.finished)
+                return
+            except StoreError as error:
+                if not out_of_room(error):
+                    raise
+                self._tell(str(error))
+                if self.stop.is_set():
+                    return
+                with suppress(TimeoutError):
+                    await within(SNAPSHOT_RETRY_S, self.stop.wait())
+
+    def _tell(self, what: str) -> None:
+        log.error("%s", what)
+        self.events.write(Trouble(what))
+
+    async def _last_upload(self) -> None:
+        """Wait for the last snapshot's copy. Without it the snapshot is still on this machine's disk, so it is no
+        reason to fail."""
+        if self.uploader is not None:
+            try:
+                await self.uploader.finish(LAST_UPLOAD_S)
+            except StoreError as error:
+                self._tell(str(error))
+
+    async def _until_finished(self) -> None:
+        """Returns when the server has finished and this process should end in good order."""
+        await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
+        await asyncio.sleep(LINGER_S)
+
+    async def _snapshots(self) -> None:
+        """Take a snapshot now and then, so that neither the journal nor the time to replay it grows without bound."""
+        while True:
+            await self.server_thread.until(lambda: self._snapshot_is_due() or None, float("inf"))
+            try:
+                await self._snapshot()
+            except StoreError as error:  # the older ones are whole, so the server can go on
+                self._tell(str(error))
+                await asyncio.sleep(SNAPSHOT_RETRY_S)
+
+    async def _tell_traffic(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await asyncio.sleep(TRAFFIC_EVENT_S)
+            finally:  # also when cancelled at the end, so that the last seconds are told
+                recent, seconds = self.tcp_counters.take_recent(), round(time.monotonic() - began_s, 3)
+                sent = recent.sent_bytes, recent.peak_sent_bytes
+                received = recent.received_bytes, recent.peak_received_bytes
+                # A region server sends up and receives from above; the global server the other way round.
+                up, down = (received, sent) if self.place.role == "global" else (sent, received)
+                self.events.write(LinkTraffic(seconds, up[0], down[0], up[1], down[1]))
+
+    def _snapshot_is_due(self) -> bool:
+        enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
+        journal_bytes = self.journal.segment_bytes - self.carried_bytes
+        late = time.monotonic() - self.saved_s >= 60.0 * self.run_config.checkpoint.every_minutes
+        return (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
+
+    async def _snapshot(self, ended: bool = False) -> str:
+        """Copy the state between two messages, then write the copy while the server goes on. Returns where it is.
+
+        Raises StoreError.
+        """
+        async with self.saving:
+            began_s, updates = time.monotonic(), self._updates()
+            try:
+                tensors, meta = await self.server_thread.alone(partial(self._copy_state, ended))
+            except JournalFull as full:
+                raise StoreError(str(full)) from full
+            self.carried_bytes = self.journal.segment_bytes
+            write = partial(finish_snapshot, self.store, self.journal, tensors, meta)
+            number = await asyncio.get_running_loop().run_in_executor(self.disk, write)
+            self.saved_updates, self.saved_s = updates, began_s
+            self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
+            if self.uploader is not None:
+                self.uploader.wake()
+            return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
+
+    def _copy_state(self, ended: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        # Without room nothing is begun: a snapshot that fails halfway would take the room that updates still find,
+        # and leave another segment of the journal behind.
+        self.store.check_room(sum(tensor.nbytes for tensor in self.server.state()[0].values()))
+        return begin_snapshot(self.server, self.journal, ended)
+
+    def _updates(self) -> int:
+        return sum(member.updates for member in self.server.members.values())
+
+    def _deliver(self, send: Send) -> None:
+        if send.to != GLOBAL:
+            self.service.deliver(send)
+        elif self.region_client is not None:
+            self.region_client.deliver(send)
+
+    def _is_wide_area(self, peer: str) -> bool:
+        """Whether a connection is on a link between regions: in the global server all are, in a region server those
+        to the global server, which are told by its port."""
+        return self.place.role == "global" or peer.rpartition(":")[2] == str(self.place.cluster.global_server.port)
+
+    def _status(self) -> dict[str, Any]:
+        """What the process adds to the server's status.
+
+        links: bytes on the wide-area links, up towards the global server and down from it, their highest rates over a
+        second, and each fragment's part of the bytes. peers: bytes with each member, and each fragment's part.
+        """
+        members = self._traffic()
+        total = self.tcp_counters.total
+        layout, by_member = self.server.layout, self.service.fragment_bytes
+        fragments = FragmentBytes()
+        above = [self.region_client.link.fragment_bytes] if self.region_client else []
+        for counted in by_member.values() if self.place.role == "global" else above:
+            fragments.add(counted)
+        sent, received = ("up", "down") if self.place.role == "region" else ("down", "up")
+        return {
+            "links": {
+                f"{sent}_bytes": total.sent_bytes,
+                f"{received}_bytes": total.received_bytes,
+                f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
+                f"peak_{received}_bytes_per_s": total.peak_received_bytes,
+                "fragments": fragments.status(layout),
+            },
+            "peers": {
+                name: {
+                    "sent_bytes": t.sent_bytes,
+                    "received_bytes": t.received_bytes,
+                    "fragments": by_member[name].status(layout),
+                }
+                for name, t in members.items()
+            },
+            "connected": self.region_client is None or self.region_client.connected,
+            "snapshot_updates": self.saved_updates,
+            "full": self.server_thread.full,
+            "page": self.monitor.page_url,
+            "metrics": self.monitor.metrics_url,
+            "snapshots": self.uploader.status() if self.uploader else None,
+        }
+
+    def _traffic(self) -> dict[str, Traffic]:
+        """Bytes with each member, over all its connections."""
+        traffic = self.tcp_counters.traffic()
+        members: dict[str, Traffic] = {}
+        for peer, member in list(self.service.peers.items()):
+            if peer in traffic:
+                members.setdefault(member, Traffic()).join(traffic[peer])
+        return members
+
+
+class RegionServerHost(ServerHost):
+    """A region server's parts. It ends when its client does, after the global server has taken the region's
+    goodbye."""
+
+    server: RegionServer
+
+    def _until_finished(self) -> Coroutine[Any, Any, None]:
+        # No coroutine function: the client is made at once, not when the task first runs. What the server sends
+        # before there is a client would be lost.
+        name, life = self.server.name, self.server.incarnation
+        self.region_client = self.sampler.region_client = RegionClient(
+            self.server_thread,
+            self.server,
+            str(self.place.cluster.global_server),
+            trust=Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None,
+            on_lost=lambda updates: self.events.write(UpdatesLost(updates)),
+            on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, life, sequence)),
+            metrics=self.sampler.metrics,
+        )
+        return self.region_client.run()

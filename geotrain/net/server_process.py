@@ -1,0 +1,186 @@
+"""A server as a process, from its start to its exit code.
+
+It recovers its state, then lives as `geotrain.net.server_host` says. Where the disk is full it waits for room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from geotrain.config import (
+    EXIT_FOR_GOOD,
+    ClusterConfig,
+    ConfigError,
+    RunConfig,
+    Topology,
+    UnsupportedModelError,
+)
+from geotrain.files import OutputError, out_of_room
+from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint
+from geotrain.initial import initial_tensor
+from geotrain.layout import Layout, LayoutError, layout_of
+from geotrain.monitor.events import (
+    EventLog,
+    Recovery,
+    Trouble,
+)
+from geotrain.net.certs import CertificateError
+from geotrain.net.grpc_client import Unreachable
+from geotrain.net.journal import JournalDamaged
+from geotrain.net.recovery import JOURNAL, recover
+from geotrain.net.rpc import ListenError
+from geotrain.net.server_host import RegionServerHost, ServerHost, ServerSetup
+from geotrain.net.snapshot_mirror import Uploader
+from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError, alone_in
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import GLOBAL, Refused
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.rules import region_rule, updates_in_run
+from geotrain.outer.server import Server, identity_of
+
+log = logging.getLogger(__name__)
+
+ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk full tries again
+ROOM_LOOK_S = 2.0
+EVENTS = "events.jsonl"
+# Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
+FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError)
+EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
+
+
+def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool) -> int:
+    """Run the global server until every member has left, or SIGTERM. Returns the process's exit code."""
+
+    def build() -> GlobalServer:
+        layout, regions = layout_of(run), Topology(run, cluster).regions
+        samples = run.data.train_samples, run.samples_per_step
+        every = run.monitor.validate_every_samples
+        tokens = run.data.sequence_length
+        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every, tokens)
+        server.incarnation = uuid.uuid4().hex
+        return server
+
+    def begin(server: Server) -> None:
+        server.set_weights(initial_weights(run, server.layout))
+
+    return _serve(build, begin, ServerSetup(run, cluster, "global", GLOBAL, folder), resume)
+
+
+def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool) -> int:
+    """Run a region's server until the global server took its goodbye, or SIGTERM. Returns the exit code."""
+
+    def build() -> RegionServer:
+        layout, all_workers = layout_of(run), Topology(run, cluster).home
+        workers = tuple(w.name for w in cluster.region(region).workers)
+        samples = run.data.train_samples, run.samples_per_step
+        updates = updates_in_run(*samples, run.outer.local_steps, len(workers), len(all_workers))
+        rule = region_rule(run.outer.rule, workers, updates)
+        validates = run.monitor.validate_every_samples is not None
+        server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates)
+        server.incarnation = uuid.uuid4().hex
+        return server
+
+    # A new region begins without weights; it gets them from the global server.
+    return _serve(build, lambda server: None, ServerSetup(run, cluster, "region", region, folder), resume)
+
+
+def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
+    """The run's initial weights, from its seed or its Hugging Face checkpoint: a 1-D fp32 vector for each fragment.
+
+    Raises ConfigError.
+    """
+    vectors = [torch.empty(f.numel) for f in layout.fragments]
+    places = {name: view for f in layout.fragments for name, view in layout.split(f.index, vectors[f.index])}
+    if run.model.init_from is None:
+        for parameter in layout.parameters:
+            places[parameter.name].copy_(initial_tensor(parameter, run.seed))
+        return vectors
+    try:
+        _, tensors = read_checkpoint(Path(run.model.init_from))
+        for name, tensor in tensors:
+            if name not in places or places[name].shape != tensor.shape:
+                raise ConfigError(f"model.init_from: {run.model.init_from}: tensor {name} is not the run's model's")
+            places.pop(name).copy_(tensor)
+    except (HFCheckpointError, UnsupportedModelError) as error:
+        raise ConfigError(f"model.init_from: {error}") from None
+    if places:
+        raise ConfigError(f"model.init_from: {run.model.init_from}: has no tensor {next(iter(places))}")
+    return vectors
+
+
+def _serve(build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup, resume: bool) -> int:
+    """Run a server and return the process's exit code. build, begin: as `recover` takes them."""
+    folder = place.folder
+    try:
+        while True:
+            try:
+                with alone_in(folder):
+                    if not resume:
+                        _check_is_new(place)
+                        resume = True  # what a life without room leaves behind is this run's own
+                    _live(build, begin, place)
+                return 0
+            except OSError as error:
+                if not out_of_room(error):
+                    raise
+                _say(f"{error}; the server waits until there is room")
+            # Here and not by a restart: the launcher grants few of those, and a disk may be full for hours.
+            wait_for_room(folder)
+    except (*EXPECTED, OSError) as error:
+        _say(str(error) if isinstance(error, EXPECTED) else f"{folder}: {error.strerror or error}")
+        return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
+
+
+def _check_is_new(place: ServerSetup) -> None:
+    """Raises StoreError if there is a state already, which a new run must not take up or overwrite."""
+    if SnapshotStore(place.folder / SNAPSHOTS).numbers() or any((place.folder / JOURNAL).glob("*")):
+        raise StoreError(f"{place.folder}: holds the state of a run already; resume it, or choose another folder")
+    mirror = place.mirror()
+    if mirror is not None and mirror.numbers():
+        raise StoreError(f"{mirror.url}: holds the state of a run already; resume it, or choose another URL")
+
+
+def _live(build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup) -> None:
+    """One life of the server, from its recovery to its end."""
+    run, folder = place.run, place.folder
+    credentials, mirror = place.credentials(), place.mirror()
+    with (
+        EventLog(folder / EVENTS, source=place.name, enabled=run.monitor.enabled) as events,
+        place.monitor(events) as monitor,
+    ):
+        recovered = recover(build, begin, folder, run.checkpoint.keep, mirror)
+        for fault in recovered.faults:
+            log.error("%s", fault)
+            events.write(Trouble(fault))
+        events.write(Recovery(recovered.replayed))
+        kind = ServerHost if place.role == "global" else RegionServerHost
+        uploader = Uploader(recovered.store, mirror, events.write) if mirror is not None else None
+        asyncio.run(kind(recovered, events, place, credentials, monitor, uploader).run())
+
+
+def wait_for_room(folder: Path) -> None:
+    """Return when a file of `ROOM_BYTES` fits onto the folder's disk. Only a person can make room, however long that
+    takes, so there is no deadline; SIGTERM ends the process."""
+    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    while True:
+        time.sleep(ROOM_LOOK_S)
+        with suppress(OSError), tempfile.TemporaryFile(dir=place) as trial:
+            os.posix_fallocate(trial.fileno(), 0, ROOM_BYTES)
+            return
+
+
+def _say(what: str) -> None:
+    with suppress(OSError):  # standard error may be a file on the full disk
+        print(f"geotrain serve: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,214 @@
+"""Runs a server's state machine on a thread of its own. A message goes to the journal first, then to `Server.handle`,
+and only then do its reply, its sends and its events leave. So nothing is said to anyone before it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from geotrain.files import out_of_room
+from geotrain.monitor.events import Trouble
+from geotrain.net.deadlines import within
+from geotrain.net.journal import Journal, JournalFull
+from geotrain.outer.events import Event
+from geotrain.outer.messages import Message, Refused, Send
+from geotrain.outer.server import Server
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+GROUP = 64  # at most so many messages share one flush of the journal
+FULL_RETRY_S = 5.0
+
+
+@dataclass
+class _Work:
+    """A message to be handled, or a call between messages.
+
+    message: what the journal gets; None for a call. call: what is then run. alone: it shares no flush with others.
+    """
+
+    message: Message | None
+    call: Callable[[], Any]
+    done: Future[Any]
+    alone: bool = False
+
+
+class ServerThread:
+    """Makes all calls to one server on one thread, because a state machine has no locks, and because its tensor work
+    would block the event loop. Messages that wait together share a flush of the journal, the slow part of durability.
+
+    deliver: called in the event loop with each thing that the server wants to send.
+    write_event: called on the server's thread with each event, after each accepted message.
+
+    `status` is the server's status after the last message; reading it never waits for tensor work. `full` says why
+    messages are refused for want of room on the disk; None while there is room. `failure` gets the exception if
+    handling a message raised anything but Refused. The state is not to be trusted then, and the process must end;
+    the journal holds what is needed to begin again.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        journal: Journal,
+        deliver: Callable[[Send], None] = lambda send: None,
+        write_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.server, self.journal = server, journal
+        self.deliver, self.write_event = deliver, write_event
+        self.status: dict[str, Any] = server.status()
+        self.flushes, self.flush_s = 0, 0.0  # of the journal: how many so far, and their time
+        self.calls = 0  # how many messages so far
+        self.full: str | None = None
+        self._full_s = 0.0  # when a message was last refused for want of room; time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self.failure: asyncio.Future[None] = self._loop.create_future()
+        self._changed = asyncio.Event()  # set at the next message, and then replaced by a new one
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="state-machine", daemon=True)
+        self._thread.start()
+
+    async def say(self, message: Message) -> Any:
+        """Make the message durable and handle it; returns the state machine's reply. Raises Refused."""
+        return await self._put(message, lambda: self._say(message))
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Run, between two messages, something that does not change the durable state."""
+        result: T = await self._put(None, call)
+        return result
+
+    async def alone(self, call: Callable[[], T]) -> T:
+        """Like `read`, but at a moment when every message in the journal has been applied, as snapshots need it.
+
+        Messages that share a flush are all written before the first of them is applied. Between two of them the
+        journal is ahead of the state.
+        """
+        result: T = await self._put(None, call, alone=True)
+        return result
+
+    async def until(self, call: Callable[[], T | None], wait_s: float) -> T | None:
+        """Like `read`, repeated after every message until the call gives a value; None after `wait_s`."""
+        deadline = self._loop.time() + wait_s
+        while True:
+            changed = self._changed  # taken before the call, so that no message in between is missed
+            value = await self.read(call)
+            left_s = deadline - self._loop.time()
+            if value is not None or left_s <= 0:
+                return value
+            try:
+                await within(left_s, changed.wait())
+            except TimeoutError:
+                return None
+
+    @property
+    def waiting(self) -> int:
+        """How many messages and calls wait for the thread."""
+        return self._queue.qsize()
+
+    def close(self) -> None:
+        """End the thread after everything that was asked of it before."""
+        self._queue.put(None)
+        self._thread.join()
+
+    # -- inside
+
+    async def _put(self, message: Message | None, call: Callable[[], Any], alone: bool = False) -> Any:
+        work = _Work(message, call, Future(), alone)
+        self._queue.put(work)
+        return await asyncio.wrap_future(work.done)
+
+    def _run(self) -> None:
+        held: _Work | None = None  # taken from the queue, but must be alone: it is the next group
+        while (work := held or self._queue.get()) is not None:
+            group, held, closing = [work], None, False
+            while not (work.alone or held or closing or len(group) == GROUP or self._queue.empty()):
+                more = self._queue.get()
+                if more is None:
+                    closing = True
+                elif more.alone:
+                    held = more
+                else:
+                    group.append(more)
+            # Work whose caller was cancelled while it waited is left out.
+            self._work_on([each for each in group if each.done.set_running_or_notify_cancel()])
+            if closing:
+                return
+
+    def _work_on(self, group: list[_Work]) -> None:
+        try:
+            refused = self._record([work for work in group if work.message is not None])
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._fail, error)
+            for work in group:
+                work.done.set_exception(error)
+            return
+        for work in group:
+            try:
+                if id(work) in refused:
+                    raise refused[id(work)]
+                work.done.set_result(work.call())
+            except Exception as error:
+                # A call between messages that found no room, as for a snapshot, has not changed the state.
+                if not isinstance(error, Refused) and (work.message is not None or not out_of_room(error)):
+                    self._loop.call_soon_threadsafe(self._fail, error)
+                work.done.set_exception(error)
+
+    def _record(self, group: list[_Work]) -> dict[int, Refused]:
+        """Make the messages durable. Returns a refusal, by id of the work, for each that cannot be written down."""
+        refused = {}
+        for work in group:
+            try:
+                self.journal.append(work.message)
+            except JournalFull as full:
+                self._note_room(full)
+                refused[id(work)] = Refused(f"the server's disk is full ({full.strerror})", FULL_RETRY_S)
+            except (ValueError, TypeError, OverflowError) as error:  # WireError is one: of a header too long
+                refused[id(work)] = Refused(f"this message cannot be written to the journal: {error}")
+            else:
+                self._note_room(None)
+        begin = time.perf_counter()
+        self.journal.flush()
+        if group:
+            self.flushes, self.flush_s = self.flushes + 1, self.flush_s + time.perf_counter() - begin
+            self.calls += len(group)
+        return refused
+
+    def _note_room(self, full: JournalFull | None) -> None:
+        """Tell people at the beginning and at the end of a time in which messages did not fit on the disk.
+
+        Small messages may still fit while others do not. So the time has ended when none was refused for a while.
+        """
+        now_s, before = time.monotonic(), self.full
+        if full is not None:
+            self._full_s = now_s
+            self.full = f"{full.strerror}; messages are refused until there is room"
+        elif before is not None and now_s - self._full_s > 2 * FULL_RETRY_S:
+            self.full = None
+        if (before is None) != (self.full is None):
+            said = self.full or "there is room on the disk again; messages are taken"
+            log.error("%s", said)
+            self.write_event(Trouble(said))
+
+    def _say(self, message: Message) -> Any:
+        handled = self.server.handle(message)
+        for event in handled.events:
+            self.write_event(event)
+        self._loop.call_soon_threadsafe(self._after, handled.sends, self.server.status())
+        return handled.reply
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    def _after(self, sends: tuple[Send, ...], status: dict[str, Any]) -> None:
+        self.status = status
+        for send in sends:
+            self.deliver(send)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,279 @@
+"""Snapshots of a server's state. Each is a folder that exists either whole or not at all.
+
+    <folder>/<number>/meta.json            the JSON part of the state, with the length and checksum of every file
+    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading need no second copy
+
+`Server.state()` names the tensors. `fragment.<i>.x` is the fp32 vector of fragment i, which export reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.files import make_folder, sync
+from geotrain.layout import Layout, LayoutError
+
+SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
+META = "meta.json"
+# Names of dtypes as the safetensors format has them.
+DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+KINDS = {name: dtype for dtype, name in DTYPES.items()}
+HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
+STEP_BYTES = 16 << 20  # so much is checksummed and written at once
+
+
+class StoreError(OSError):
+    """A snapshot cannot be written or read. Says which, why and what to do. Nothing half-written is left."""
+
+
+class DamagedSnapshot(ValueError):
+    """This snapshot is not what was written."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep other servers out of it during the block. Raises StoreError.
+
+    The kernel releases the lock when this process ends, however it does.
+    """
+    try:
+        make_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StoreError(f"{folder}: another server is running in this folder; stop it first") from None
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    number: int
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+class SnapshotStore:
+    """The snapshots in one folder. keep: how many stay when a new one is written."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+        self._kept: set[int] = set()  # numbers of snapshots that are in use, and must not be dropped
+
+    def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> int:
+        """Write the next snapshot, delete the oldest beyond `keep`, and return its number. Raises StoreError."""
+        numbers = self.numbers()
+        number = max(numbers, default=0) + 1
+        final, temporary = self.path(number), self.folder / f".{number:08d}.partial"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            make_folder(temporary)
+            files = {name: _write_tensor(temporary / _file(name), tensor) for name, tensor in tensors.items()}
+            body = json.dumps({"files": files, "meta": meta}).encode()
+            _write(temporary / META, b"%08x\n" % zlib.crc32(body), body)
+            # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
+            sync(temporary)
+            temporary.rename(final)
+            sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise StoreError(
+                f"{final}: the snapshot cannot be written: {error.strerror or error}; "
+                "the older ones are whole; make room or repair the disk"
+            ) from error
+        for old in set((*numbers, number)[: -self.keep]) - self._kept:
+            shutil.rmtree(self.path(old), ignore_errors=True)
+        return number
+
+    def check_room(self, state_bytes: int) -> None:
+        """Raises StoreError, as for a full disk, if a snapshot of so many bytes cannot fit."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        free_bytes = shutil.disk_usage(place).free
+        if free_bytes < state_bytes + HEADS_BYTES:
+            raise StoreError(
+                f"{self.folder}: a snapshot needs {state_bytes / 1e6:.1f} MB, but only {free_bytes / 1e6:.1f} MB are "
+                "free; the older ones are whole; make room"
+            ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def kept(self, number: int) -> Iterator[Path]:
+        """The folder of a snapshot, which stays there during the block."""
+        self._kept.add(number)
+        try:
+            yield self.path(number)
+        finally:
+            self._kept.discard(number)
+
+    def adopt(self, folder: Path, number: int) -> Snapshot:
+        """Take in a snapshot that was copied into `folder` (on the same disk), as that number.
+
+        Raises DamagedSnapshot when it is not whole, OSError.
+        """
+        snapshot = _load(folder, number)
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+        shutil.rmtree(self.path(number), ignore_errors=True)
+        folder.rename(self.path(number))
+        sync(self.folder)
+        return snapshot
+
+    def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
+        """The newest whole snapshot, None if there is none, and sentences on what is wrong with newer ones.
+
+        names: read only these tensors. Raises StoreError if the folder cannot be read.
+        """
+        faults: list[str] = []
+        for number in reversed(self.numbers()):
+            try:
+                return _load(self.path(number), number, names), faults
+            except DamagedSnapshot as error:
+                faults.append(f"{self.path(number)}: damaged, passed over: {error}")
+        return None, faults
+
+    def numbers(self) -> list[int]:
+        """The numbers of all snapshots, ascending. Raises StoreError."""
+        try:
+            return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal() and p.is_dir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"{self.folder}: cannot be read: {error.strerror}") from error
+
+    def metas(self) -> list[dict[str, Any]]:
+        """The JSON parts of all snapshots. Raises StoreError when one is damaged."""
+        try:
+            return [_load(self.path(number), number, ()).meta for number in self.numbers()]
+        except DamagedSnapshot as error:
+            raise StoreError(f"{self.folder}: a snapshot is damaged: {error}") from error
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}"
+
+
+def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """The newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
+
+    Raises StoreError when there is no whole snapshot, LayoutError when it is another model's, DamagedSnapshot.
+    """
+    store = SnapshotStore(folder / SNAPSHOTS)
+    newest, faults = store.load_newest(names=())
+    if newest is None:
+        raise StoreError("\n".join([f"{folder}: holds no snapshot that is whole", *faults]))
+    if newest.meta["state"]["layout_digest"] != layout.digest:
+        raise LayoutError(f"{folder}: holds weights of another model than the run file's")
+    for fragment in layout.fragments:
+        name = f"fragment.{fragment.index}.x"
+        snapshot = _load(store.path(newest.number), newest.number, (name,))
+        yield from layout.split(fragment.index, snapshot.tensors[name])
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def _load(folder: Path, number: int, names: tuple[str, ...] | None = None) -> Snapshot:
+    """Read a snapshot. names: read only these tensors.
+
+    Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable.
+    """
+    try:
+        saved = checked_meta((folder / META).read_bytes())
+        wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
+        tensors = {name: _read(folder / _file(name), *stated) for name, stated in wanted.items()}
+        return Snapshot(number, tensors, saved["meta"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise DamagedSnapshot(str(error)) from error
+
+
+def checked_meta(content: bytes) -> dict[str, Any]:
+    """The content of a META file: `files` (tensor → bytes and checksum of its file) and `meta`.
+
+    Raises DamagedSnapshot.
+    """
+    checksum, _, body = content.partition(b"\n")
+    if checksum != b"%08x" % zlib.crc32(body):
+        raise DamagedSnapshot(f"{META} differs from what was written (its checksum is wrong)")
+    saved: dict[str, Any] = json.loads(body)
+    return saved
+
+
+def _file(tensor: str) -> str:
+    return f"{tensor}.safetensors"
+
+
+def _write_tensor(path: Path, tensor: Tensor) -> tuple[int, int]:
+    """Write a 1-D tensor as a safetensors file. Returns (bytes, crc32) of the file."""
+    header = {
+        "tensor": {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [0, tensor.numel() * tensor.element_size()],
+        }
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
+    return _write(path, struct.pack("<Q", len(text)) + text, _bytes_of(tensor.detach().contiguous()))
+
+
+def _write(path: Path, *pieces: bytes | memoryview) -> tuple[int, int]:
+    """Write a new file, which is on disk when this returns. Returns (bytes, crc32) of it."""
+    size = crc = 0
+    with path.open("xb") as file:
+        for piece in pieces:
+            for start in range(0, len(piece), STEP_BYTES):  # a piece just checksummed is copied from the cache
+                step = piece[start : start + STEP_BYTES]
+                crc = zlib.crc32(step, crc)
+                size += file.write(step)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, crc
+
+
+def _read(path: Path, size: int, crc: int) -> Tensor:
+    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. Raises DamagedSnapshot."""
+    if path.stat().st_size != size:
+        raise DamagedSnapshot(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
+    with path.open("rb") as file:
+        head = file.read(8)
+        text_bytes = struct.unpack("<Q", head)[0]
+        if text_bytes > size - len(head):
+            raise DamagedSnapshot(f"{path.name}: its header is said to have {text_bytes} bytes")
+        text = file.read(text_bytes)
+        found = zlib.crc32(head + text)
+        stated = json.loads(text)["tensor"]
+        dtype = KINDS[stated["dtype"]]
+        if prod(stated["shape"]) * dtype.itemsize != size - len(head) - len(text):
+            raise DamagedSnapshot(f"{path.name}: its header does not fit its size")
+        tensor = torch.empty(stated["shape"], dtype=dtype)
+        data = _bytes_of(tensor)
+        for start in range(0, len(data), STEP_BYTES):
+            piece = data[start : start + STEP_BYTES]
+            if file.readinto(piece) != len(piece):
+                raise DamagedSnapshot(f"{path.name} ends early")
+            found = zlib.crc32(piece, found)
+    if found != crc:
+        raise DamagedSnapshot(f"{path.name} differs from what was written (its checksum is wrong)")
+    return tensor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's memory as bytes, without a copy."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What steps the weights inside a worker: AdamW, and Muon for hidden matrices."""

@@ -1,0 +1,228 @@
+"""One optimizer step of a flat tensor, with one signature: AdamW element by element, Muon matrix by matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from geotrain import kernels
+from geotrain.kernels import AdamStep
+from geotrain.parallelism.optimizer_settings import MuonSettings
+from geotrain.parallelism.whole_matrices import LocalMatrix
+
+AT_ONCE = 1 << 26  # elements of matrices that are orthogonalized together: bounds the scratch, unless one is larger
+_RMS = 0.2  # of an update at a rate of 1, as AdamW's has in practice (Moonlight, arXiv 2502.16982, section 2.2)
+
+
+@dataclass(frozen=True)
+class Step:
+    """rate: the learning rate. number: counted from 1. scale: what the gradient is multiplied by. commit: whether
+    weights and state change; otherwise only the output does. look_ahead: whether the output gets what one more step
+    with the same gradient would make of the weights, instead of the weights.
+    """
+
+    rate: float
+    number: int
+    scale: float = 1.0
+    commit: bool = True
+    look_ahead: bool = False
+
+
+class GroupUpdate(Protocol):
+    """The step of one parameter group."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the state that it keeps for each element, fp32."""
+
+    def __call__(
+        self,
+        weights: Tensor,
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        step: Step,
+        out: Tensor | None = None,
+        begin: int = 0,
+    ) -> None:
+        """Weights and state change in place. All tensors are 1-D, contiguous and of one length: weights and state
+        fp32, gradient and out fp32 or bf16; `out` may be `gradient`.
+
+        out: gets the new weights, see `Step`. begin: where in the optimizer's tensor these elements lie.
+        """
+
+
+class AdamWUpdate:
+    """AdamW, with the settings that a group of the optimizer holds now."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._group = group
+
+    def __call__(
+        self,
+        weights: Tensor,
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        step: Step,
+        out: Tensor | None = None,
+        begin: int = 0,
+    ) -> None:
+        this, following = (self._step(step, step.number + later) for later in (0, 1))
+        mean, square = (state[name] for name in self.moments)
+        ahead = following if step.look_ahead else None
+        kernels.adam_step(weights, mean, square, gradient, this, out=out, look_ahead=ahead, commit=step.commit)
+
+    def _step(self, step: Step, number: int) -> AdamStep:
+        group = self._group
+        beta1, beta2 = group["betas"]
+        return AdamStep(step.rate, beta1, beta2, group["eps"], group["weight_decay"], number, step.scale)
+
+
+@dataclass(frozen=True)
+class OwnedMatrix:
+    """A matrix in one of the optimizer's tensors. offset: of its local parameter there."""
+
+    place: LocalMatrix
+    offset: int
+
+    @property
+    def segments(self) -> Iterator[tuple[int, int]]:
+        """[begin, end) of its rows in the optimizer's tensor."""
+        return ((self.offset + begin, self.offset + end) for begin, end in self.place.segments)
+
+    @property
+    def begin(self) -> int:
+        return self.offset + self.place.segments[0][0]
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that hold the other parts of this one's matrices. group: for Muon alone: with ACCO another thread
+    uses it than the one that computes, and two threads must not meet in one group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+class MatrixUpdate:
+    """Muon, of the matrices in one of the optimizer's tensors. With gradient G, momentum M, and r × c the shape of
+    what is orthogonalized:
+
+    M = μ·M + (1 − μ)·G ;  U = (1 − μ)·G + μ·M, or M without Nesterov ;  W −= rate·(decay·W + 0.2·√max(r, c)·O(U))
+
+    where O is the Newton–Schulz iteration of `kernels.orthogonalize`.
+    """
+
+    moments = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        group: Mapping[str, Any],
+        settings: MuonSettings,
+        matrices: Iterable[OwnedMatrix],
+        ranks: TensorRanks | None,
+    ) -> None:
+        """ranks: None where each rank's part of a matrix counts as one, or is all of it."""
+        self._group, self._settings, self._ranks = group, settings, ranks
+        self._coefficients = (settings.ns_coefficients,) * settings.ns_steps
+        self._matrices = sorted(matrices, key=lambda matrix: matrix.begin)
+
+    def __call__(
+        self,
+        weights: Tensor,
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        step: Step,
+        out: Tensor | None = None,
+        begin: int = 0,
+    ) -> None:
+        """No matrix may be cut. Where none lies, all stays as it is."""
+        momentum = state[self.moments[0]]
+        for batch in self._batches(begin, begin + weights.numel()):
+            g = _gather(gradient, batch, begin).mul_(step.scale)
+            m, w = _gather(momentum, batch, begin), _gather(weights, batch, begin)
+            self._advance(w, m, g, step.rate, batch[0].place)
+            if step.commit:
+                _scatter(m, momentum, batch, begin)
+                _scatter(w, weights, batch, begin)
+            if step.look_ahead:
+                self._advance(w, m, g, step.rate, batch[0].place)
+            if out is not None:
+                _scatter(w, out, batch, begin)
+
+    def _batches(self, begin: int, end: int) -> Iterator[list[OwnedMatrix]]:
+        """The matrices in [begin, end), those of one shape together. Tensor ranks make the same batches in the same
+        order, since their parts have the same sizes."""
+        by_shape: dict[tuple[int, int, str | None], list[OwnedMatrix]] = {}
+        for matrix in self._matrices:
+            if begin <= matrix.begin < end:
+                place = matrix.place
+                by_shape.setdefault((place.rows, place.columns, place.split), []).append(matrix)
+        for alike in by_shape.values():
+            width = max(1, AT_ONCE // alike[0].place.numel)
+            for first in range(0, len(alike), width):
+                yield alike[first : first + width]
+
+    def _advance(self, w: Tensor, m: Tensor, g: Tensor, rate: float, place: LocalMatrix) -> None:
+        """One step, in place on weights and momentum; all fp32 [batch, rows, columns]."""
+        decay = self._settings.momentum
+        m.lerp_(g, 1 - decay)
+        update = g.lerp(m, decay) if self._settings.nesterov else m
+        direction, longest = self._orthogonalized(update, place)
+        w.mul_(1 - rate * self._group["weight_decay"])
+        w.add_(direction, alpha=-rate * _RMS * sqrt(longest))
+
+    def _orthogonalized(self, update: Tensor, place: LocalMatrix) -> tuple[Tensor, int]:
+        """This rank's part of the directions, and the longer side of the matrices that were orthogonalized."""
+        ranks = self._ranks
+        if ranks is None or place.split is None:
+            return kernels.orthogonalize(update, self._coefficients), max(place.rows, place.columns)
+        parts = [torch.empty_like(update) for _ in range(ranks.size)]
+        dist.all_gather(parts, update.contiguous(), group=ranks.group)
+        along = 1 if place.split == "rows" else 2
+        whole = kernels.orthogonalize(torch.cat(parts, along), self._coefficients)
+        return whole.chunk(ranks.size, along)[ranks.rank], max(whole.shape[1:])
+
+
+def _gather(flat: Tensor, matrices: Sequence[OwnedMatrix], begin: int) -> Tensor:
+    """A copy in fp32, [batch, rows, columns]. begin: of `flat` in the optimizer's tensor."""
+    parts = [flat[low - begin : high - begin] for matrix in matrices for low, high in matrix.segments]
+    place = matrices[0].place
+    return torch.cat(parts).float().view(len(matrices), place.rows, place.columns)
+
+
+def _scatter(values: Tensor, flat: Tensor, matrices: Sequence[OwnedMatrix], begin: int) -> None:
+    """The reverse, into `flat`, whatever its type."""
+    spans = [span for matrix in matrices for span in matrix.segments]
+    parts = values.reshape(-1).split([high - low for low, high in spans])
+    for (low, high), part in zip(spans, parts, strict=True):
+        flat[low - begin : high - begin] = part
+
+
+def moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
+    """The moments of one of the tensors that the optimizer steps, by name.
+
+    Optimizers make them at their first step. Before it, this puts zeros in place, which is what they would begin
+    with.
+    """
+    state, names = optimizer.state[master], moment_names(optimizer, master)
+    for name in names:
+        if name not in state:
+            state[name] = torch.zeros_like(master)
+    return {name: state[name] for name in names}
+
+
+def moment_names(optimizer: torch.optim.Optimizer, master: Tensor) -> tuple[str, ...]:
+    """AdamW's two, or the momentum of a group of Muon's matrices."""
+    for group in optimizer.param_groups:
+        if group.get("is_matrices") and any(tensor is master for tensor in group["params"]):
+            return MatrixUpdate.moments
+    return AdamWUpdate.moments

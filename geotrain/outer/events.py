@@ -1,0 +1,119 @@
+"""Events: what happened in a server, for people and tools.
+
+`Server.handle` returns them beside its reply, and `geotrain.net` writes them to the event log. That log also has the
+events of `geotrain.monitor.events`, where its format is defined. Nothing in the run depends on an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, dataclass_transform
+
+MemberName = Annotated[str, "a worker or a region"]
+Fragments = Annotated[list[int], "the fragments it is about"]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Event:
+    """Base of all events. A subclass becomes a frozen dataclass by itself; its fields are the event's schema, and
+    their `Annotated` descriptions its documentation."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # declared for the type checker: `dataclass` sets it
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class Joined(Event):
+    """A member's rank has joined the server that writes this."""
+
+    member: MemberName
+    part: Annotated[int, "its rank"]
+    incarnation: Annotated[str, "names this life of the member"]
+
+
+class Left(Event):
+    """A member has left in good order."""
+
+    member: MemberName
+
+
+class UpdateApplied(Event):
+    """A server has applied a member's update. At the global server, this is a merge of a region's progress."""
+
+    member: MemberName
+    sequence: Annotated[int, "number of the update, by member"]
+    job: Annotated[int, "the worker's job that it belongs to"]
+    fragments: Fragments
+    versions: Annotated[list[int], "of every fragment of the model, after it"]
+    staleness: Annotated[int, "versions that passed since its anchor; the most of its fragments"]
+    samples: Annotated[int, "committed (global server) or trained (region server) with it"]
+    payload_bytes: Annotated[int, "its coded deltas"]
+    loss: Annotated[float | None, "training loss, mean over the member's workers"]
+    metrics: Annotated[dict[str, float], "what else the member says of itself, as in JobTrained"]
+    fragment_staleness: Annotated[list[int], "by fragment, in the order of `fragments`"] = field(default_factory=list)
+    delta_norms: Annotated[list[float], "2-norm of each fragment's delta"] = field(default_factory=list)
+    tokens: Annotated[int | None, "committed in the run so far (global server only)"] = None
+
+
+class SentUp(Event):
+    """A region's progress has left for the global server."""
+
+    sequence: Annotated[int, "number of the update"]
+    fragments: Fragments
+    weight: Annotated[int, "workers' deltas that it stands for"]
+    payload_bytes: Annotated[int, "its coded deltas"]
+
+
+class StartedOver(Event):
+    """A region begins again from the global weights: an update of it was refused for good, or its own state is older
+    than what it sent. Its leases went back, its workers train on."""
+
+    reason: Annotated[str, "why"]
+
+
+class Merged(Event):
+    """A region took in the global weights that came in answer to its update."""
+
+    sequence: Annotated[int, "number of the update"]
+    global_versions: Annotated[list[int], "of every fragment, as the region now has them"]
+    payload_bytes: Annotated[int, "the coded weights"]
+
+
+class UpdateRefused(Event):
+    """A member sent what this server will not take."""
+
+    member: MemberName
+    reason: Annotated[str, "why"]
+    offences: Annotated[int, "of its last updates, how many were refused"]
+
+
+class Quarantined(Event):
+    """A member sent too much that was refused: it is refused itself, and its leases go to others."""
+
+    member: MemberName
+    reason: Annotated[str, "why, the last time"]
+
+
+class Pardoned(Event):
+    """A quarantined member may come back, in a new life."""
+
+    member: MemberName
+
+
+class ValidationDone(Event):
+    """A worker has evaluated the global weights."""
+
+    worker: Annotated[str, "who did it"]
+    number: Annotated[int, "of the validation, from 1"]
+    version: Annotated[int, "the newest of the fragments' global versions"]
+    loss: Annotated[float, "nats a token"]
+    seconds: Annotated[float, "that it took"]
+    tokens: Annotated[int, "committed by then"]
+
+
+class Steered(Event):
+    """A person told the run to pause, resume, drain a region, or stop."""
+
+    what: Annotated[str, "what it was told"]
+    region: Annotated[str, "to drain; else empty"]

@@ -1,0 +1,45 @@
+"""Rules of the outer loop: how a server applies a delta, when a region sends its progress up, and how it merges the
+global weights that come back. A file for each rule.
+
+A rule works on one fragment's state at a time. Classes named `…Region` run on region servers, classes named `…Global`
+on the global server (the only server of a flat run). All tensors are fp32 vectors of the fragment's length.
+"""
+
+from __future__ import annotations
+
+from geotrain.config import HalosConfig, RuleConfig, SyncConfig
+from geotrain.outer.rules.halos import HalosGlobal, HalosRegion
+from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion, momentum_decay, updates_in_run
+from geotrain.outer.rules.rule import FragmentState, RegionRule, Rule
+from geotrain.outer.rules.sync import SyncGlobal, SyncRegion
+
+__all__ = ["FragmentState", "RegionRule", "Rule", "global_rule", "momentum_decay", "region_rule", "updates_in_run"]
+
+
+def region_rule(
+    config: RuleConfig, members: tuple[str, ...], updates: float, decay: float | None = None
+) -> RegionRule:
+    """The rule of a region server.
+
+    members: names of the region's workers. updates: how many the region will apply in the whole run, from
+    `updates_in_run`. decay: of the momentum at each update; None: it follows from `updates`. Only studies state one.
+    """
+    match config:
+        case SyncConfig():
+            return SyncRegion(members)
+        case HalosConfig():
+            return HalosRegion(config)
+        case _:
+            k = momentum_decay(updates, config.momentum_share) if decay is None else decay
+            return MomentumRegion(config, len(members), k)
+
+
+def global_rule(config: RuleConfig, members: tuple[str, ...]) -> Rule:
+    """The rule of the global server. members: names of the regions or, in a flat run, of all workers."""
+    match config:
+        case SyncConfig():
+            return SyncGlobal(config, members)
+        case HalosConfig():
+            return HalosGlobal(config)
+        case _:
+            return AveragingGlobal(len(members))

@@ -1,0 +1,67 @@
+"""HALoS (arXiv 2506.04531): delayed Nesterov in the regions and at the global server. The ledger is GeoTrain's
+own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from geotrain import kernels
+from geotrain.config import HalosConfig, MomentumConfig
+from geotrain.kernels import OuterStep
+from geotrain.outer.rules.rule import AsyncRegion, FragmentState
+
+
+def delayed_nesterov(
+    x: Tensor, delta: Tensor, m: Tensor, acc: Tensor, arrival: int, *, lr_per_update: float, beta: float, buffer: int
+) -> None:
+    """Delayed Nesterov (HALoS, arXiv 2506.04531, Alg. 1; Async Local-SGD, arXiv 2401.09135).
+
+    acc += Δ;  at every N-th arrival: m = β·m + acc/N, x −= lr·(β·m + Δ/N), acc = 0;  else x −= lr·Δ/N,
+    with N = buffer and lr = lr_per_update · N. `arrival` counts from 1. All tensors are changed in place but delta.
+    """
+    # The rate is set for one update, so that changing the buffer does not change how far a single delta moves x.
+    lr = lr_per_update * buffer
+    step = OuterStep(
+        keep=beta,
+        gain=1 / buffer,
+        from_momentum=lr * beta,
+        from_delta=lr / buffer,
+        moves_momentum=arrival % buffer == 0,
+    )
+    kernels.outer_update(x, delta, m, step, acc)
+
+
+class HalosRegion(AsyncRegion):
+    """HALoS's local parameter server: delayed Nesterov on every worker's delta."""
+
+    def __init__(self, config: HalosConfig) -> None:
+        super().__init__(config.updates_per_send, config.merge_alpha, config.ledger)
+        self.settings = config.region
+
+    def apply(self, state: FragmentState, delta: Tensor) -> None:
+        _apply(state, delta, self.settings)
+
+
+class HalosGlobal:
+    """HALoS's global server. In a flat run, with workers as its members, it is the one of Async Local-SGD.
+
+    A region's delta counts as one update here, however many workers' updates it stands for.
+    """
+
+    in_rounds = False
+
+    def __init__(self, config: HalosConfig) -> None:
+        self.settings = config.global_
+
+    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
+        state.version += 1
+        _apply(state, delta, self.settings)
+        return (member,)
+
+
+def _apply(state: FragmentState, delta: Tensor, settings: MomentumConfig) -> None:
+    # Counted apart from the version, and for each fragment: it says when the momentum is due.
+    state.counts["arrivals"] = arrival = state.counts.get("arrivals", 0) + 1
+    m, acc = state.vector("momentum"), state.vector("accumulated")
+    lr, beta, buffer = settings.lr_per_update, settings.beta, settings.buffer
+    delayed_nesterov(state.x, delta, m, acc, arrival, lr_per_update=lr, beta=beta, buffer=buffer)

@@ -1,0 +1,67 @@
+"""The region-momentum rule (GeoTrain's own; docs/algorithms.md): momentum in the region, plain averaging at the
+global server. The momentum stands where no wide-area delay is in its loop.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+from torch import Tensor
+
+from geotrain import kernels
+from geotrain.config import RegionMomentumConfig
+from geotrain.kernels import OuterStep
+from geotrain.outer.rules.rule import AsyncRegion, FragmentState, average
+
+
+def momentum_decay(updates: float, share: float) -> float:
+    """k = exp(−1 / (share · updates)): the momentum averages over that share of the region's updates in the run.
+
+    A fixed decay an update would average over another share of the text whenever H, the number of workers or the
+    run's length changes. updates: those that the region will apply from begin to end.
+    """
+    # At least one update: in a very short run the share would be a fraction of one, and the momentum forget all.
+    return exp(-1 / max(1.0, share * updates))
+
+
+def updates_in_run(samples: int, samples_per_step: int, local_steps: int, workers: int, all_workers: int) -> float:
+    """How many updates a region of `workers` of the run's `all_workers` applies from begin to end.
+
+    All workers are taken as equally fast: how much each will train is not known before the run, and may change while
+    it goes on.
+    samples: of the run. samples_per_step: of one inner step. local_steps: H.
+    """
+    return samples / samples_per_step / local_steps * workers / all_workers
+
+
+def momentum_average(x: Tensor, delta: Tensor, m: Tensor, *, decay: float, gain: float, weight: float) -> None:
+    """m = k·m + (1−k)·Δ;  x −= w·(Δ + c·m), with k = decay, c = gain, w = weight. Changes x and m in place."""
+    step = OuterStep(keep=decay, gain=1 - decay, from_momentum=weight * gain, from_delta=weight, moves_momentum=True)
+    kernels.outer_update(x, delta, m, step)
+
+
+class MomentumRegion(AsyncRegion):
+    """The region's half of the rule, always with the ledger. workers: of the region; each delta weighs one over their
+    number. decay: k of one update, from `momentum_decay`."""
+
+    def __init__(self, config: RegionMomentumConfig, workers: int, decay: float) -> None:
+        super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
+        self.decay, self.gain, self.weight = decay, config.gain, 1 / workers
+
+    def apply(self, state: FragmentState, delta: Tensor) -> None:
+        m = state.vector("momentum")
+        momentum_average(state.x, delta, m, decay=self.decay, gain=self.gain, weight=self.weight)
+
+
+class AveragingGlobal:
+    """The global server's half of the rule: x −= Δ / regions."""
+
+    in_rounds = False
+
+    def __init__(self, regions: int) -> None:
+        self.weight = 1 / regions
+
+    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
+        state.version += 1
+        average(state.x, delta, self.weight)
+        return (member,)

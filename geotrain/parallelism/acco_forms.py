@@ -1,0 +1,124 @@
+"""The forms of ACCO: how the next weights are predicted, what that costs, and which runs can use it.
+
+Plain data, shared by the dry run, the planner and the engine, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from geotrain.config import AccoConfig, ConfigError
+from geotrain.parallelism.checks import trains_in_bf16, zero_stage
+from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
+
+Traffic = Literal["nothing", "codes", "full"]
+# Elements that share a scale. Shards and groups of the flat space begin at multiples of it, so that no block of codes
+# mixes two of them.
+CODE_BLOCK = ALIGNED
+CODE_BITS = 4 + 16 / CODE_BLOCK  # int4 with a bf16 scale
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an optimizer step of ACCO (arXiv 2406.02613) sends, besides its commit, to predict the next weights.
+
+    A window is one optimizer step and has up to two parts. While the first part is computed, at predicted weights,
+    the last window's commit travels. While the second is computed, at committed weights, the prediction travels.
+
+    reduces: how a rank learns the other ranks' gradients for its prediction; `nothing`: it takes its own.
+    gathers: how the predicted weights reach all ranks; `nothing`: the window's second part predicts nothing.
+    predicts_in_commit: the commit itself hands out weights one step ahead, by its own gradient; no second part.
+    first_share: the part of a window's micro-batches that comes first, unless the run says otherwise.
+    """
+
+    name: str
+    reduces: Traffic
+    gathers: Traffic
+    predicts_in_commit: bool
+    first_share: float
+
+    @property
+    def predicts_separately(self) -> bool:
+        """Whether a window has a second part, during which a prediction travels."""
+        return self.gathers != "nothing"
+
+    def prediction_traffic(self, weight_bytes: int = 2) -> float:
+        """s, the prediction's traffic over the commit's. weight_bytes: what the commit reduces, and what it gathers,
+        for each parameter."""
+        full = {"nothing": 0.0, "codes": CODE_BITS / (8 * weight_bytes), "full": 1.0}
+        return (full[self.reduces] + full[self.gathers]) / 2
+
+
+# A step takes max(a·C, M) + max((1 − a)·C, s·M): C its compute, a the first part's share of it, M the commit's
+# traffic (16 bits reduced and 16 gathered a parameter), s·M the prediction's. The best share a is 1 / (1 + s), at
+# which both parts hide their traffic from the same C on.
+FORMS = {
+    form.name: form
+    for form in (
+        Form("exact", "full", "full", False, 1 / 2),
+        Form("int4", "codes", "codes", False, 4 / 5),
+        Form("local", "nothing", "codes", False, 8 / 9),
+        Form("stale", "nothing", "nothing", True, 1.0),
+        Form("none", "nothing", "nothing", False, 1.0),  # DPU, delayed parameter update
+    )
+}
+
+
+def first_part(acco: AccoConfig, micro_batches: int) -> int:
+    """How many of a replica's micro-batches form the window's first part. Raises ConfigError if they cannot be split.
+
+    micro_batches: of the replica in one window.
+    """
+    form = FORMS[acco.prediction]
+    share = form.first_share if acco.predicted_share is None else acco.predicted_share
+    first = round(share * micro_batches)
+    if form.predicts_in_commit and share != 1:
+        raise ConfigError(
+            f"acco.predicted_share = {share} does not go with acco.prediction = 'stale', which computes whole steps "
+            "at predicted weights; leave it out"
+        )
+    if not form.predicts_separately:
+        fits = first >= 1
+    else:
+        # A share that the run states must leave each part a micro-batch; the form's own is rounded until it does.
+        fits = micro_batches >= 2 and (acco.predicted_share is None or 1 <= first < micro_batches)
+        first = min(max(first, 1), micro_batches - 1)
+    if not fits:
+        raise ConfigError(
+            f"acco: a step of {micro_batches} micro-batch{'es' * (micro_batches > 1)} cannot be split at a share of "
+            f"{share:.3g}: each part needs a whole micro-batch; raise deepspeed.train_batch_size, lower "
+            "deepspeed.train_micro_batch_size_per_gpu, or use acco.prediction = 'stale', which does not split"
+        )
+    return first
+
+
+def check_acco(acco: AccoConfig, deepspeed_block: dict[str, Any], micro_batches: int) -> None:
+    """Raises ConfigError if a worker with this `deepspeed` block, which `check_layout` allows, cannot use ACCO.
+
+    micro_batches: of one replica in one step (`gradient_accumulation_steps`).
+    """
+    block = deepspeed_block
+    if zero_stage(block) != 1:
+        raise ConfigError(
+            f"acco needs deepspeed.zero_optimization.stage = 1, not {zero_stage(block)}: it shards the optimizer, "
+            "and keeps weights and gradients whole so that they can travel while the next are computed"
+        )
+    if "offload_optimizer" in block.get("zero_optimization", {}):
+        raise ConfigError(
+            "acco does not go with deepspeed.zero_optimization.offload_optimizer; take out one of the two"
+        )
+    wide = str(block.get("data_types", {}).get("grad_accum_dtype", ""))
+    if trains_in_bf16(block) and wide not in ("", "bf16", "bfloat16"):
+        raise ConfigError(
+            f"acco accumulates gradients in the weights' type, bf16, not in deepspeed.data_types.grad_accum_dtype = "
+            f"{wide!r}; leave it out"
+        )
+    first_part(acco, micro_batches)
+
+
+def flat_bytes(prediction: str, shard: ShardSize, weight_bytes: int) -> int:
+    """Bytes that ACCO keeps on a rank beside its optimizer's shard: weights, gradients and one buffer for what
+    travels, of `weight_bytes` an element each; with codes, those of all ranks."""
+    codes = CODE_BITS / 8 if FORMS[prediction].gathers == "codes" else 0.0
+    return round(shard.total * (3 * weight_bytes + codes))

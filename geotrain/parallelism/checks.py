@@ -1,0 +1,164 @@
+"""Which layouts and `deepspeed` blocks a worker can run. Asked before anything is started: some combinations would
+train wrongly without an error (docs/footguns.md), others would fail only after minutes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from geotrain.config import Architecture, ConfigError, ParallelConfig
+from geotrain.config.deepspeed import SCHEDULERS
+from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings, uses_muon
+from geotrain.parallelism.whole_matrices import shard_size
+
+_DEEPSPEED_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size
+
+
+def zero_stage(deepspeed_block: dict[str, Any]) -> int:
+    """The ZeRO stage that a `deepspeed` block asks for."""
+    return int(deepspeed_block.get("zero_optimization", {}).get("stage", 0))
+
+
+def trains_in_bf16(deepspeed_block: dict[str, Any]) -> bool:
+    """Whether weights are bf16 with fp32 masters; else everything is fp32."""
+    return bool(deepspeed_block.get("bf16", {}).get("enabled", False))
+
+
+def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
+    """Elements of the bucket in which ZeRO reduces gradients, on a rank that holds `parameters`.
+
+    DeepSpeed allocates the bucket whole, and its default is larger than many models: ours is at most the rank's part.
+    """
+    stated = deepspeed_block["zero_optimization"].get("reduce_bucket_size")
+    return int(stated) if stated is not None else min(parameters, _DEEPSPEED_BUCKET)
+
+
+def check_layout(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    ranks: int,
+    deepspeed_block: dict[str, Any],
+    sequence_length: int,
+) -> int:
+    """Check that a worker of `ranks` ranks can run this model in this layout; return its data-parallel size.
+
+    Raises ConfigError, which says what does not fit, where it stands and what to do.
+    """
+    tp, pp = parallel.tensor, parallel.pipeline
+    if ranks % (tp * pp):
+        raise ConfigError(
+            f"parallel: tensor {tp} × pipeline {pp} = {tp * pp} does not divide the worker's {ranks} ranks; "
+            "change parallel.tensor, parallel.pipeline or the slots of its hosts"
+        )
+    for what, size, parts, key in (
+        ("num_attention_heads", architecture.heads, tp, "tensor"),
+        ("num_key_value_heads", architecture.kv_heads, tp, "tensor"),
+        ("intermediate_size", architecture.ffn_size, tp, "tensor"),
+        ("vocab_size", architecture.vocab_size, tp, "tensor"),
+        ("num_hidden_layers", architecture.layers, pp, "pipeline"),
+    ):
+        if size % parts:
+            raise ConfigError(
+                f"model config: {what} = {size} is not divisible by parallel.{key} = {parts}; "
+                f"choose a parallel.{key} that divides it, or a {what} of {math.ceil(size / parts) * parts}"
+            )
+    if parallel.sequence and tp == 1:
+        raise ConfigError("parallel.sequence = true needs parallel.tensor > 1; set one of the two")
+    if parallel.sequence and sequence_length % tp:
+        raise ConfigError(
+            f"data.sequence_length = {sequence_length} is not divisible by parallel.tensor = {tp}, as "
+            "parallel.sequence needs; change it or turn parallel.sequence off"
+        )
+    if sequence_length > architecture.max_positions:
+        raise ConfigError(
+            f"data.sequence_length = {sequence_length} is above the model's max_position_embeddings = "
+            f"{architecture.max_positions}; shorten the sequences or raise it in the model config"
+        )
+    _check_deepspeed(deepspeed_block, tp, pp)
+    dp = ranks // (tp * pp)
+    accumulation_steps(deepspeed_block, dp)
+    if uses_muon(deepspeed_block) and zero_stage(deepspeed_block):
+        _check_shards_are_filled(architecture, parallel, dp)
+    return dp
+
+
+def _check_shards_are_filled(architecture: Architecture, parallel: ParallelConfig, dp: int) -> None:
+    """Whole matrices do not divide evenly: with too many ranks most of a shard, and of what travels, is nothing."""
+    for stage in range(parallel.pipeline):
+        held = stage_parameters(architecture, parallel, stage)
+        total = shard_size(architecture, parallel, stage, dp, muon=True, together=False).total
+        if total > 2 * held:
+            raise ConfigError(
+                f"the optimizer Muon shards whole matrices, and {dp} data-parallel ranks are too many for them: "
+                f"the shards of stage {stage} would hold {total / held:.1f} times its parameters; use fewer ranks a "
+                "worker (several workers), a larger parallel.tensor, or AdamW"
+            )
+
+
+def _check_deepspeed(block: dict[str, Any], tp: int, pp: int) -> None:
+    stage = zero_stage(block)
+    if stage not in (0, 1, 2):
+        raise ConfigError(
+            f"deepspeed.zero_optimization.stage = {stage} is not supported: the weights are sharded by tensor and "
+            "pipeline parallelism instead; use stage 0, 1 or 2"
+        )
+    if stage == 2 and pp > 1:
+        raise ConfigError(
+            f"deepspeed.zero_optimization.stage = 2 does not go with parallel.pipeline = {pp}: a pipeline keeps the "
+            "gradients of all micro-batches until its end; use stage 1"
+        )
+    if stage == 2 and tp > 1 and "offload_optimizer" in block["zero_optimization"]:
+        raise ConfigError(
+            f"deepspeed.zero_optimization: stage 2 with offload_optimizer does not go with parallel.tensor = {tp}: "
+            "gradients leave the device before tensor ranks can sum them; use stage 1"
+        )
+    if block.get("zero_optimization", {}).get("round_robin_gradients"):
+        raise ConfigError(
+            "deepspeed.zero_optimization.round_robin_gradients = true is not supported: DeepSpeed 0.19 then links "
+            "weights to the wrong masters; leave it out"
+        )
+    if block.get("fp16", {}).get("enabled", False):
+        raise ConfigError("deepspeed.fp16.enabled = true is not supported; use deepspeed.bf16.enabled")
+    if trains_in_bf16(block) and stage == 0:
+        raise ConfigError(
+            "deepspeed.bf16.enabled needs deepspeed.zero_optimization.stage 1 or 2, which keep the fp32 masters of "
+            "the weights (also on a single rank); set the stage, or train in fp32"
+        )
+    if isinstance(optimizer_settings(block), MuonSettings):
+        _check_muon(block, stage)
+    scheduler = block.get("scheduler", {}).get("type")
+    if scheduler is not None and scheduler not in SCHEDULERS:
+        raise ConfigError(
+            f"deepspeed.scheduler.type = {scheduler!r} cannot be set to a step of the run; "
+            f"use one of {', '.join(SCHEDULERS)}"
+        )
+
+
+def _check_muon(block: dict[str, Any], stage: int) -> None:
+    if stage == 2:
+        raise ConfigError(
+            "deepspeed.zero_optimization.stage = 2 does not go with the optimizer Muon: it cuts gradients into "
+            "slices during backward, and a matrix's update needs all of its gradient; use stage 1, whose shards keep "
+            "matrices whole"
+        )
+    if "offload_optimizer" in block.get("zero_optimization", {}):
+        raise ConfigError(
+            "deepspeed.zero_optimization.offload_optimizer does not go with the optimizer Muon: its matrix products "
+            "would run on the host; leave it out (Muon keeps one moment, not two), or use AdamW"
+        )
+
+
+def accumulation_steps(deepspeed_block: dict[str, Any], dp: int) -> int:
+    """Micro-batches of one data-parallel replica in one optimizer step. Raises ConfigError."""
+    batch = deepspeed_block["train_batch_size"]
+    micro = deepspeed_block["train_micro_batch_size_per_gpu"]
+    steps, rest = divmod(batch, micro * dp)
+    stated = deepspeed_block.get("gradient_accumulation_steps", steps)
+    if rest or not steps or stated != steps:
+        raise ConfigError(
+            f"deepspeed: train_batch_size = {batch} is not train_micro_batch_size_per_gpu = {micro} × "
+            f"gradient_accumulation_steps = {deepspeed_block.get('gradient_accumulation_steps', 'a whole number')} × "
+            f"data-parallel size {dp}; change one of them"
+        )
+    return steps

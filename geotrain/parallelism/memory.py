@@ -1,0 +1,120 @@
+"""Estimates a rank's device memory without building anything: for the planner, and for dry runs of models that do not
+fit on the machine that asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from geotrain.config import Architecture, ParallelConfig
+from geotrain.parallelism.checks import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
+from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.parallelism.optimizer_settings import uses_muon
+from geotrain.parallelism.whole_matrices import ShardSize, shard_size
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class MemoryPerRank:
+    """Device memory of the fullest rank, in bytes; fragmentation and the frameworks' own (1–2 GB) come on top.
+
+    parameters: held by that rank. stage: its pipeline stage. weights_bytes: as used by forward. gradients_bytes: at
+    their peak, in the optimizer's step. optimizer_bytes: fp32 masters and the moments; 0 if offloaded to the host.
+    buffers_bytes: DeepSpeed's reduction bucket. activations_bytes: an estimate, see `activation_bytes`.
+    """
+
+    parameters: int
+    stage: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        kept = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return kept + self.buffers_bytes + self.activations_bytes
+
+
+def memory_per_rank(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    ranks: int,
+    deepspeed_block: dict[str, Any],
+    sequence_length: int,
+    recompute: str = "none",
+) -> MemoryPerRank:
+    """Memory of the worker's fullest rank. Pipeline stages differ: the first has the embedding and keeps activations
+    of more micro-batches, the last has the head and the logits. Raises ConfigError as `check_layout` does."""
+    block = deepspeed_block
+    dp = check_layout(architecture, parallel, ranks, block, sequence_length)
+    muon = uses_muon(block)
+    zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
+    wide = size < _FP32_BYTES and str(block.get("data_types", {}).get("grad_accum_dtype")) in ("fp32", "float32")
+    kept = _FP32_BYTES if wide else size  # bytes of an accumulated gradient
+    stages = []
+    for stage in range(parallel.pipeline):
+        parameters = stage_parameters(architecture, parallel, stage)
+        whole = shard_size(architecture, parallel, stage, 1, muon, together=False)
+        shard = shard_size(architecture, parallel, stage, dp, muon, together=False) if zero else whole
+        part, held = shard.adamw + shard.matrices, shard.total if zero else parameters
+        if zero == 0:
+            # Only fp32 gets here (bf16 needs ZeRO): the weights are their own masters, the moments come on top.
+            gradients, optimizer, buffers = _FP32_BYTES * parameters, moment_bytes(whole), 0
+        else:
+            if zero == 1 and wide:  # BF16_Optimizer steps straight from its fp32 gradients
+                gradients, buffers = kept * held, 0
+            else:
+                # Its part of the gradients is copied to fp32 for the step.
+                gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
+                buffers = size * reduction_bucket(block, parameters)
+            offloaded = "offload_optimizer" in block["zero_optimization"]
+            optimizer = 0 if offloaded else _FP32_BYTES * part + moment_bytes(shard)
+        in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
+        tokens = sequence_length * int(block["train_micro_batch_size_per_gpu"])
+        activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight)
+        needs = MemoryPerRank(parameters, stage, size * held, gradients, optimizer, buffers, activations)
+        stages.append(needs)
+    return max(stages, key=lambda memory: memory.total_bytes)
+
+
+def moment_bytes(shard: ShardSize) -> int:
+    """Of a rank's optimizer, fp32: two moments of what AdamW steps, one momentum of Muon's matrices."""
+    return _FP32_BYTES * (2 * shard.adamw + shard.matrices)
+
+
+def activation_bytes(
+    a: Architecture,
+    parallel: ParallelConfig,
+    tokens: int,
+    size: int,
+    recompute: str,
+    stage: int,
+    in_flight: int,
+) -> int:
+    """What autograd keeps for backward on a rank of `stage`, with CUDA's fused kernels.
+
+    tokens: of a micro-batch. size: bytes of an element. in_flight: micro-batches whose backward is still to come; a
+    1F1B pipeline of p stages holds p − stage. Counted as in Korthikanti et al. (arXiv 2205.05198, section 4), for
+    this model's layers: fused attention keeps no scores, SwiGLU has three matrices. Elements a token, of a layer:
+
+    - 4h, divided by sequence parallelism: the inputs of both norms, and of the linear layers behind them
+    - 3q + 3kv, divided by tensor parallelism: the fused q, k, v; q and k after rotation; the attention's output
+    - q, divided likewise: the input of the query norm, where there is one
+    - 3f, divided likewise: gate, up, and the activated product
+
+    `full` recomputation keeps h a layer, and one layer at once in backward; `selective` recomputes the attention,
+    which keeps nothing of note here. Logits are kept in fp32, beside a low-precision copy.
+    """
+    h, q, kv, f = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim, a.ffn_size
+    tp = parallel.tensor
+    whole = h / (tp if parallel.sequence else 1)
+    layer = 4 * whole + (3 * q + 3 * kv + (q if a.qk_norm else 0) + 3 * f) / tp
+    layers = a.layers // parallel.pipeline
+    kept, at_once = (layers * whole, layer) if recompute == "full" else (layers * layer, 0.0)
+    total = (in_flight * kept + at_once) * size
+    if stage == parallel.pipeline - 1:
+        total += 2 * whole * size + a.vocab_size / tp * (_FP32_BYTES + (size if size < _FP32_BYTES else 0))
+    return int(tokens * total)

@@ -1,0 +1,162 @@
+"""What Muon needs of a layout: which matrices a local parameter holds, and shards that cut none of them.
+
+An orthogonalized update is a function of a whole matrix, so that each matrix has one owner among the data-parallel
+ranks. Plain data; no tensor, no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+from geotrain.config import Architecture, ParallelConfig
+from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
+
+ALIGNED = 128  # where Muon's matrices begin: ACCO's blocks of codes then mix no two, and vector loads are aligned
+
+
+@dataclass(frozen=True)
+class LocalMatrix:
+    """A canonical matrix, or a tensor rank's part of it, inside a local parameter.
+
+    segments: [begin, end) of its rows in the local parameter, read flat, in canonical order. Several where
+    Megatron-core interleaves matrices, as it does q, k and v. rows, columns: of the part. split: the dimension that
+    tensor parallelism cuts.
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    rows: int
+    columns: int
+    split: Literal["rows", "columns"] | None
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+
+def local_matrices(place: LocalParameter, columns_of: Mapping[str, int]) -> tuple[LocalMatrix, ...]:
+    """The matrices of a local parameter, by their first element. columns_of: canonical name → columns."""
+    segments: dict[str, list[tuple[int, int]]] = {}
+    cut_by_columns, position = False, 0
+    for run in place.runs:
+        mine = segments.setdefault(run.parameter, [])
+        if mine and mine[-1][1] == position:  # the rows go on: one segment, which needs no copy to be read
+            mine[-1] = (mine[-1][0], position + run.numel)
+        else:
+            mine.append((position, position + run.numel))
+        position += run.numel
+        cut_by_columns |= run.count > 1
+    found = []
+    for name, parts in segments.items():
+        columns = place.runs[0].length if cut_by_columns else columns_of[name]
+        rows = sum(end - begin for begin, end in parts) // columns
+        split: Literal["rows", "columns"] | None = None
+        if place.sharded:
+            split = "columns" if cut_by_columns else "rows"
+        found.append(LocalMatrix(tuple(parts), rows, columns, split))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Items laid out so that no boundary between equal shards cuts one.
+
+    sequence: what lies one after the other: the index of an item, or −n for a gap of n elements. shard_numel:
+    elements of each shard.
+    """
+
+    sequence: tuple[int, ...]
+    shard_numel: int
+
+
+def pack(sizes: Sequence[int], ranks: int, head: int = 0, multiple: int = 1) -> Packing:
+    """Distribute items over `ranks` shards, the largest first, each to the rank with most room left.
+
+    head: elements that come before the items and may be cut anywhere, a multiple of `multiple`. Items begin, and
+    shards are cut, at multiples of `multiple`. The shard is the smallest for which this succeeds; it holds at least
+    the largest item, and what remains of each is a gap.
+    """
+    room = [-(-size // multiple) * multiple for size in sizes]
+    least = max([-(-(head + sum(room)) // ranks), *room])
+    low, high = -(-least // multiple), (head + sum(room)) // multiple
+    owners = _owners(room, ranks, head, high * multiple)
+    assert owners is not None, "one shard that holds everything"
+    while low < high:
+        middle = (low + high) // 2
+        tried = _owners(room, ranks, head, middle * multiple)
+        if tried is None:
+            low = middle + 1
+        else:
+            high, owners = middle, tried
+    shard, sequence = high * multiple, list[int]()
+    for rank in range(ranks):
+        used = _part_of_head(head, rank, shard)
+        mine = [item for item, owner in enumerate(owners) if owner == rank]
+        for item in mine:
+            used += room[item]
+            gap = room[item] - sizes[item] + (shard - used if item == mine[-1] else 0)
+            sequence += [item, -gap] if gap else [item]
+        if not mine and used < shard:
+            sequence.append(used - shard)
+    return Packing(tuple(sequence), shard)
+
+
+def _owners(sizes: Sequence[int], ranks: int, head: int, shard: int) -> list[int] | None:
+    """The rank of each item; None if they do not fit into shards of that size."""
+    room = [shard - _part_of_head(head, rank, shard) for rank in range(ranks)]
+    owners = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rank = max(range(ranks), key=lambda r: (room[r], -r))
+        if room[rank] < sizes[item]:
+            return None
+        owners[item] = rank
+        room[rank] -= sizes[item]
+    return owners
+
+
+def _part_of_head(head: int, rank: int, shard: int) -> int:
+    return min(max(head - rank * shard, 0), shard)
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    """Elements of the fullest data-parallel rank's shard: those that AdamW steps, and those of Muon's matrices with
+    the gaps between them. total: of all shards together."""
+
+    adamw: int
+    matrices: int
+    total: int
+
+
+@lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
+def shard_size(
+    a: Architecture, parallel: ParallelConfig, stage: int, dp: int, muon: bool, together: bool
+) -> ShardSize:
+    """Of a rank on that pipeline stage. together: all groups are one sequence, as ACCO has them, where DeepSpeed
+    shards each by itself."""
+    places = local_parameters(a, parallel, 0, stage)
+    sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
+    others = sum(p.numel for p in places) - sum(sizes)
+    if not sizes:
+        return ShardSize(-(-others // dp), 0, others)
+    if together:
+        head = -(-others // ALIGNED) * ALIGNED
+        shard = pack(sizes, dp, head, ALIGNED).shard_numel
+        adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
+        return ShardSize(adamw, shard - adamw, dp * shard)
+    matrices = pack(sizes, dp, 0, ALIGNED).shard_numel
+    return ShardSize(-(-others // dp), matrices, others + dp * matrices)
+
+
+def merged_spans(bounds: Sequence[int], least: int) -> list[tuple[int, int]]:
+    """Neighbouring spans, given by all their bounds, merged until each has `least` elements, but for the last."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in pairwise(bounds):
+        if merged and merged[-1][1] - merged[-1][0] < least:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return merged

@@ -1,0 +1,46 @@
+"""Memory of the fullest rank of a worker, by what it is used for. The dry run and the planner both report it."""
+
+from __future__ import annotations
+
+from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup
+from geotrain.parallelism.acco_forms import flat_bytes
+from geotrain.parallelism.checks import trains_in_bf16
+from geotrain.parallelism.memory import memory_per_rank, moment_bytes
+from geotrain.parallelism.optimizer_settings import uses_muon
+from geotrain.parallelism.whole_matrices import shard_size
+
+
+def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
+    """Bytes on the device. Raises ConfigError when the worker cannot run this layout.
+
+    outer: what the outer loop keeps for each parameter that the rank owns (`geotrain.outer.worker.WorkerRank`): the
+    fp32 anchor, an fp32 staging buffer and, where the codec is lossy, the residual of the error feedback. It lies
+    beside the optimizer's master weights, so it takes no device memory where these are offloaded to the host.
+    """
+    setup = WorkerSetup.of(run, worker)
+    parallel, block = setup.parallel, setup.deepspeed
+    memory = memory_per_rank(
+        architecture, parallel, worker.ranks, block, run.data.sequence_length, run.model.recompute
+    )
+    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
+    state = {
+        "weights": memory.weights_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "buffers": memory.buffers_bytes,
+    }
+    shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
+    if run.acco is not None:
+        size = 2 if trains_in_bf16(block) else 4
+        flat = size * shard.total
+        state.update(weights=flat, gradients=flat)
+        state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard)
+        state["buffers"] = flat_bytes(run.acco.prediction, shard, size) - 2 * flat
+    up, _ = run.outer.worker_codecs
+    each = 8 + (4 if up.name != "fp32" else 0)
+    offloaded = "offload_optimizer" in block.get("zero_optimization", {})
+    return {
+        **state,
+        "activations": memory.activations_bytes,
+        "outer": 0 if offloaded else each * (shard.adamw + shard.matrices),
+    }

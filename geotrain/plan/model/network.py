@@ -1,0 +1,96 @@
+"""The network of the cost model: which hosts, regions and servers are linked, and how fast, by the cluster file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geotrain.config import ClusterConfig, ConfigError, DeviceConfig, HostConfig, LinkConfig, WorkerConfig
+
+GLOBAL = "global"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One direction between two places. key: lines with the same key share one rate; empty: nobody shares it.
+    latency_s: one way."""
+
+    key: tuple[str, ...]
+    gbps: float
+    latency_s: float
+    usd_per_gb: float = 0.0
+
+    def seconds(self, count_bytes: float, share: int = 1) -> float:
+        """Until that many bytes have arrived, while `share` equal flows use the line."""
+        return self.latency_s + 8e-9 * count_bytes * share / self.gbps
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """A rank's accelerator, and where it stands."""
+
+    region: str
+    host: str
+    device: DeviceConfig
+
+
+class LinkTable:
+    """Looks up lines and devices of a cluster file; what is missing there is an error that says what to add."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.cluster = cluster
+        self.links = {frozenset(link.regions): link for link in cluster.links}
+
+    def device(self, host: HostConfig, whose: str) -> DeviceConfig:
+        """Raises ConfigError when the host names none."""
+        if host.device is None:
+            kinds = ", ".join(sorted(self.cluster.devices)) or "describe one there"
+            raise ConfigError(
+                f"{whose}: host {host.host!r} names no device, so its memory and speed are unknown; "
+                f'add "device": a key of the cluster\'s `devices` ({kinds})'
+            )
+        return self.cluster.devices[host.device]
+
+    def ranks(self, region: str, worker: WorkerConfig) -> list[RankDevice]:
+        """The worker's ranks, in their order."""
+        return [
+            RankDevice(host.region or region, host.host, self.device(host, f"worker {worker.name!r}"))
+            for host in worker.hosts
+            for _ in range(host.slots)
+        ]
+
+    def link(self, one: str, other: str) -> LinkConfig | None:
+        return self.links.get(frozenset((one, other)))
+
+    def between_regions(self, one: str, other: str) -> Line:
+        """one, other: regions, or "global"; the same region twice: between its hosts. Raises ConfigError."""
+        link = self.link(one, other)
+        if link is None:
+            what = f"between hosts of region {one!r}" if one == other else f"between {one!r} and {other!r}"
+            raise ConfigError(
+                f"cluster {self.cluster.name!r}: no figure for the link {what}; add "
+                f'{{"regions": ["{one}", "{other}"], "gbps": …, "rtt_ms": …}} to `links`, or measure it with '
+                "`geotrain probe`"
+            )
+        return Line((one, other), link.gbps, link.rtt_ms / 2000, link.usd_per_gb or 0.0)
+
+    def between(self, one: RankDevice, other: RankDevice) -> Line:
+        """A region's line to another is shared by all that goes that way, a host's by what leaves the host."""
+        if one.region != other.region:
+            return self.between_regions(one.region, other.region)
+        if one.host == other.host:
+            slower = min(one.device.host_gbps, other.device.host_gbps)
+            return Line((), slower, 0.0)  # each accelerator has its own
+        line = self.between_regions(one.region, one.region)
+        return Line((one.region, one.host), line.gbps, line.latency_s, line.usd_per_gb)
+
+    def inside(self, region: str) -> Line:
+        """Between a worker and its region's server: the region's network; of a single host, that host's own."""
+        if self.link(region, region) is not None:
+            return self.between_regions(region, region)
+        config = self.cluster.region(region)
+        of_workers = [h for w in config.workers for h in w.hosts if h.region in (None, region)]
+        hosts = {host.host: host for host in (*config.hosts, *of_workers)}
+        if len(hosts) > 1:
+            return self.between_regions(region, region)  # says what is missing
+        host = next(iter(hosts.values()))
+        return Line((), self.device(host, f"region {region!r}").host_gbps, 0.0)

@@ -1,0 +1,139 @@
+"""Devices that have equal links to all others form a class, and a stage is then a vector of counts by class.
+
+This makes large clusters small: the devices of one region are mostly interchangeable. The cost of a stage follows
+exactly from its counts. The bottleneck matching of two stages becomes a transport problem between their counts, which
+links of at most t can carry if and only if every set of classes reaches at least as many devices as it has (Hall's
+theorem). Where a class holds unlike devices, a link between two classes is the cheapest one between their members,
+and costs computed on them are lower bounds of the true ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geotrain.plan.placement.cost import Floats, Ints, Problem, off_diagonal
+
+MAX_CLASSES = 10  # Hall's condition looks at up to 2^classes sets
+MAX_VECTORS = 12_000
+CHUNK = 4_000_000  # elements of a temporary
+
+
+@dataclass(frozen=True)
+class Classes:
+    """label: (N,) class of each device; sizes: (K,); gradient_s, activation_s: (K, K) links between classes, on the
+    diagonal between two devices of one (inf in a class of one).
+
+    vectors: (V, K) every way to draw a stage of D devices.
+    """
+
+    label: Ints
+    sizes: Ints
+    gradient_s: Floats
+    activation_s: Floats
+    vectors: Ints
+
+
+def like_classes(problem: Problem) -> Classes | None:
+    """Classes of devices with exactly equal links to all others; None where the limits do not allow as many."""
+    label = np.full(problem.devices, -1)
+    for number in range(MAX_CLASSES):
+        first = int(label.argmin())
+        alike = label < 0
+        for times in (problem.gradient_s, problem.activation_s):
+            unlike = times != times[first]
+            unlike[:, first] = False
+            np.fill_diagonal(unlike, False)  # a device has no link to itself
+            alike &= ~unlike.any(axis=1)
+        label[alike] = number
+        if label.min() >= 0:
+            return classes_of(problem, label, MAX_VECTORS)
+    return None
+
+
+def classes_of(problem: Problem, label: Ints, limit: int) -> Classes | None:
+    """The classes that these labels say; None where a stage could be drawn in more than `limit` ways."""
+    sizes = np.bincount(label)
+    vectors = stage_vectors(sizes, problem.replicas, limit)
+    if vectors is None:
+        return None
+    links, members = [], [label == k for k in range(len(sizes))]
+    for times in (problem.gradient_s, problem.activation_s):  # the cheapest link between each two classes
+        by_row = np.array([off_diagonal(times)[mine].min(axis=0) for mine in members])
+        links.append(np.array([by_row[:, mine].min(axis=1) for mine in members]).T)
+    return Classes(label, sizes, links[0], links[1], vectors)
+
+
+def stage_vectors(sizes: Ints, total: int, limit: int) -> Ints | None:
+    """(V, K) all count vectors with 0 ≤ v ≤ sizes and sum `total`; None if there are more than `limit`."""
+    partial = np.zeros((1, 0), dtype=np.int64)
+    for k, size in enumerate(sizes):
+        rest = int(sizes[k + 1 :].sum())
+        counts = np.arange(min(int(size), total) + 1)
+        grown = np.concatenate([np.repeat(partial, len(counts), 0), np.tile(counts, len(partial))[:, None]], axis=1)
+        used = grown.sum(axis=1)
+        partial = grown[(used <= total) & (used + rest >= total)]
+        if len(partial) > limit:
+            return None
+    return partial
+
+
+def vector_costs(classes: Classes) -> Floats:
+    """(V,) data-parallel cost of each stage vector."""
+    links = np.where(np.isfinite(classes.gradient_s), classes.gradient_s, 0.0)  # a class of one has no partner
+    sums = classes.vectors @ links - np.diag(links)
+    return np.asarray(np.where(classes.vectors > 0, sums, -np.inf).max(axis=1))
+
+
+def bottlenecks(
+    vectors: Ints, activation_s: Floats, dearest_s: Floats, spend: Callable[[int], None] = lambda work: None
+) -> Floats:
+    """(V, V) bottleneck transport times between stage vectors.
+
+    dearest_s: (V,) descending; the entry (v, w) is inf where it is more than dearest_s of v or of w.
+    spend: told before each pass how many sums it will compare; may raise to stop.
+    """
+    count = len(vectors)
+    found = np.full((count, count), np.inf)
+    for level in np.unique(activation_s[activation_s <= dearest_s[0]]):
+        few = int((dearest_s >= level).sum())
+        sets, reached = hall_sets(activation_s <= level)
+        spend(few * few * len(sets))
+        supply = (vectors[:few] @ sets.T).astype(np.int16)
+        demand = (vectors[:few] @ reached.T).astype(np.int16)
+        step = max(1, CHUNK // (few * len(sets)))
+        for low in range(0, few, step):
+            fits = (supply[low : low + step, None, :] <= demand[None, :, :]).all(axis=2)
+            part = found[low : min(low + step, few), :few]
+            part[fits & (part > level)] = level
+    return found
+
+
+def hall_sets(linked: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Sets of classes, (n, K) 0/1, that Hall's condition must be checked on, and the classes they reach.
+
+    Left out: sets that could grow without reaching more, and unions of sets that reach nothing in common.
+    """
+    k = len(linked)
+    bits = 1 << np.arange(k)
+    reach = (linked * bits).sum(axis=1)
+    masks = np.arange(1 << k)
+    reached, grown = np.zeros_like(masks), np.zeros_like(masks)
+    for c in range(k):
+        reached |= np.where(masks & bits[c], reach[c], 0)
+    for c in range(k):
+        grown |= np.where((reach[c] & ~reached) | (reach[c] == 0), 0, bits[c])
+    keep = (masks > 0) & (grown == masks)
+    for mask in masks[keep]:
+        inside = [c for c in range(k) if mask >> c & 1]
+        joined, wider = 0, int(bits[inside[0]])
+        while wider != joined:
+            joined = wider
+            wider = sum(int(bits[c]) for c in inside if reach[c] & reached[joined])
+        keep[mask] = joined == mask
+    keep[bits[reach == 0]] = True  # nothing is in reach: there must be none
+    chosen = masks[keep]
+    return (chosen[:, None] & bits > 0).astype(np.int64), (reached[chosen][:, None] & bits > 0).astype(np.int64)

@@ -1,0 +1,237 @@
+"""The cheapest placement over classes of devices, by a complete search below a threshold.
+
+This is a label-setting search for a shortest path with resources, from both ends. Devices of one class are
+interchangeable, so a stage is a vector that counts how many devices it takes of each class, and a placement is a
+sequence of such stage vectors; the edge between two neighbours costs their bottleneck matching.
+
+Meeting in the middle. Every edge costs at least as much as the cheapest edge of all; call what a path costs above
+that its excess. Some edge of a path has at most half of the excess on either side. So it suffices to know every
+beginning whose excess is at most half of what the threshold allows, and to join beginnings to reversed beginnings
+that use exactly the other devices.
+
+Beginnings (*labels*) grow stage by stage. One is dropped when its dearest stage and its path leave too little for the
+stages to come, or when it is dominated: another label used the same devices, ends in the same stage and is nowhere
+worse. The least that the stages to come must cost follows from connected components: edges cheaper than the time at
+which two parts of the cluster become connected cannot change how many devices a stage has in each part. If that
+number does not suit the remaining devices, at least one expensive edge must follow, and if no single change makes it
+suit, two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse.csgraph import connected_components
+
+from geotrain.plan.placement.classes import CHUNK, Classes, bottlenecks, vector_costs
+from geotrain.plan.placement.cost import Floats, Ints
+
+MAX_KEPT = 4_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
+SUMS_PER_PAIR = 64  # sums compared for Hall's condition in the time one pair takes
+
+
+class TooMuchWorkError(Exception):
+    """The complete search would look at more pairs of labels and stages than allowed."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """data parallel + 2 · pipeline of the cheapest sequence of stage vectors, (S, K), over classes."""
+
+    total_s: float
+    vectors: Ints
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """Beginnings of placements, all of the same number of stages, sorted by their last stage vector."""
+
+    used: Ints  # (n, K) devices of each class
+    last: Ints  # (n,) index of the last stage vector
+    stage_s: Floats  # (n,) dearest stage
+    path_s: Floats  # (n,) sum of edges
+    parent: Ints  # (n,) index of the label it grew from
+
+    def __getitem__(self, chosen: Ints) -> _Labels:
+        return _Labels(*(values[chosen] for values in vars(self).values()))
+
+    def __len__(self) -> int:
+        return len(self.last)
+
+
+def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> Optimum | None:
+    """The optimum over classes, or None if it does not lie below the threshold (s).
+
+    max_work: pairs of labels and stages looked at. Raises TooMuchWorkError.
+    """
+    search = _Search(classes, stages, threshold, max_work)
+    return search.run() if search.possible else None
+
+
+class _Search:
+    def __init__(self, classes: Classes, stages: int, threshold: float, max_work: int) -> None:
+        self.stages, self.threshold, self.work_left = stages, threshold, max_work
+        self.sizes = classes.sizes
+        self.uses_all = int(self.sizes.sum()) == stages * int(classes.vectors[0].sum())
+        times = classes.activation_s
+        self.least = float(times.min())
+        self.base = 2 * (stages - 1) * self.least  # what any path costs, both ways
+        self.merges = _merges(times) if self.uses_all else []
+        cost = vector_costs(classes)
+        self.vectors, self.vectors_f = classes.vectors, classes.vectors.astype(np.float32)
+        order = self._possible(np.arange(len(cost)), self.vectors, stages - 1, (threshold - self.base - cost) / 2)
+        order = order[np.argsort(cost[order], kind="stable")]
+        self.possible = len(order) > 0
+        if len(order) > MAX_KEPT:
+            raise TooMuchWorkError
+        self._spend(len(order) ** 2)
+        self.vectors, self.vectors_f, self.stage_s = self.vectors[order], self.vectors_f[order], cost[order]
+        if self.possible:
+            dearest = self.least + (threshold - self.base - self.stage_s) / 2
+            self.edges = bottlenecks(self.vectors, times, dearest, lambda sums: self._spend(sums // SUMS_PER_PAIR))
+
+    def _spend(self, work: int) -> None:
+        self.work_left -= work
+        if self.work_left < 0:
+            raise TooMuchWorkError
+
+    def run(self) -> Optimum | None:
+        if self.stages == 1:
+            return Optimum(float(self.stage_s[0]), self.vectors[:1])
+        halves = self._halves()
+        best: Optimum | None = None
+        for placed in range(1, self.stages // 2 + 1):
+            best = self._join(halves, placed, best)
+        return best
+
+    def _possible(self, last: Ints, used: Ints, rest: int, spare_s: Floats) -> Ints:
+        """Which labels can end in time: `rest` edges follow, and may take `spare_s` (n,) more than the least."""
+        alive = np.flatnonzero(spare_s > 0)
+        first = np.zeros(len(spare_s))  # what the dearest edge to come takes above the least
+        for time, parts in reversed(self.merges):
+            over = time - self.least
+            have = (self.vectors_f[last[alive]] @ parts).astype(np.int32)
+            want = ((self.sizes - used[alive]).astype(np.float32) @ parts).astype(np.int32)
+            wrong = (want != rest * have).any(axis=1)
+            first[alive] = np.where(wrong & (first[alive] == 0), over, first[alive])
+            dead = first[alive] >= spare_s[alive]
+            ask = np.flatnonzero(~dead & wrong & (first[alive] + over >= spare_s[alive]))
+            for stay in range(rest):  # stages like the last one before the only change
+                then = want[ask] - stay * have[ask]
+                ask = ask[((then < 0) | (then % (rest - stay) != 0)).any(axis=1)]
+            dead[ask] = True
+            alive = alive[~dead]
+        return alive
+
+    def _halves(self) -> list[_Labels]:
+        """By number of stages: every beginning that has at most half of a path's dispensable time."""
+        every = np.arange(len(self.vectors))
+        first = _Labels(self.vectors, every, self.stage_s, np.zeros(len(every)), every)
+        halves = [first[every[:0]], first]
+        for placed in range(1, self.stages - 1):
+            labels = halves[placed]
+            bounds = np.flatnonzero(np.diff(labels.last, prepend=-1, append=-1))
+            grown = [self._grow(labels, np.arange(low, high), placed) for low, high in pairwise(bounds)]
+            halves.append(_undominated(grown) if grown else halves[0])
+        return halves
+
+    def _grow(self, labels: _Labels, chosen: Ints, placed: int) -> _Labels:
+        """Append one stage to the chosen labels, which share their last stage."""
+        part = labels[chosen]
+        edge = self.edges[part.last[0]]
+        spare = self.threshold - self.base - 4 * (part.path_s.min() - placed * self.least)
+        following = np.flatnonzero(np.maximum(self.stage_s, part.stage_s.min()) + 4 * edge < spare)
+        self._spend(len(chosen) * len(following) + len(self.vectors))
+        path = part.path_s[:, None] + edge[following]
+        stage = np.maximum(part.stage_s[:, None], self.stage_s[following])
+        one, two = np.nonzero(stage + 4 * (path - placed * self.least) < self.threshold - self.base)
+        last = following[two]
+        used = part.used[one] + self.vectors[last]
+        fits = np.flatnonzero((used <= self.sizes).all(axis=1))
+        one, two = one[fits], two[fits]
+        new = _Labels(used[fits], last[fits], stage[one, two], path[one, two], chosen[one])
+        spare_s = (self.threshold - self.base - new.stage_s) / 2 - (new.path_s - placed * self.least)
+        return new[self._possible(new.last, new.used, self.stages - placed - 1, spare_s)]
+
+    def _join(self, halves: list[_Labels], placed: int, best: Optimum | None) -> Optimum | None:
+        """The cheapest below `best` and the threshold that is made of a beginning and a reversed ending."""
+        one, two = halves[placed], halves[self.stages - placed]
+        if not len(one) or not len(two):
+            return best
+        # Candidates for label i of `one` are order[begin[i] : begin[i] + count[i]] of `two`. Where every device is
+        # used they are those whose devices are the complement, found by a random hash of the counts; the exact
+        # condition is checked below.
+        order, begin, count = np.arange(len(two)), np.zeros(len(one), dtype=np.int64), np.full(len(one), len(two))
+        if self.uses_all:
+            weights = np.random.default_rng(0).integers(1, 2**40, size=len(self.sizes))
+            wanted, offered = (self.sizes - one.used) @ weights, two.used @ weights
+            order = np.argsort(offered, kind="stable")
+            begin = np.searchsorted(offered[order], wanted, "left")
+            count = np.searchsorted(offered[order], wanted, "right") - begin
+        total = np.cumsum(count)
+        self._spend(int(total[-1]))
+        low = 0
+        while low < len(one):
+            done = total[low - 1] if low else 0
+            high = max(low + 1, int(np.searchsorted(total, done + CHUNK // len(self.sizes), "right")))
+            left = np.repeat(np.arange(low, high), count[low:high])
+            within = np.arange(len(left)) - np.repeat(total[low:high] - count[low:high] - done, count[low:high])
+            right = order[begin[left] + within]
+            value = np.maximum(one.stage_s[left], two.stage_s[right])
+            value = value + 2 * (one.path_s[left] + two.path_s[right] + self.edges[one.last[left], two.last[right]])
+            near = np.flatnonzero(value < (best.total_s if best else self.threshold))
+            near = near[(one.used[left[near]] + two.used[right[near]] <= self.sizes).all(axis=1)]
+            if len(near):
+                cheapest = near[value[near].argmin()]
+                ends = self._trace(halves, placed, left[cheapest])[::-1]
+                ends += self._trace(halves, self.stages - placed, right[cheapest])
+                best = Optimum(float(value[cheapest]), self.vectors[ends])
+            low = high
+        return best
+
+    def _trace(self, halves: list[_Labels], placed: int, label: int) -> list[int]:
+        """Indices of a label's stage vectors, last to first."""
+        found = []
+        for count in range(placed, 0, -1):
+            found.append(int(halves[count].last[label]))
+            label = int(halves[count].parent[label])
+        return found
+
+
+def _merges(activation_s: Floats) -> list[tuple[float, NDArray[np.float32]]]:
+    """Ascending times, each with the components of classes, (K, C) 0/1, that only edges of that time or more join."""
+    merges: list[tuple[float, NDArray[np.float32]]] = []
+    for time in np.unique(activation_s[np.isfinite(activation_s)]):
+        found, label = connected_components(activation_s < time, directed=False)
+        if merges and merges[-1][1].shape[1] == found:
+            merges.pop()
+        if found > 1:
+            merges.append((float(time), np.eye(found, dtype=np.float32)[label]))
+    return merges
+
+
+def _undominated(parts: list[_Labels]) -> _Labels:
+    """Labels sorted by last vector; of those with equal `used` and `last`, only the ones nowhere worse."""
+    labels = _Labels(*(np.concatenate(values) for values in zip(*(vars(p).values() for p in parts), strict=True)))
+    code = _row_codes(np.concatenate([labels.last[:, None], labels.used], axis=1))
+    order = np.lexsort((labels.path_s, labels.stage_s, code))
+    _, rank = np.unique(labels.path_s[order], return_inverse=True)
+    _, code = np.unique(code[order], return_inverse=True)
+    key = rank - code * (len(rank) + 1)  # later codes always lie lower: the running minimum starts afresh
+    before = np.concatenate([[np.iinfo(np.int64).max], np.minimum.accumulate(key)[:-1]])
+    return labels[order[key < before]]
+
+
+def _row_codes(rows: Ints) -> Ints:
+    """One integer a row: equal for equal rows only, and ordered by the first column first."""
+    code, span = rows[:, 0].copy(), int(rows[:, 0].max(initial=0)) + 1
+    for column in rows.T[1:]:
+        size = int(column.max(initial=0)) + 1
+        if span * size >= 2**62:
+            values, code = np.unique(code, return_inverse=True)
+            span = len(values)
+        code, span = code * size + column, span * size
+    return code

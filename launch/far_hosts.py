@@ -1,0 +1,72 @@
+"""What the hosts of a worker need before its ranks start there by ssh: the run's files, which are brought to them,
+and its data, which must be there. So the hosts need not share a file system."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from geotrain.config import ConfigError
+from geotrain.launch.site_processes import LaunchRequest, over_ssh
+from geotrain.launch.worker_command import hostfile_path
+
+DEADLINE_S = 60.0  # for one host
+AT_ONCE = 32  # hosts
+DATA_SUFFIXES = (".bin", ".idx", ".json")
+
+# Each file gets its name when it is whole, since hosts that do share a file system may be reading it.
+_TAKE = """
+mkdir -p {folder}/hosts && new=$(mktemp -d {folder}/.new.XXXXXX) && trap 'rm -rf "$new"' EXIT &&
+tar -xf - -C "$new" || exit
+for name in {names}; do mv -f "$new/$name" {folder}/"$name" || exit; done
+for file in {data}; do test -r "$file" || {{ echo "cannot read $file" >&2; exit 1; }}; done
+"""
+
+
+def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
+    """Bring the run's files to the hosts on which this request's sites start ranks by ssh; look for the data there.
+
+    folder: the run's, absolute, with its files written. Raises ConfigError, which names the host.
+    """
+    wanted: dict[str, list[str]] = {}
+    for region in request.cluster.regions:
+        for worker in region.workers:
+            for host in worker.hosts if worker.launcher == "ssh" else ():
+                if (host.region or region.name) in request.sites:
+                    wanted.setdefault(host.host, []).append(hostfile_path(worker.name))
+    data = [f"{request.run.data.train}{suffix}" for suffix in DATA_SUFFIXES]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        prepared = [
+            pool.submit(_prepare, host, folder, ["run.json", "cluster.json", *hostfiles], data)
+            for host, hostfiles in wanted.items()
+        ]
+    for each in prepared:
+        each.result()
+
+
+def _prepare(host: str, folder: Path, names: Sequence[str], data: Sequence[str]) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in names:
+            archive.add(folder / name, name)
+    script = _TAKE.format(folder=shlex.quote(str(folder)), names=shlex.join(names), data=shlex.join(data))
+    try:
+        done = subprocess.run(
+            over_ssh(host, None, ("sh", "-c", script)),
+            input=packed.getvalue(),
+            capture_output=True,
+            timeout=DEADLINE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"host {host}: gave no answer within {DEADLINE_S:g} s; can ssh reach it?") from None
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ConfigError(
+            f"host {host}: not ready for a worker: {said[-1] if said else f'exit code {done.returncode}'}; checkout, "
+            "environment and data must be there under the same paths as here"
+        )

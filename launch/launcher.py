@@ -1,0 +1,290 @@
+"""`geotrain launch`: launches a whole run. It checks the configuration, starts the servers and workers of every site,
+shows how the run goes, and ends with the run's exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from geotrain.config import (
+    EXIT_FOR_GOOD,
+    Address,
+    ClusterConfig,
+    ConfigError,
+    RunConfig,
+    config_digest,
+    load_cluster,
+    load_run,
+)
+from geotrain.emulate import wan
+from geotrain.files import OutputError, try_lock, write_whole
+from geotrain.launch.check import (
+    check_data,
+    check_ports_are_free,
+    check_together,
+    free_ports,
+    link_to_global,
+    links_between,
+)
+from geotrain.launch.far_hosts import prepare_far_hosts
+from geotrain.launch.preflight import cautions, obstacles, port_obstacles
+from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site, ssh_hosts
+from geotrain.launch.supervisor import STOP_DEADLINE_S, RunOutcome, Supervisor, tail
+from geotrain.launch.terminal import RunDisplay, last_words, new_console, share_of, size
+from geotrain.launch.worker_command import this_machine
+from geotrain.monitor.events import EventLog, ProcessDied, Trouble
+from geotrain.monitor.monitor import LAUNCHER, Monitor
+from geotrain.outer.events import Event
+from geotrain.outer.messages import GLOBAL
+
+OUTCOME = "outcome.json"  # in the run's folder, once its launcher has ended: exit code and reason
+DRAIN_S = 900.0  # after the workers' end servers may take so long to send, and write their last snapshot
+HOLDER_BYTES = 300  # length of a lock's file, which names the host and process id of its holder
+WAN_CONTROL = "wan.control"  # in the run's folder: commands to the pump of emulated links
+
+
+def launch(
+    run_path: Path,
+    cluster_path: Path,
+    resume: bool = False,
+    only: tuple[str, ...] = (),
+    changes: tuple[str, ...] = (),
+) -> int:
+    """Launch the run and wait until it is finished, fails, or is stopped by a signal. Returns the exit code.
+
+    only: start only these sites ("global" or regions), on this machine; the others are started by hand or by jobs of
+    their own, before or after. Then `resume` also begins sites that have no state yet. changes: of the run file, see
+    `load_run`.
+    Raises ConfigError, DataError, UnsupportedModelError, CertificateError, EmulationError and LaunchError.
+    """
+    console = new_console()
+    run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
+    check_together(run, cluster)
+    if only:
+        cluster = _with_sites_here(cluster, only)
+    hosts = {site: host for site, host in ssh_hosts(cluster).items() if not only or site in only}
+    here = tuple(site for site, host in hosts.items() if host is None)
+    for obstacle in obstacles(run, cluster, here, begins=not resume, shows=GLOBAL in hosts):
+        raise obstacle
+    for caution in cautions(run, cluster):
+        console.print(caution, style="yellow", highlight=False)
+    folder = run.run_folder.absolute()
+    with locked(folder, only), contextlib.ExitStack() as stack:
+        _check_folder(run, folder, resume, only)
+        for obstacle in port_obstacles(run, cluster, here):  # else found when the folder holds a run already
+            raise obstacle
+        links = None
+        if cluster.emulate_links and not wan.cannot_emulate():
+            star = {region.name: link_to_global(cluster, region.name) for region in cluster.regions}
+            between = links_between(cluster)
+            links = stack.enter_context(wan.emulated(star, between=between, control=folder / WAN_CONTROL))
+        cluster = resolve(cluster, links, here)
+        request = LaunchRequest(run, cluster, here, resume)
+        request.write_files(folder)
+        if GLOBAL in hosts:
+            (folder / OUTCOME).unlink(missing_ok=True)
+        starting = [pump_process(links)] if links else []
+        starting += local_processes(request, folder, this_machine(), links.namespaces if links else {})
+        prepare_far_hosts(request, folder)
+        starting += [remote_site(request, site, host) for site, host in hosts.items() if host]
+        events = stack.enter_context(event_log(run, folder, only))
+        if GLOBAL in hosts:
+            stack.enter_context(Monitor(run, cluster, LAUNCHER, events))
+        supervisor = stack.enter_context(_supervisor(request, folder, events, console))
+        for process in starting:
+            supervisor.start(process)
+        console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
+        display = stack.enter_context(RunDisplay(run, cluster, console)) if GLOBAL in hosts else None
+        outcome = supervisor.wait(display.show if display else lambda: None, run.monitor.every_s)
+        if display:
+            display.finish(folder)
+            try:
+                write_whole(folder / OUTCOME, json.dumps(dataclasses.asdict(outcome)))
+            except OutputError as error:  # the exit code and the reason say the same
+                print(f"geotrain: {error}", file=sys.stderr)
+    if links:
+        with contextlib.suppress(IndexError, ValueError, KeyError):  # the pump's last line reports what it did
+            said = json.loads(tail(supervisor.log("wan"))[-1])
+            share, carried = said["cpu_s"] / said["wall_s"], size(said["carried_bytes"])
+            console.print(f"emulated links carried {carried} with {share:.1%} of a core", highlight=False)
+    # Some workers were given up while the others finished: is everything trained?
+    if outcome.code == 0 and outcome.reason:
+        top = last_words(folder, (GLOBAL,)).get(GLOBAL, {})
+        left = int(top.get("train_samples", 0)) - int(top.get("committed_samples", 0))
+        if left > 0:
+            outcome = RunOutcome(1, f"{left} samples are not trained: continue with --resume; {outcome.reason}")
+    if display and (how := how_to_go_on(folder, run_path, cluster_path, changes)):
+        console.print(how, style="yellow", highlight=False, soft_wrap=True)
+    return _exit_code(outcome)
+
+
+def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tuple[str, ...] = ()) -> str:
+    """A line for a run that has ended before its data did; empty if all is trained, or its global server's last words
+    are on another machine."""
+    top = last_words(folder, (GLOBAL,)).get(GLOBAL)
+    if top is None or top.get("complete"):
+        return ""
+    words = ("geotrain", "launch", str(run_path), str(cluster_path), "--resume")
+    again = shlex.join((*words, *(word for change in changes for word in ("--set", change))))
+    return f"{share_of(top):.1%} of the data is trained, and kept; the run goes on with: {again}"
+
+
+def launch_site() -> int:
+    """Start, on another machine than the launcher's, what a line on standard input says. Returns the exit code.
+
+    Everything stops when standard input ends.
+    """
+    line = b""
+    # Byte by byte, because a buffered reader could swallow the end of the input, which the supervisor waits for.
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    request = LaunchRequest.from_line(line)
+    folder = request.run.run_folder.absolute()
+    if set(request.sites) - {GLOBAL}:
+        check_data(request.run)
+    with (
+        locked(folder, request.sites, take_over=True),
+        event_log(request.run, folder, request.sites) as events,
+        _supervisor(request, folder, events, new_console()) as supervisor,
+    ):
+        request.write_files(folder)
+        supervisor.stop_on_end_of(0)
+        starting = local_processes(request, folder, this_machine())
+        prepare_far_hosts(request, folder)
+        for process in starting:
+            supervisor.start(process)
+        outcome = supervisor.wait()
+    code = _exit_code(outcome)
+    return EXIT_FOR_GOOD if 0 < code < 128 else code  # restarts were tried here, so the launcher should not try
+
+
+def event_log(run: RunConfig, folder: Path, sites: tuple[str, ...] = ()) -> EventLog:
+    """The event log of a launcher, in the run's folder on this machine.
+
+    sites: those of a launcher that starts only these. They are part of the file's name, because on a shared file
+    system several launchers may have the same folder.
+    """
+    name = "-".join((LAUNCHER, *sites))
+    return EventLog(folder / "events" / f"{name}.jsonl", source=name, enabled=run.monitor.enabled)
+
+
+def _supervisor(request: LaunchRequest, folder: Path, events: EventLog, console: Console) -> Supervisor:
+    def on_event(event: Event) -> None:
+        events.write(event)
+        if isinstance(event, ProcessDied):
+            then = "given up" if event.pause_s is None else f"started again in {event.pause_s:.3g} s"
+            told = f"{event.unit} {event.how}; {then} (restarts so far: {event.restarts})"
+            console.print(told, style="yellow")
+        elif isinstance(event, Trouble):
+            console.print(event.what, style="yellow")
+
+    sync = request.run.outer.rule.synchronous  # then every worker takes part in every round, and none can be given up
+    return Supervisor(folder / "logs", DRAIN_S, request.cluster.restart, sync, on_event)
+
+
+def _with_sites_here(cluster: ClusterConfig, only: tuple[str, ...]) -> ClusterConfig:
+    """The cluster, with these sites on this machine instead of behind ssh. Raises ConfigError."""
+    known = {GLOBAL: cluster.global_server, **{region.name: region.server for region in cluster.regions}}
+    for site in only:
+        if site not in known:
+            raise ConfigError(f"--only {site}: the cluster has no such site; its sites: {', '.join(known)}")
+        for name in {site, GLOBAL}:
+            if known[name].port == 0:
+                raise ConfigError(
+                    f"--only {site}: the server of {name!r} needs a fixed port in the cluster file, which those find "
+                    "who are started apart"
+                )
+    if cluster.emulate_links:
+        raise ConfigError(f"--only {only[0]}: emulated links need the whole run in one launcher")
+    regions = tuple(r.model_copy(update={"ssh": None}) if r.name in only else r for r in cluster.regions)
+    return cluster.model_copy(
+        update={"regions": regions, "global_ssh": None if GLOBAL in only else cluster.global_ssh}
+    )
+
+
+def resolve(
+    cluster: ClusterConfig, links: wan.Wan | None = None, here: tuple[str, ...] | None = None
+) -> ClusterConfig:
+    """The cluster with all addresses filled in: free ports in place of 0, addresses of emulated links.
+
+    here: the sites whose servers are started on this machine; None: those without `ssh`. Raises ConfigError.
+    """
+    free = iter(free_ports(1 + len(cluster.regions)))
+
+    def at(address: Address, emulated_host: str | None) -> Address:
+        return Address(host=emulated_host or address.host, port=address.port or next(free))
+
+    regions = tuple(
+        region.model_copy(update={"server": at(region.server, links.addresses[region.name] if links else None)})
+        for region in cluster.regions
+    )
+    global_server = at(cluster.global_server, links.global_address if links else None)
+    if here is None:
+        here = tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
+    local = [global_server] if GLOBAL in here else []
+    if links is None:  # inside a namespace every port is free
+        local += [region.server for region in regions if region.name in here]
+    check_ports_are_free(local)
+    return cluster.model_copy(update={"global_server": global_server, "regions": regions})
+
+
+def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, ...] = ()) -> None:
+    servers = folder / "servers"
+    begun = any((servers / site).exists() for site in only) if only else servers.exists()
+    if begun and not resume:
+        raise ConfigError(
+            f"{folder} holds a run already: continue it with --resume, or give this one another name or folder"
+        )
+    if not begun and resume and not only:
+        raise ConfigError(f"{folder} holds no run to resume; start without --resume")
+    if servers.exists() and (folder / "run.json").exists():
+        before = load_run(folder / "run.json")
+        if config_digest(before) != config_digest(run):
+            raise ConfigError(
+                f"{folder} was begun with another model, data or outer block (see its run.json); resume with the "
+                "same, or give this run another name or folder"
+            )
+
+
+@contextlib.contextmanager
+def locked(folder: Path, sites: tuple[str, ...] = (), take_over: bool = False) -> Iterator[None]:
+    """Keep other launchers of the same run, or of the same sites, out of the folder during the block.
+
+    The kernel releases the lock however this process ends. take_over: if a launcher on this machine holds the lock,
+    stop it: its ssh connection has broken, which it has not noticed yet. Raises ConfigError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder / "-".join((".lock", *sites)), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic()
+        while not try_lock(fd):
+            host, pid = os.pread(fd, HOLDER_BYTES, 0).decode().split() or ("", "")
+            if take_over and host == socket.gethostname():
+                take_over, deadline = False, deadline + STOP_DEADLINE_S + 10.0
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGTERM)
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"{folder}: this run is running already")
+            time.sleep(0.1)
+        os.pwrite(fd, f"{socket.gethostname()} {os.getpid()}\n".encode().ljust(HOLDER_BYTES), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _exit_code(outcome: RunOutcome) -> int:
+    """The outcome's exit code, after its reason was printed."""
+    if outcome.reason:
+        print(f"geotrain: {outcome.reason}", file=sys.stderr, flush=True)
+    return outcome.code

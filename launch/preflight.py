@@ -1,0 +1,234 @@
+"""What a launch would stumble over, found before a process is started: `geotrain launch` refuses it, and
+`geotrain dry-run` tells all of it at once. What only the processes themselves can find is not here."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    ConfigError,
+    RunConfig,
+    Topology,
+    UnsupportedModelError,
+    architecture_from_hf,
+    is_loopback,
+)
+from geotrain.config.deepspeed import warnings_of
+from geotrain.data.tokens import DataError, read_manifest
+from geotrain.emulate import wan
+from geotrain.launch.check import check_ports_are_free, check_split, check_tokenizer, open_links
+from geotrain.launch.site_processes import SSH, LaunchRequest, local_processes, ssh_hosts
+from geotrain.launch.worker_command import this_machine
+from geotrain.layout import canonical_parameters
+from geotrain.monitor.http import read_token
+from geotrain.monitor.monitor import LAUNCHER, metrics_port
+from geotrain.net.certs import OPERATOR, CertificateError, Role, load_credentials
+from geotrain.outer.messages import GLOBAL
+
+ASK_HOST_S = 20.0  # how long one host behind ssh may take to answer
+Obstacle = ConfigError | DataError | CertificateError | UnsupportedModelError
+
+
+def sites_here(cluster: ClusterConfig) -> tuple[str, ...]:
+    """The sites that a launch of the whole cluster starts on this machine."""
+    return tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
+
+
+def obstacles(
+    run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...], begins: bool = True, shows: bool = True
+) -> list[Obstacle]:
+    """What keeps these sites from being started on this machine; empty: nothing that can be known yet. The files must
+    go together (`check_together`).
+
+    begins: the run has no state yet. shows: the launcher asks the servers how the run goes. Ports are another matter
+    (`port_obstacles`): a run that is on has them.
+    """
+    topology = Topology(run, cluster)
+    checks: list[Callable[[], object]] = [partial(_check_fragments, run)]
+    if set(here) - {GLOBAL}:  # other machines check their copies themselves
+        checks += [partial(check_split, run, prefix) for prefix in (run.data.train, run.data.validation) if prefix]
+        checks += [partial(_check_digest, run), partial(_check_validation, run, topology)]
+        checks += [partial(check_tokenizer, run)]
+    if GLOBAL in here:
+        checks += [partial(_check_boards, run)]
+        if begins:
+            checks.append(partial(_check_initial_weights, run))
+    if run.monitor.enabled and here:
+        checks.append(partial(read_token, run.monitor.token_file))
+    if cluster.security is not None:
+        wanted: list[tuple[Role, str]] = [("operator", OPERATOR)] if shows else []
+        wanted += [("global" if s == GLOBAL else "region", s) for s in topology.servers if s in here]
+        wanted += [("worker", name) for name, region in topology.home.items() if region in here]
+        checks += [partial(load_credentials, Path(cluster.security.folder), *pair) for pair in wanted]
+    checks.append(partial(_check_processes, run, cluster, here))
+    return list(_failing(checks))
+
+
+def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]) -> list[Obstacle]:
+    """The fixed ports on this machine, of servers, page and metrics, that are taken or given twice."""
+    # Emulated regions have addresses of their own, in namespaces, where every port is free.
+    apart = set(here) - {GLOBAL} if cluster.emulate_links else set()
+    monitor, topology = run.monitor, Topology(run, cluster)
+    wanted = [
+        (f"the server of {site!r}", address)
+        for site, address in topology.servers.items()
+        if site in here and not cluster.emulate_links
+    ]
+    if monitor.enabled and monitor.page_port and GLOBAL in here:
+        wanted.append(("monitor.page_port", Address(host=monitor.host, port=monitor.page_port)))
+    if monitor.enabled and monitor.metrics_port:
+        sites = [site for site in topology.servers if site in here and site not in apart]
+        sites += [LAUNCHER] if GLOBAL in here else []
+        for port, site in sorted((metrics_port(run, cluster, site) or 0, site) for site in sites):
+            what = f"metrics of {site!r} (monitor.metrics_port + {port - monitor.metrics_port})"
+            if port > 65535:
+                return [ConfigError(f"{what}: there is no port {port}; choose a lower metrics_port")]
+            wanted.append((what, Address(host=monitor.host, port=port)))
+    fixed = [(what, address) for what, address in wanted if address.port]
+    found: list[Obstacle] = []
+    for number, (what, address) in enumerate(fixed):
+        if twice := [other for other, same in fixed[:number] if same == address]:
+            found.append(ConfigError(f"{what} and {twice[0]} both want {address}; give one of them another port"))
+    return [*found, *_failing(partial(_check_port, what, address) for what, address in fixed)]
+
+
+def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """What does not keep a run from starting, but is seldom meant."""
+    told: list[str] = []
+    for worker in Topology(run, cluster).workers.values():
+        told += warnings_of({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
+    far = [f"{site!r} at {a}" for site, a in Topology(run, cluster).servers.items() if not is_loopback(a.host)]
+    if far and cluster.security is None:
+        told.append(
+            f"without `security` in the cluster file, links are plaintext, and everyone who reaches {', '.join(far)} "
+            "can take part; `geotrain certs` makes certificates"
+        )
+    if cluster.emulate_links and (reason := wan.cannot_emulate()):
+        told.append(
+            f"LINKS ARE NOT EMULATED: {reason}. All regions use the plain loopback interface, as fast as it is: "
+            "`links` in the cluster file has no effect"
+        )
+    return list(dict.fromkeys([*told, *open_links(cluster)]))
+
+
+def hosts_that_do_not_answer(cluster: ClusterConfig) -> list[str]:
+    """Ask every host behind ssh, all at once, whether it lets this user in; a line for each that does not."""
+
+    def ask(host: str) -> str | None:
+        try:
+            done = subprocess.run(
+                [*SSH, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_HOST_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = "no answer in time" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+            return f"{host}: cannot be reached by ssh: {why}"
+        if done.returncode == 0:
+            return None
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"{host}: cannot be reached by ssh: {why}"
+
+    hosts = sorted({host for host in ssh_hosts(cluster).values() if host is not None})
+    if not hosts:
+        return []
+    with ThreadPoolExecutor(min(32, len(hosts))) as executor:
+        return [said for said in executor.map(ask, hosts) if said is not None]
+
+
+# ------------------------------------------------------------------------------------------------- single checks
+
+
+def _failing(checks: Iterable[Callable[[], object]]) -> Iterator[Obstacle]:
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, DataError, CertificateError, UnsupportedModelError) as error:
+            yield error
+
+
+def _check_fragments(run: RunConfig) -> None:
+    layers, stated = run.architecture.layers, run.outer.fragments.layers_per_fragment
+    if stated is not None and stated > layers:
+        raise ConfigError(
+            f"outer.fragments.layers_per_fragment = {stated}, but the model has {layers} layers; use {layers} for "
+            "one fragment of all layers, or null for one of the whole model"
+        )
+
+
+def _check_digest(run: RunConfig) -> None:
+    found = read_manifest(Path(run.data.train)).sha256
+    if run.data.sha256 is not None and run.data.sha256 != found:
+        raise DataError(
+            f"{run.data.train}: is other data than data.sha256 = {run.data.sha256!r} asks for: its digest is "
+            f"{found!r}"
+        )
+
+
+def _check_validation(run: RunConfig, topology: Topology) -> None:
+    """As the workers will read it: whole samples, dealt out evenly to a worker's replicas."""
+    if run.monitor.validate_every_samples is None or run.data.validation is None:
+        return
+    wanted = run.data.validation_samples
+    for name, setup in topology.workers.items():
+        dp = setup.config.ranks // (setup.parallel.tensor * setup.parallel.pipeline)
+        share = int(setup.deepspeed["train_micro_batch_size_per_gpu"]) * dp
+        if wanted % share:
+            raise ConfigError(
+                f"data.validation_samples = {wanted} is not a multiple of {share}, which worker {name!r} takes at a "
+                f"time (train_micro_batch_size_per_gpu × {dp} replicas); use {(wanted + share - 1) // share * share}"
+            )
+    samples = (read_manifest(Path(run.data.validation)).tokens - 1) // run.data.sequence_length
+    if samples < wanted:
+        raise DataError(
+            f"{run.data.validation}: {wanted} validation samples are wanted, but there are {samples} of "
+            f"{run.data.sequence_length} tokens; lower data.validation_samples or prepare more validation text"
+        )
+
+
+def _check_initial_weights(run: RunConfig) -> None:
+    if run.model.init_from is None:
+        return
+    from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint  # imports torch
+
+    folder = Path(run.model.init_from)
+    try:
+        config, _ = read_checkpoint(folder)  # names and shapes; no weights but a tied head
+    except (HFCheckpointError, UnsupportedModelError) as error:
+        raise ConfigError(f"model.init_from: {error}") from None
+    theirs = {p.name: p.shape for p in canonical_parameters(architecture_from_hf(config))}
+    ours = {p.name: p.shape for p in canonical_parameters(run.architecture)}
+    for name in (*ours, *theirs):
+        if ours.get(name) != theirs.get(name):
+            there, wanted = theirs.get(name, "not there"), ours.get(name, "not there")
+            raise ConfigError(
+                f"model.init_from = {str(folder)!r}: is another model: {name} is {there}, in the run's "
+                f"model {wanted}; use that checkpoint's config.json as model.config"
+            )
+
+
+def _check_boards(run: RunConfig) -> None:
+    if not run.monitor.enabled:
+        return
+    for key, package in (("wandb", "wandb"), ("tensorboard", "tensorboard")):
+        if getattr(run.monitor, key) is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"monitor.{key}: the package is not installed here: pip install {package}")
+
+
+def _check_processes(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]) -> None:
+    """That every command of these sites can be made up: launchers, devices, hosts."""
+    with tempfile.TemporaryDirectory() as scratch:
+        local_processes(LaunchRequest(run, cluster, here, False), Path(scratch), this_machine())
+
+
+def _check_port(what: str, address: Address) -> None:
+    try:
+        check_ports_are_free((address,))
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None

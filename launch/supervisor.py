@@ -1,0 +1,430 @@
+"""Starts a set of named processes, waits for them and restarts those that die. It stops them all when the run is
+over, when it has failed, or when the user says so.
+
+Each process writes one log file, and stops when its standard input ends; `guarded` makes any command do so. The
+supervisor holds the other end of that pipe, and the kernel closes it however the supervisor ends. So no process
+outlives the supervisor, even if that is killed by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Literal
+
+from geotrain.config import EXIT_FOR_GOOD, RestartConfig
+from geotrain.files import out_of_room
+from geotrain.launch import guard
+from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, Trouble
+from geotrain.outer.events import Event
+
+STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
+LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
+LOG_TAIL_BYTES = 16384
+FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
+
+
+class LaunchError(RuntimeError):
+    """Something cannot be started or has failed. Says what, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to start.
+
+    command: must stop, with all processes it started, when its standard input ends; see `guarded`.
+    env: overrides the supervisor's environment.
+    first_input: written to its standard input, which then stays open.
+    role: the run is over when all processes but helpers have ended. A server ends by itself once all workers have; a
+        helper (which carries emulated links) never ends by itself.
+    inherited_fds: file descriptors that it inherits.
+    respawn: gives the process that replaces it after its death; None: its death fails the run.
+    unit: the processes of one unit (such as a worker's, one on each host) live and die together; "": it is a unit by
+        itself.
+    depends_on: the unit of the server that a worker talks to. Once that has ended well, the worker is not restarted.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    first_input: bytes = b""
+    role: Literal["worker", "server", "helper"] = "worker"
+    inherited_fds: tuple[int, ...] = ()
+    respawn: Callable[[], ProcessSpec] | None = None
+    unit: str = ""
+    depends_on: str = ""
+
+    @property
+    def unit_name(self) -> str:
+        return self.unit or self.name
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended. code: the exit code for the shell. reason: empty when all went well."""
+
+    code: int
+    reason: str = ""
+
+
+class RunningProcess:
+    """A started process. pidfd: becomes readable when the process ends."""
+
+    def __init__(self, spec: ProcessSpec, log: Path) -> None:
+        self.spec = spec
+        with log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **spec.env},
+                start_new_session=True,
+                pass_fds=spec.inherited_fds,
+            )
+        self.pidfd = os.pidfd_open(self.popen.pid)
+        self.started_s = time.monotonic()
+        assert self.popen.stdin is not None
+        self._stdin = self.popen.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(spec.first_input)
+            self._stdin.flush()
+
+    def ask_to_stop(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+
+    def reap(self) -> int:
+        """Collect the ended process, or kill it. Gives its exit code, or −n when signal n ended it."""
+        # Whatever is left of its process group is killed before wait(), which frees the process's number: afterwards
+        # it could belong to another group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        code = self.popen.wait()
+        self.ask_to_stop()
+        os.close(self.pidfd)
+        return code
+
+
+class Backoff:
+    """Decides when a unit that died is restarted.
+
+    Pauses double with each death in a row and begin anew after a long life. How many restarts a time window may have
+    is limited. It reads no clock: the caller passes the time.
+    """
+
+    def __init__(self, config: RestartConfig) -> None:
+        self.config = config
+        self.restarts = 0  # granted so far
+        self._granted_s: list[float] = []
+        self._in_a_row = 0
+
+    def pause_s(self, code: int, now_s: float, lived_s: float) -> float | None:
+        """Note a death; returns the seconds until the unit may be started again, None for never.
+
+        code: the exit code. now_s: the time. lived_s: how long the process has lived.
+        """
+        if code == EXIT_FOR_GOOD:
+            return None
+        self._granted_s = [t for t in self._granted_s if now_s - t < self.config.window_s]
+        if len(self._granted_s) >= self.config.limit:
+            return None
+        self._in_a_row = 0 if lived_s > self.config.longest_s else self._in_a_row
+        pause_s = min(self.config.first_s * 2.0 ** min(self._in_a_row, 30), self.config.longest_s)
+        self._in_a_row += 1
+        self._granted_s.append(now_s)
+        self.restarts += 1
+        return pause_s
+
+
+@dataclass
+class RestartUnit:
+    """Processes that live and die together.
+
+    specs, running: by the process's name. restart_at_s: the earliest time at which the unit is started again, when
+    none of its processes runs any more; None if that is not planned. given_up: why it is not restarted any more, or
+    "". no_room: it could not be started, because the disk was full.
+    """
+
+    role: str
+    backoff: Backoff
+    specs: dict[str, ProcessSpec] = field(default_factory=dict)
+    running: dict[str, RunningProcess] = field(default_factory=dict)
+    restart_at_s: float | None = None
+    given_up: str = ""
+    no_room: bool = False
+
+    @property
+    def active(self) -> bool:
+        """Whether any of its processes runs or will run again."""
+        return bool(self.running) or self.restart_at_s is not None
+
+
+class Supervisor:
+    """Supervises the processes of one machine. It is a context manager for the main thread, which may handle signals;
+    leaving it stops whatever still runs.
+
+    logs: folder of the log files `<name>.log`, which are appended to. drain_s: how long servers may take to end after
+    the workers have. restart: when and how often processes with a `respawn` are restarted; beyond that they are given
+    up. A worker that is given up fails the run only if no other is left or if `needs_all`; a server always does.
+    on_event: called for each process that was started or has ended, and for each death that does not end the run.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        drain_s: float = 120.0,
+        restart: RestartConfig | None = None,
+        needs_all: bool = False,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.logs = logs
+        self.drain_s, self.restart, self.needs_all = drain_s, restart or RestartConfig(), needs_all
+        self._on_event = on_event
+        self._units: dict[str, RestartUnit] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Supervisor:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        # A signal only writes a byte to a pipe. That wakes the selector, and the signal is handled between other
+        # events instead of in the middle of one.
+        self._signals, self._signals_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_handlers = {number: signal.signal(number, self._on_signal) for number in guard.STOP_SIGNALS}
+        self._selector.register(self._signals, selectors.EVENT_READ, "signal")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self.stop()
+        self._selector.close()
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        os.close(self._signals)
+        os.close(self._signals_in)
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Start a process. Raises LaunchError if its program or its log file cannot be opened."""
+        unit = self._units.setdefault(spec.unit_name, RestartUnit(spec.role, Backoff(self.restart)))
+        if spec.name in unit.running:
+            raise ValueError(f"two processes are called {spec.name!r}")
+        try:
+            process = RunningProcess(spec, self.log(spec.name))
+        except OSError as error:
+            raise LaunchError(f"process {spec.name!r} cannot be started: {error}") from error
+        unit.specs[spec.name], unit.running[spec.name] = spec, process
+        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+        self.on_event(ProcessStarted(spec.name, spec.role))
+
+    def on_event(self, event: Event) -> None:
+        """Pass an event on. What is told may go to a full disk, and that must not end the run."""
+        with contextlib.suppress(OSError):
+            self._on_event(event)
+
+    def stop_on_end_of(self, stdin: int) -> None:
+        """Also stop when this file descriptor ends, as for a supervisor on another machine than the launcher's."""
+        self._selector.register(stdin, selectors.EVENT_READ, "stdin")
+
+    def wait(self, tick: Callable[[], None] = lambda: None, every_s: float = 1.0) -> RunOutcome:
+        """Wait until all processes have ended, restarting those that die; returns how the run ended.
+
+        If a process cannot be restarted or a stop is asked for, that is the outcome, and all others are stopped.
+        tick: called every `every_s` seconds, for a progress display.
+        """
+        outcome = self._supervise(tick, every_s)
+        self.stop()
+        return outcome
+
+    def stop(self) -> None:
+        """Stop all processes that still run: their input ends, then SIGTERM, then SIGKILL for what is left.
+
+        Each stage has a deadline. A signal meanwhile, such as another Ctrl-C, ends the first stage at once.
+        """
+        for process in self._alive():
+            process.ask_to_stop()
+        self._wait_until(time.monotonic() + STOP_DEADLINE_S, hurry=True)
+        for process in self._alive():
+            process.popen.send_signal(signal.SIGTERM)
+        self._wait_until(time.monotonic() + guard.KILL_DEADLINE_S + 1.0)
+        for process in self._alive():
+            self._reap(process)
+
+    # -- waiting
+
+    def _alive(self) -> list[RunningProcess]:
+        return [process for unit in self._units.values() for process in unit.running.values()]
+
+    def _of_role(self, role: str) -> list[RestartUnit]:
+        return [unit for unit in self._units.values() if unit.role == role]
+
+    def _wait_until(self, deadline: float, hurry: bool = False) -> None:
+        while self._alive() and time.monotonic() < deadline:
+            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                if isinstance(key.data, RunningProcess):
+                    self._reap(key.data)
+                elif key.data == "signal" and self._read_signal() is not None and hurry:
+                    return
+
+    def _reap(self, process: RunningProcess) -> int:
+        self._selector.unregister(process.pidfd)
+        code = process.reap()
+        del self._units[process.spec.unit_name].running[process.spec.name]
+        self.on_event(ProcessEnded(process.spec.name, code))
+        return code
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._signals_in, bytes([number]))
+
+    def _read_signal(self) -> int | None:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._signals, 1)[0]
+        return None
+
+    def _supervise(self, tick: Callable[[], None], every_s: float) -> RunOutcome:
+        next_tick = time.monotonic() + every_s
+        drain_deadline: float | None = None
+        units = self._units.values()
+        while any(unit.active for unit in units if unit.role != "helper"):
+            now = time.monotonic()
+            workers = self._of_role("worker")
+            # Once all workers have ended, servers only have to send and write what they hold. A server that goes on
+            # for longer waits for a worker that is not there any more.
+            if drain_deadline is None and workers and not any(unit.active for unit in workers):
+                drain_deadline = now + self.drain_s
+            if drain_deadline is not None and now > drain_deadline:
+                alive = [process.spec.name for process in self._alive() if process.spec.role == "server"]
+                log = self.log(alive[0]) if alive else self.logs
+                return RunOutcome(
+                    1,
+                    f"{', '.join(map(repr, alive)) or 'a server'} still running {self.drain_s:g} s after all workers "
+                    f"ended: a worker left before its work was done; look at the workers' logs in {self.logs}. "
+                    f"The end of {log}:\n{_quoted(tail(log))}",
+                )
+            if outcome := self._restart_what_is_due(now):
+                return outcome
+            wakes = [unit.restart_at_s for unit in units if unit.restart_at_s is not None and not unit.running]
+            wakes += [next_tick, *([drain_deadline] if drain_deadline else [])]
+            for key, _ in self._selector.select(max(0.0, min(wakes) - now)):
+                if outcome := self._handle(key):
+                    return outcome
+            if time.monotonic() >= next_tick:
+                with contextlib.suppress(OSError):  # as `on_event`
+                    tick()
+                next_tick = time.monotonic() + every_s
+        given_up = [unit.given_up for unit in units if unit.given_up]
+        return RunOutcome(0, "\n".join(["the others have finished, but", *given_up]) if given_up else "")
+
+    def _restart_what_is_due(self, now: float) -> RunOutcome | None:
+        """Start the units again whose pause is over. A process that cannot be started counts as dead once more.
+
+        Returns the outcome if that ends the run.
+        """
+        for unit in self._units.values():
+            if unit.restart_at_s is None or unit.running:
+                continue
+            servers = [self._units[s.depends_on] for s in unit.specs.values() if s.depends_on in self._units]
+            unneeded = bool(servers) and not any(server.active for server in servers)
+            if unit.restart_at_s > now and not unneeded:
+                continue
+            unit.restart_at_s = None
+            for spec in [] if unneeded else list(unit.specs.values()):
+                assert spec.respawn is not None
+                try:
+                    self.start(spec.respawn())
+                except (LaunchError, OSError) as error:  # as without memory or with a full disk
+                    if out_of_room(error):
+                        # That is no death, and costs no restart. Those of its unit that were started wait with it.
+                        for process in unit.running.values():
+                            process.ask_to_stop()
+                        unit.restart_at_s = now + FULL_RETRY_S
+                        if not unit.no_room:
+                            self.on_event(Trouble(f"{error}; it is started when there is room"))
+                        unit.no_room = True
+                        break
+                    outcome = self._died(spec, 1, 0.0, f"process {spec.name!r} cannot be started: {error}")
+                    if outcome:
+                        return outcome
+                    break
+            else:
+                unit.no_room = False
+        return None
+
+    # -- events
+
+    def _handle(self, key: selectors.SelectorKey) -> RunOutcome | None:
+        """Handle one event of the selector. Returns the outcome if it ends the run."""
+        if key.data == "stdin":
+            if os.read(key.fd, 4096):
+                return None
+            self._selector.unregister(key.fd)
+            return RunOutcome(128 + signal.SIGTERM, "stopped: whoever started this has ended")
+        if key.data == "signal":
+            number = self._read_signal()
+            return None if number is None else RunOutcome(128 + number, f"stopped by {signal.Signals(number).name}")
+        process: RunningProcess = key.data
+        name, unit, code = process.spec.name, self._units[process.spec.unit_name], self._reap(process)
+        if unit.restart_at_s is not None or unit.given_up or (code == 0 and unit.role != "helper"):
+            return None  # it ended well, or was stopped because another process of its unit had died
+        log = self.log(name)
+        reason = f"process {name!r} {how_it_ended(code)}; the end of its log {log}:\n{_quoted(tail(log))}"
+        return self._died(process.spec, code, time.monotonic() - process.started_s, reason)
+
+    def _died(self, spec: ProcessSpec, code: int, lived_s: float, reason: str) -> RunOutcome | None:
+        """Plan a restart of the process's unit, or give it up. Returns the outcome if that ends the run."""
+        # The code is as a shell gives it; 1 for a helper that ended with 0, because it should not have ended.
+        failure = RunOutcome((code or 1) if code >= 0 else 128 - code, reason)
+        if spec.respawn is None:
+            return failure
+        unit, now = self._units[spec.unit_name], time.monotonic()
+        pause_s = unit.backoff.pause_s(code, now, lived_s)
+        if pause_s is None:
+            unit.given_up = reason
+            others = [other for other in self._of_role("worker") if not other.given_up]
+            if unit.role != "worker" or self.needs_all or not others:
+                return failure
+        else:
+            unit.restart_at_s = now + pause_s
+        for process in unit.running.values():
+            process.ask_to_stop()
+        self.on_event(ProcessDied(spec.unit_name, how_it_ended(code), pause_s, unit.backoff.restarts))
+        return None
+
+
+def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = guard.GRACE_S) -> tuple[str, ...]:
+    """The command line that runs a command under `guard.py`, on this machine.
+
+    netns: file descriptor of a network namespace to run in. grace_s: time between SIGTERM and SIGKILL, at most
+    GRACE_S.
+    """
+    options = ("--grace", str(grace_s), *(() if netns is None else ("--netns", str(netns))))
+    return (sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *options, "--", *command)
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of a log file; an empty list if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    except OSError:
+        return []
+
+
+def how_it_ended(code: int) -> str:
+    """The end of a process in words. code: as `RunningProcess.reap` gives it."""
+    return f"failed with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+def _quoted(lines: list[str]) -> str:
+    return "\n".join(f"  | {line}" for line in lines)

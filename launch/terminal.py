@@ -1,0 +1,248 @@
+"""Shows a run on the terminal, for `geotrain launch` and `geotrain status`: asks its servers for their status and
+draws it.
+
+On a terminal it is one picture that is redrawn; in a log, a plain line for each region.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from geotrain.config import ClusterConfig, RegionConfig, RunConfig, Topology, is_loopback
+from geotrain.net.certs import OPERATOR, trust_between
+from geotrain.net.operator_client import ask_status
+from geotrain.outer.messages import GLOBAL
+
+Status = Mapping[str, Any]  # of one server, see `GrpcService.status`
+UNKNOWN = "–"
+ASK_S = 2.0  # how long one server may take to answer
+
+# ------------------------------------------------------------------------------------------- asking the servers
+
+
+def addresses(run: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
+    """Every server of the run: site → host:port."""
+    return {site: str(address) for site, address in Topology(run, cluster).servers.items()}
+
+
+def ask(cluster: ClusterConfig, servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
+    """The status of every server that answers in time. Raises CertificateError."""
+
+    def ask_one(site: str) -> Status | None:
+        trust = trust_between(cluster, "operator", OPERATOR, "global" if site == GLOBAL else "region", site)
+        return ask_status(servers[site], within_s, trust)
+
+    with ThreadPoolExecutor(max(1, len(servers))) as executor:
+        answers = executor.map(ask_one, servers)
+        return {site: status for site, status in zip(servers, answers, strict=True) if status is not None}
+
+
+def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
+    """The last status of servers that have ended, by site, if their folders are on this machine."""
+    files = {site: folder / "servers" / site / "status.json" for site in sites}
+    return {site: json.loads(file.read_text()) for site, file in files.items() if file.exists()}
+
+
+# --------------------------------------------------------------------------------------------- what is shown
+
+
+def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[str, str]:
+    """One region's row: column → text. statuses: those that are known, by site."""
+    names = [worker.name for worker in region.workers]
+    top = statuses.get(GLOBAL, {})
+    above = top.get("members", {}).get(region.name)  # the region, as the global server sees it
+    # Without region servers, and before its region server has joined, workers are members of the global server.
+    source = top if above is None else statuses.get(region.name, {})
+    members = [member for name, member in source.get("members", {}).items() if name in names]
+    if above is None:
+        peers = [peer for name, peer in top.get("peers", {}).items() if name in names]
+        up, down = sum(p["received_bytes"] for p in peers), sum(p["sent_bytes"] for p in peers)
+    else:
+        links = source.get("links", {})
+        up, down = links.get("up_bytes", 0), links.get("down_bytes", 0)
+    losses = [m["loss"] for m in members if "loss" in m]
+    speeds = [m["tokens_per_s"] for m in members if "tokens_per_s" in m]
+    stale = [m["staleness"] for m in (members if above is None else [above]) if "staleness" in m]
+    return {
+        "region": region.name,
+        "loss": f"{sum(losses) / len(losses):.3f}" if losses else UNKNOWN,
+        "tokens/s": f"{sum(speeds):,.0f}" if speeds else UNKNOWN,
+        "up": size(up),
+        "down": size(down),
+        "version": str(max(source.get("versions", []), default=0)),
+        "global": str(max(source.get("global_versions", top.get("versions", [])), default=0)),
+        "stale": str(int(max(stale))) if stale else UNKNOWN,
+        "workers": f"{sum(1 for m in members if m['joined'] and not m['left'])}/{len(names)}",
+        "restarts": str(sum(m["restarts"] for m in (*members, above or {"restarts": 0}))),
+    }
+
+
+def share_of(top: Status) -> float:
+    """The share of the run's samples that are committed. top: the global server's status."""
+    return float(top.get("committed_samples", 0)) / max(1, top.get("train_samples", 1))
+
+
+class Eta:
+    """Estimates the seconds until all samples are committed, from the mean speed since the first commit it saw."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def update(self, share: float, now_s: float) -> float | None:
+        if share <= 0:
+            return None
+        if self._first is None:
+            self._first = (now_s, share)
+        begin_s, begin_share = self._first
+        if share <= begin_share:
+            return None
+        return (1 - share) * (now_s - begin_s) / (share - begin_share)
+
+
+def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float | None) -> list[str]:
+    """The lines for a log, one for each region of which something is known. left_s: time until the run's end."""
+    rows = [region_cells(region, statuses) for region in cluster.serving]
+    top = statuses.get(GLOBAL, {})
+    end = at_rest(top) or f"{clock(left_s)} left"
+    return [
+        f"{c['region']}: loss {c['loss']}, {c['tokens/s']} tokens/s, up {c['up']}, down {c['down']}, "
+        f"version {c['version']} (global {c['global']}), staleness {c['stale']}, workers {c['workers']}, "
+        f"restarts {c['restarts']}, committed {share_of(top):.0%}, {end}"
+        for c in rows
+        if c["loss"] != UNKNOWN or not c["workers"].startswith("0/")
+    ]
+
+
+def at_rest(top: Status) -> str:
+    """Why no time can be told that is left: the run is paused, or stops before its data ends. Else empty. top: the
+    global server's status."""
+    return str(top["phase"]) if top.get("phase") in ("paused", "stopping") else ""
+
+
+def headline(top: Status, state: str, reason: str = "") -> str:
+    """The state of a run in one line. top: the global server's status. reason: why the run has failed."""
+    words = [state]
+    if top.get("draining"):
+        words.append(f"draining {', '.join(top['draining'])}")
+    words.append(f"{share_of(top):.1%} committed")
+    if validated := top.get("validation"):
+        words.append(f"validation loss {validated['loss']:.4f} (at {validated['samples']:,} samples)")
+    return "; ".join([*words, reason] if reason else words)
+
+
+def draw(title: str, cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float | None = None) -> Group:
+    """The picture for a terminal: the title, a row for each region, and the status page's address if it is up."""
+    table = table_of([region_cells(region, statuses) for region in cluster.serving], left=("region",))
+    top = statuses.get(GLOBAL, {})
+    page = None if top.get("phase") == "ended" else top.get("page")
+    return Group(
+        Text(title if left_s is None or at_rest(top) else f"{title}; {clock(left_s)} left"),
+        table,
+        *([Text(page_line(cluster, page))] if page else []),
+    )
+
+
+def page_line(cluster: ClusterConfig, url: str) -> str:
+    """A line that says how to open the status page, through an ssh tunnel if it is on another machine's loopback."""
+    if cluster.global_ssh is None or not is_loopback(urlsplit(url).hostname or ""):
+        return f"status page: {url}"
+    port = urlsplit(url).port
+    tunnel = f"ssh -N -L {port}:127.0.0.1:{port} {cluster.global_ssh}"
+    return f"status page: {url} on {cluster.global_ssh}; to see it here: {tunnel}"
+
+
+class RunDisplay:
+    """The launcher's display, a context manager. A thread asks the servers; `show` draws what is known, without
+    waiting."""
+
+    def __init__(self, run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
+        self._run, self._cluster, self._console = run, cluster, console
+        self._servers = addresses(run, cluster)
+        self._latest: dict[str, Status] = {}
+        self._eta = Eta()
+        self._page: str | None = None  # the status page's address, once it was told
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask_on, name="status", daemon=True)
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> RunDisplay:
+        self._thread.start()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join(2 * ASK_S)
+        if self._live:
+            self._live.stop()
+
+    def finish(self, folder: Path) -> None:
+        """Show the run once more, with the last status of the servers that have ended."""
+        self._latest = {**self._latest, **last_words(folder, self._servers)}
+        self.show()
+
+    def show(self) -> None:
+        latest = self._latest  # the thread replaces this dict and never changes it, so no lock is needed
+        top = latest.get(GLOBAL, {})
+        left_s = self._eta.update(share_of(top), time.monotonic())
+        if self._live:
+            title = f"{self._run.name}: {headline(top, top.get('phase', 'starting'))}"
+            self._live.update(draw(title, self._cluster, latest, left_s), refresh=True)
+            return
+        told = lines(self._cluster, latest, left_s)
+        if (page := top.get("page")) and page != self._page:
+            self._page = page
+            told.insert(0, page_line(self._cluster, page))
+        for line in told:
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _ask_on(self) -> None:
+        while not self._stop.wait(self._run.monitor.every_s):
+            self._latest = {**self._latest, **ask(self._cluster, self._servers)}
+
+
+# ------------------------------------------------------------------------------------------- for all commands
+
+
+def new_console() -> Console:
+    """A console for tables: as wide as the terminal, or wide enough if there is none."""
+    return Console() if Console().is_terminal else Console(width=160)
+
+
+def table_of(rows: Sequence[Mapping[str, str]], left: Collection[str] | None = None) -> Table:
+    """A table without lines. rows: column → text, each with the same columns. left: the columns aligned to the left,
+    all others are aligned to the right; None: all are aligned to the left."""
+    table = Table(box=None, pad_edge=False)
+    for heading in rows[0] if rows else ():
+        table.add_column(heading, justify="left" if left is None or heading in left else "right")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def size(count_bytes: float) -> str:
+    """A number of bytes in words, with a decimal prefix."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count_bytes < 1000:
+            return f"{count_bytes:.0f} {unit}" if unit == "B" else f"{count_bytes:.1f} {unit}"
+        count_bytes /= 1000
+    return f"{count_bytes:.1f} TB"
+
+
+def clock(seconds: float | None) -> str:
+    """A time in minutes and seconds."""
+    return UNKNOWN if seconds is None else f"{seconds // 60:.0f}:{seconds % 60:02.0f}"

@@ -1,0 +1,125 @@
+"""Token files: round trips through Megatron-core's format, atomic writing, and refusal of damaged files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geotrain.data.tokens import DataError, TokenWriter, open_tokens
+
+DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(prefix: Path, vocab_size: int = 100) -> str:
+    with TokenWriter(str(prefix), vocab_size) as writer:
+        for document in DOCUMENTS:
+            writer.add_document(document)
+    return str(prefix)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(100, np.uint16), (65_499, np.uint16), (151_936, np.int32)])
+def test_round_trip(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    tokens = open_tokens(write(tmp_path / "new" / "train", vocab_size))
+    assert tokens.tokens.dtype == dtype
+    assert isinstance(tokens.tokens, np.memmap)
+    assert tokens.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert tokens.document_ends.tolist() == [3, 4, 8]
+    assert tokens.document_ends.dtype == np.int64
+    assert names(tmp_path / "new") == ["train.bin", "train.idx"]
+
+
+def test_megatron_reads_it(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(write(tmp_path / "train"))
+    assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
+
+
+def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
+    """Megatron's own tools write one sequence a sentence."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "train.bin"), dtype=np.int32)
+    builder.add_document(np.array([1, 2, 3]), [2, 1])
+    builder.add_document(np.array([4, 5]), [2])
+    builder.finalize(str(tmp_path / "train.idx"))
+    assert open_tokens(str(tmp_path / "train")).document_ends.tolist() == [3, 5]
+
+
+def test_nothing_appears_before_close_and_an_exception_discards(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), TokenWriter(str(tmp_path / "train"), 100) as writer:
+        writer.add_document([1])
+        assert not (tmp_path / "train.bin").exists()
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+def test_a_failed_rewrite_keeps_the_old_file(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train")
+    with pytest.raises(DataError), TokenWriter(prefix, 100) as writer:
+        writer.add_document([9, 100])
+    assert open_tokens(prefix).tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("document", [[], [-1], [100], [1.5], [[1, 2]]])
+def test_bad_documents_are_refused(tmp_path: Path, document: list) -> None:
+    writer = TokenWriter(str(tmp_path / "train"), 100)
+    with pytest.raises(DataError, match="train"):
+        writer.add_document(document)
+    writer.discard()
+
+
+def test_an_empty_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no document"):
+        TokenWriter(str(tmp_path / "train"), 100).close()
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    writer = TokenWriter(str(tmp_path / "train"), 100)
+    writer._data.close()
+    writer._data = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
+    with pytest.raises(DataError, match="No space left"):
+        writer.add_document([1, 2])
+    assert names(tmp_path) == []
+
+
+def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        TokenWriter(str(tmp_path / "file" / "train"), 100)
+
+
+@pytest.mark.parametrize(
+    ("ending", "change", "message"),
+    [
+        ("idx", lambda b: None, "cannot be read"),
+        ("bin", lambda b: None, "cannot be read"),
+        ("idx", lambda b: b"", "empty"),
+        ("bin", lambda b: b"", "empty"),
+        ("idx", lambda b: b[:20], "truncated"),
+        ("idx", lambda b: b[:-1], "truncated"),
+        ("idx", lambda b: b + b"\0", "instead of"),
+        ("idx", lambda b: b"X" + b[1:], "magic"),
+        ("idx", lambda b: b[:9] + b"\2" + b[10:], "version 2"),
+        ("idx", lambda b: b[:17] + b"\7" + b[18:], "dtype code 7"),
+        ("bin", lambda b: b[:-1], "truncated"),
+        ("bin", lambda b: b[:-2], "do not belong together"),
+        ("bin", lambda b: b + b"\0\0", "do not belong together"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, ending: str, change: object, message: str) -> None:
+    prefix = write(tmp_path / "train")
+    path = tmp_path / f"train.{ending}"
+    content = change(path.read_bytes())  # type: ignore[operator]
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_tokens(prefix)

@@ -1,0 +1,201 @@
+"""Muon: its arithmetic against torch's and a plain one, and every layout against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from geotrain.config import AccoConfig, ConfigError, ParallelConfig
+from geotrain.optimizers.muon import Muon
+from geotrain.optimizers.updates import OwnedMatrix
+from geotrain.parallelism.checks import check_layout
+from geotrain.parallelism.optimizer_settings import MuonSettings
+from geotrain.parallelism.whole_matrices import LocalMatrix, pack
+from tests.support.acco_reference import muon_step
+from tests.support.inner_worlds import (
+    LLAMA,
+    QWEN,
+    SEQUENCE,
+    architecture,
+    assemble,
+    deepspeed_block,
+    micro_batches,
+    pushed,
+    run_world,
+    start,
+    stop,
+    train,
+)
+
+STEPS = range(20)
+MODELS = {"llama": LLAMA, "qwen": QWEN}
+BF16 = {"bf16": {"enabled": True}}
+# model, tensor, pipeline, sequence, ZeRO stage, tp_mode, form of ACCO
+Layout = tuple[str, int, int, bool, int, str, str | None]
+
+
+def muon_block(stage: int, mode: str = "duplicated", **more: Any) -> dict[str, Any]:
+    params = {"lr": 5e-3, "adam_lr": 4e-3, "weight_decay": 0.1, "tp_mode": mode}
+    return deepspeed_block(stage, **{"optimizer": {"type": "Muon", "params": params}, **more})
+
+
+@pytest.mark.parametrize("shape", [(12, 32), (32, 12), (16, 16)])
+def test_the_arithmetic_is_that_of_the_definition_and_of_torch(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start_weights = torch.randn(shape, generator=generator)
+    ours, theirs = (nn.Parameter(start_weights.clone()) for _ in range(2))
+    plain, momentum = start_weights.double(), torch.zeros(shape, dtype=torch.float64)
+    groups = [{"params": [ours], "lr": 0.02, "weight_decay": 0.1, "is_matrices": True}]
+    muon = Muon(groups, MuonSettings(lr=0.02, weight_decay=0.1))
+    muon.bind([(ours, OwnedMatrix(LocalMatrix(((0, ours.numel()),), *shape, None), 0))], None)
+    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        gradient = torch.randn(shape, generator=generator)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        muon.step()
+        torchs.step()
+        muon_step(plain, momentum, gradient.double(), 0.02, 0.1)
+    torch.testing.assert_close(ours.data.double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.data, theirs.data, rtol=0, atol=5e-3)  # torch's iterates in bf16
+    assert (ours.data - start_weights).abs().max() > 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "stage = 2 does not go with the optimizer Muon"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "does not go with the optimizer",
+        ),
+        ({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}}, "write lr = 0.1"),
+        ({"optimizer": {"type": "Muon", "params": {"ns_step": 5}}}, "did you mean 'ns_steps'"),
+        ({"optimizer": {"type": "Muon", "params": {"momentum": 1.0}}}, "momentum = 1.0"),
+        ({"optimizer": {"type": "Muon", "params": {"tp_mode": "distributed"}}}, "tp_mode"),
+        ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, "momentum: unknown key"),
+        ({"optimizer": {"type": "Lion"}}, "use 'Muon'"),
+        (
+            {"scheduler": {"type": "WarmupLR"}, "optimizer": {"type": "Muon", "params": {"lr": 0.1, "adam_lr": 0.2}}},
+            "gives all parameters one rate",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_reason(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_layout(architecture(LLAMA), ParallelConfig(), 2, {**muon_block(1), **change}, SEQUENCE)
+
+
+def test_more_ranks_than_matrices_are_refused() -> None:
+    block = {**muon_block(1), "train_batch_size": 128}
+    with pytest.raises(ConfigError, match="64 data-parallel ranks are too many"):
+        check_layout(architecture(LLAMA), ParallelConfig(), 64, block, SEQUENCE)
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=30),
+    st.integers(1, 9),
+    st.integers(0, 40),
+    st.integers(1, 130),
+)
+def test_no_shard_cuts_an_item(sizes: list[int], ranks: int, head: int, multiple: int) -> None:
+    packing = pack(sizes, ranks, head * multiple, multiple)
+    shard, position, seen = packing.shard_numel, head * multiple, []
+    for entry in packing.sequence:
+        length = sizes[entry] if entry >= 0 else -entry
+        if entry >= 0:
+            assert position // shard == (position + length - 1) // shard, "a boundary cuts it"
+            assert position % multiple == 0
+            seen.append(entry)
+        position += length
+    assert sorted(seen) == list(range(len(sizes)))
+    assert position == shard * ranks and shard % multiple == 0
+    rounded = [-(-size // multiple) * multiple for size in sizes]
+    least = max((head * multiple + sum(rounded)) / ranks, *rounded, 0)
+    assert shard < least + max(rounded) + multiple, "no worse than filling ranks in turn"
+
+
+def blockwise() -> Any:
+    """TP 2: what each rank's part becomes, and the part's start and gradients' stand-ins."""
+    engine = start(LLAMA, ParallelConfig(tensor=2), muon_block(0, "blockwise"))
+    muon = engine.basic_optimizer
+    before = {place.name: (p.detach().clone(), place) for p, place in engine._placed}
+    generator = torch.Generator().manual_seed(engine.mesh.tp_rank)
+    gradients = {}
+    for p, place in engine._placed:
+        p.grad = gradients[place.name] = torch.randn(p.shape, generator=generator)
+    for group in muon.param_groups:
+        group["lr"] = 0.01
+    muon.step()
+    after = {place.name: p.detach().clone() for p, place in engine._placed}
+    stop(engine)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    return before[name][0], gradients[name], after[name]
+
+
+@pytest.mark.slow
+def test_blockwise_each_tensor_rank_takes_its_own_part_for_a_matrix() -> None:
+    for weights, gradient, after in run_world(2, blockwise):
+        expected, momentum = weights.double(), torch.zeros_like(weights, dtype=torch.float64)
+        muon_step(expected, momentum, gradient.double(), 0.01, 0.1)
+        torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def try_layouts(layouts: list[Layout]) -> list[Any]:
+    """On each rank, for each layout: (curve, evaluation, pushed at the end)."""
+    results = []
+    for model, tensor, pipeline, sequence, stage, mode, form in layouts:
+        parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence)
+        acco = None if form is None else AccoConfig(prediction=form, synchronous_steps=len(STEPS))  # type: ignore[arg-type]
+        engine = start(MODELS[model], parallel, muon_block(stage, mode), acco=acco)
+        curve = train(engine, STEPS)
+        engine.settle()
+        results.append((curve, engine.evaluate(micro_batches(engine, 0)), pushed(engine)))
+        stop(engine)
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What one process does, without any parallelism."""
+    (results,) = run_world(1, try_layouts, [(name, 1, 1, False, 0, "duplicated", None) for name in MODELS])
+    return dict(zip(MODELS, results, strict=True))
+
+
+ONE: list[Layout] = [("qwen", 1, 1, False, 1, "duplicated", None), ("llama", 1, 1, False, 1, "duplicated", "none")]
+TWO: list[Layout] = [
+    ("qwen", 2, 1, False, 1, "duplicated", None),
+    ("llama", 2, 1, True, 0, "duplicated", None),
+    ("qwen", 1, 2, False, 1, "duplicated", None),
+    ("llama", 1, 1, False, 1, "duplicated", None),
+    ("qwen", 1, 1, False, 0, "duplicated", None),
+    ("llama", 1, 1, False, 1, "duplicated", "int4"),
+    ("qwen", 2, 1, False, 1, "duplicated", "int4"),
+    ("qwen", 1, 2, False, 1, "duplicated", "stale"),
+]
+FOUR: list[Layout] = [
+    ("qwen", 2, 1, True, 1, "duplicated", None),
+    ("llama", 2, 2, False, 1, "duplicated", None),
+    ("qwen", 1, 1, False, 1, "duplicated", None),
+    ("llama", 2, 1, False, 1, "duplicated", "exact"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, ONE), (2, TWO), (4, FOUR)])
+def test_every_layout_trains_as_one_process(alone: dict[str, Any], ranks: int, layouts: list[Layout]) -> None:
+    by_rank = run_world(ranks, try_layouts, layouts)
+    for i, layout in enumerate(layouts):
+        curve, evaluation, after = alone[layout[0]]
+        assert curve[-1][0] < 0.8 * curve[0][0]
+        for rank in range(ranks):
+            torch.testing.assert_close(by_rank[rank][i][0], curve, rtol=1e-4, atol=1e-5, msg=f"{layout} rank {rank}")
+            assert by_rank[rank][i][1] == pytest.approx(evaluation, rel=1e-4), layout
+        a = architecture(MODELS[layout[0]])
+        ours, theirs = assemble(a, [by_rank[rank][i][2] for rank in range(ranks)]), assemble(a, [after])
+        for name, weight in theirs.items():
+            torch.testing.assert_close(ours[name], weight, rtol=2e-3, atol=2e-4, msg=f"{layout}: {name}")

@@ -1,0 +1,180 @@
+"""The exchange's stream and buffers: order and reuse with a stand-in for CUDA, and the real thing on a GPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from geotrain.config import OuterConfig, OverlapConfig, codec_config
+from geotrain.inner.staging import CudaStaging
+from geotrain.layout import StridedSlice
+from geotrain.outer.codec import NonFiniteError, make_codec
+from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.exchange import Ready
+from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.worker import OwnedSlices, Staging, SynchronousStaging, WorkerRank
+from tests.support.cuda_stand_in import Cuda
+from tests.support.outer_world import layout
+
+CPU = torch.device("cpu")
+CODECS = ("fp32", "bf16", "int4", "topk2")
+
+
+def rank(staging: Staging, codec: str = "int8") -> tuple[WorkerRank, torch.Tensor]:
+    matrix = torch.zeros(16, device=staging.device)
+    config = OuterConfig(local=codec_config(codec), overlap=OverlapConfig(steps=1, adopt="rebase"))
+    pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
+    return WorkerRank(layout(), config, pieces, staging), matrix
+
+
+def whole(value: float, codec: str = "int8") -> FragmentWeights:
+    """As a server sends them whose codec is this: a coarse one carries changes only, so that these are fp32."""
+    plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
+    return FragmentWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
+
+
+def test_the_streams_wait_for_each_other_and_the_host_for_neither(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    cuda = Cuda(late=True)
+    worker, matrix = rank(CudaStaging(CPU, cuda))
+    worker.on_weights(whole(1.0), start=True)
+    matrix.add_(1.0)
+    delta = worker.make_delta(0, seed=1)
+    waiting = worker.when_made(lambda: Ready(delta.result().payload))
+    matrix.add_(10.0)  # training goes on: what was read before does not change
+    assert not delta.done() and not waiting.done()
+    adopting = ["exchange after training", "[", "]", "training after event 1"]  # event 0: the host buffer is free
+    making = ["training after event 1", "exchange after training", "[", "]"]  # event 2: fetched, event 3: all done
+    said = [line for line in cuda.log if not line.startswith("deltas")]
+    assert said == adopting + making
+    for event in cuda.events:
+        event.happened.set()
+    sent = make_codec(codec_config("int8")).decode(from_bytes(waiting.result()), 16)
+    torch.testing.assert_close(sent, torch.full((16,), -1.0), rtol=0.01, atol=0)
+    assert "deltas waits for event 2" in cuda.log  # on a thread of its own
+
+
+def test_a_buffer_is_allocated_once_and_not_touched_while_a_copy_uses_it():
+    cuda = Cuda(late=True)
+    staging = CudaStaging(CPU, cuda)
+    first = staging.bring(0, b"abc", lambda host: None)
+    cuda.late = False
+    other = threading.Thread(target=lambda: staging.bring(1, b"xyz", lambda host: None), name="other")
+    other.start()
+    other.join(10)  # another fragment's has nothing to wait for
+    assert not other.is_alive()
+    again: list[torch.Tensor] = []
+    next_ = threading.Thread(target=lambda: again.append(staging.bring(0, b"de", lambda host: None)), name="next")
+    next_.start()
+    next_.join(0.2)
+    assert next_.is_alive() and bytes(first.numpy()) == b"abc"
+    cuda.events[0].happened.set()
+    next_.join(10)
+    assert bytes(again[0].numpy()) == b"de"
+    assert again[0].data_ptr() == first.data_ptr()
+
+
+def test_what_is_fetched_is_not_overwritten_before_it_was_read():
+    cuda = Cuda()
+    staging = CudaStaging(CPU, cuda)
+    finite = torch.tensor(True)
+    fetched = [
+        staging.fetch(0, torch.full((4,), i, dtype=torch.uint8), finite, lambda b, ok: (b, ok)) for i in range(9)
+    ]
+    assert [f.result() for f in fetched] == [(bytes([i] * 4), True) for i in range(9)]
+
+
+def test_damaged_weights_are_refused_before_they_reach_the_device():
+    staging = CudaStaging(CPU, Cuda())
+    with pytest.raises(ValueError, match="too bad"):
+        staging.bring(0, b"abc", check=refuse)
+
+
+def test_a_buffer_is_used_again_after_its_first_payload_was_refused():
+    staging = CudaStaging(CPU, Cuda())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too bad"):
+            staging.bring(0, b"abc", check=refuse)
+    assert bytes(staging.bring(0, b"abc", lambda host: None).numpy()) == b"abc"
+
+
+def test_a_rank_that_holds_nothing_of_a_fragment_adopts_it_on_its_device(monkeypatch):
+    """Devices do not mix, also where there is no element: "meta" stands for the GPU."""
+    meta = torch.device("meta")
+    pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), torch.zeros(16, device=meta), True)]
+    for overlap in (OverlapConfig(steps=1, adopt="mix"), OverlapConfig(steps=1, adopt="rebase")):
+        worker = WorkerRank(layout(1), OuterConfig(local=codec_config("fp32"), overlap=overlap), pieces)
+        monkeypatch.setattr(worker.downlink, "decode", lambda *_: torch.empty(0, device=meta))  # as it arrives
+        empty = next(i for i, holds in enumerate(worker.holds) if not holds)
+        for start in (True, False):
+            worker.on_weights(FragmentWeights(empty, 1, b""), start)
+        assert {shard.anchor.device for shard in worker.shards} == {meta}
+
+
+def test_what_is_lent_is_put_aside_after_the_delta_under_way_was_coded(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    cuda = Cuda()
+    worker, _ = rank(CudaStaging(CPU, cuda))
+    worker.on_weights(whole(1.0), start=True)
+    worker.make_delta(0, seed=1).result()
+    coded = worker.shards[0].done
+    cuda.log.clear()
+    with worker.lent([]):  # reads into the buffer that the delta was coded from
+        assert cuda.log == [f"training after {coded.name}"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_without_a_gpu_everything_happens_at_once(codec):
+    worker, matrix = rank(SynchronousStaging(CPU), codec)
+    worker.on_weights(whole(1.0, codec), start=True)
+    matrix.add_(1.0)
+    delta = worker.make_delta(0, seed=1)
+    assert delta.done() and worker.when_made(lambda: delta) is delta
+
+
+@pytest.mark.parametrize("staging", [SynchronousStaging(CPU), CudaStaging(CPU, Cuda())], ids=["cpu", "streams"])
+def test_a_parameter_that_is_not_finite_is_named(staging, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    worker, matrix = rank(staging)
+    worker.on_weights(whole(1.0), start=True)
+    matrix[3] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"parameter layer\.0: holds infinities or NaN"):
+        worker.make_delta(0, seed=1).result()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("codec", CODECS)
+def test_on_a_gpu_nothing_waits_for_the_training_stream(codec):
+    """Whatever would make the host wait raises; the bits are those of the CPU."""
+    device = torch.device("cuda")
+    worker, matrix = rank(CudaStaging(device), codec)
+    on_host, reference = rank(SynchronousStaging(CPU), codec)
+    for each in (worker, on_host):  # kernels are compiled, buffers allocated
+        each.on_weights(whole(1.0, codec), start=True)
+        each.make_delta(0, seed=1).result()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for turn in range(3):
+            torch.cuda._sleep(50_000_000)  # the device is far behind the host
+            matrix.add_(0.5)
+            reference.add_(0.5)
+            delta = worker.make_delta(0, seed=turn)
+            assert not delta.done()
+            matrix.add_(0.25)
+            reference.add_(0.0)
+            expected = on_host.make_delta(0, seed=turn).result()
+            reference.add_(0.25)
+            worker.on_weights(whole(float(turn), codec))
+            on_host.on_weights(whole(float(turn), codec))
+            assert delta.result() == expected
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(matrix.cpu(), reference, rtol=0, atol=0)
+
+
+def refuse(host: torch.Tensor) -> None:
+    raise ValueError("too bad")

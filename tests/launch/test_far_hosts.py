@@ -1,0 +1,94 @@
+"""Hosts of a worker that share no file system with the launcher: they get the run's files, and must have its data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from geotrain.config import ConfigError, load_cluster, load_run
+from geotrain.launch import far_hosts
+from geotrain.launch.far_hosts import DATA_SUFFIXES, prepare_far_hosts
+from geotrain.launch.site_processes import LaunchRequest, local_processes
+from geotrain.launch.worker_command import HostMachine
+from tests.support.small_runs import write_files
+
+# On every host the launcher's folder is another one: <folder>-<host>.
+SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
+host=$1; shift
+[[ $host == silent ]] && exec sleep 60
+[[ $host == gone ]] && { echo "no route to gone" >&2; exit 255; }
+mkdir -p "$HERE-$host"
+exec bash -c "${*//$HERE/$HERE-$host}"
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The launcher's folder, and in the path an ssh to hosts that have none of its files."""
+    here, programs = tmp_path / "here", tmp_path / "bin"
+    here.mkdir()
+    programs.mkdir()
+    (programs / "ssh").write_text(SSH)
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("HERE", str(here))
+    return here
+
+
+def request(here: Path, *hosts: str) -> tuple[LaunchRequest, Path]:
+    """A run whose worker "eu-0" has these hosts, and the run's folder with its files."""
+    files = write_files(here, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}})
+    raw = json.loads(files[1].read_text())
+    raw["regions"][0]["workers"][0].update(launcher="ssh", hosts=[{"host": host, "slots": 1} for host in hosts])
+    files[1].write_text(json.dumps(raw))
+    made = LaunchRequest(load_run(files[0]), load_cluster(files[1]), ("global", "eu"), False)
+    folder = made.run.run_folder.absolute()
+    made.write_files(folder)
+    local_processes(made, folder, HostMachine(1))
+    return made, folder
+
+
+def data_on(here: Path, host: str) -> None:
+    place = Path(f"{here}-{host}") / "data"
+    place.mkdir(parents=True)
+    for suffix in DATA_SUFFIXES:
+        (place / f"train{suffix}").touch()
+
+
+def test_the_runs_files_are_brought_and_nothing_is_left_beside_them(here: Path) -> None:
+    made, folder = request(here, "h1", "h2")
+    for host in ("h1", "h2"):
+        data_on(here, host)
+    for _ in range(2):  # a resumed run replaces them
+        prepare_far_hosts(made, folder)
+        for host in ("h1", "h2"):
+            there = Path(str(folder).replace(str(here), f"{here}-{host}"))
+            found = {str(path.relative_to(there)): path.read_text() for path in there.rglob("*") if path.is_file()}
+            names = ["cluster.json", "hosts/eu-0", "run.json"]
+            assert found == {name: (folder / name).read_text() for name in names}
+            assert sorted(path.name for path in there.iterdir()) == ["cluster.json", "hosts", "run.json"]
+
+
+@pytest.mark.parametrize("suffix", DATA_SUFFIXES)
+def test_missing_data_is_told_before_anything_starts(here: Path, suffix: str) -> None:
+    made, folder = request(here, "h1", "h2")
+    for host in ("h1", "h2"):
+        data_on(here, host)
+    (Path(f"{here}-h2") / "data" / f"train{suffix}").unlink()
+    with pytest.raises(ConfigError, match=rf"host h2: not ready for a worker: cannot read .*data/train{suffix}"):
+        prepare_far_hosts(made, folder)
+
+
+def test_a_host_that_cannot_be_reached_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, folder = request(here, "gone")
+    with pytest.raises(ConfigError, match=re.escape("host gone: not ready for a worker: no route to gone")):
+        prepare_far_hosts(made, folder)
+    monkeypatch.setattr(far_hosts, "DEADLINE_S", 0.5)
+    made, folder = request(here, "silent")
+    with pytest.raises(ConfigError, match=r"host silent: gave no answer within 0\.5 s"):
+        prepare_far_hosts(made, folder)

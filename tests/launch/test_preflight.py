@@ -1,0 +1,242 @@
+"""What a launch would stumble over is told before it begins: by `geotrain launch`, and all at once by `dry-run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain import cli
+from geotrain.commands import dry_run
+from geotrain.commands.prepare import prepare_files
+from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.hf_checkpoint import write_checkpoint
+from geotrain.initial import initial_tensor
+from geotrain.launch import preflight
+from geotrain.launch.terminal import new_console
+from geotrain.layout import canonical_parameters
+from geotrain.net.certs import make_certificates
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with data, a run file and a cluster file, with which nothing is wrong. The working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    lines = [json.dumps({"text": f"text number {i}, of some length, so that there is something"}) for i in range(200)]
+    Path("texts.jsonl").write_text("\n".join(lines))
+    prepare_files(["texts.jsonl"], Path("data"), None, None, True, 0.2, processes=1)
+    run = {
+        "name": "mine",
+        "model": {"config": MODEL},
+        "data": {
+            "train": "data/train", "validation": "data/validation", "tokenizer": "data/tokenizer",
+            "sequence_length": 32, "train_samples": 64, "validation_samples": 8,
+        },
+        "deepspeed": {
+            "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        },
+        "monitor": {"validate_every_samples": 32},
+    }  # fmt: skip
+    worker = {"name": "here-0", "hosts": [{"host": "localhost", "slots": 1}]}
+    cluster = {"name": "laptop", "regions": [{"name": "here", "workers": [worker]}]}
+    Path("run.json").write_text(json.dumps(run))
+    Path("cluster.json").write_text(json.dumps(cluster))
+    return tmp_path
+
+
+def change(file: str, **paths: Any) -> None:
+    """Set keys of a JSON file: `outer__local_steps=4`."""
+    raw = json.loads(Path(file).read_text())
+    for path, value in paths.items():
+        *parents, last = path.split("__")
+        block = raw
+        for part in parents:
+            block = block[int(part)] if isinstance(block, list) else block.setdefault(part, {})
+        block[int(last) if isinstance(block, list) else last] = value
+    Path(file).write_text(json.dumps(raw))
+
+
+def files() -> tuple[RunConfig, ClusterConfig]:
+    return load_run("run.json"), load_cluster("cluster.json")
+
+
+def refused() -> list[str]:
+    run, cluster = files()
+    here = preflight.sites_here(cluster)
+    return [str(o) for o in (*preflight.obstacles(run, cluster, here), *preflight.port_obstacles(run, cluster, here))]
+
+
+def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+    """Exit code of a command, and all that it says, with its line ends as spaces."""
+    monkeypatch.setattr(sys, "argv", ["geotrain", *words])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0), " ".join("".join(capfd.readouterr()).split())
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def test_nothing_is_wrong(place: Path) -> None:
+    assert refused() == []
+    assert preflight.cautions(*files()) == []
+    assert dry_run.report(*files(), new_console())
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ({"data__train": "data/none"}, "data/none.json: cannot be read"),
+        ({"data__sha256": "0" * 64}, "data/train: is other data than data.sha256 = '0000"),
+        ({"data__tokenizer": "data/none"}, "data.tokenizer = 'data/none': no such folder"),
+        ({"model__config__vocab_size": 256}, "data/train: prepared with a tokenizer of"),
+        ({"model__init_from": "none"}, "model.init_from: none/config.json: cannot be read"),
+        ({"outer__fragments": {"layers_per_fragment": 3}}, "layers_per_fragment = 3, but the model has 2 layers"),
+        ({"data__validation_samples": 4}, "validation_samples = 4 is not a multiple of 8, which worker 'here-0'"),
+        ({"data__validation_samples": 80_000, "monitor__validate_every_samples": 320_000},
+         "data/validation: 80000 validation samples are wanted, but there are "),
+        ({"monitor__token_file": "none"}, "monitor.token_file = 'none': cannot be read"),
+        ({"monitor__metrics_port": 65535}, "'launcher' (monitor.metrics_port + 1): there is no port 65536"),
+    ],
+)  # fmt: skip
+def test_what_launch_refuses_the_dry_run_finds(
+    place: Path,
+    run: dict[str, Any],
+    told: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change("run.json", **run)
+    assert any(told in line for line in refused())
+    for command in ("dry-run", "launch"):
+        code, text = said(capfd, monkeypatch, command, "run.json", "cluster.json")
+        assert code == 2 and " ".join(told.split()) in text, f"{command}: {text}"
+    assert not Path("runs/mine/servers").exists()
+
+
+def test_the_dry_run_tells_everything_at_once(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change("run.json", data__train="data/none", data__tokenizer="none", model__init_from="weights")
+    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
+    assert code == 2
+    assert "parameters in 1 fragment(s)" in text  # the figures come first
+    for told in ("data/none.json: cannot be read", "data.tokenizer = 'none'", "model.init_from: weights/config.json"):
+        assert told in text
+
+
+def test_initial_weights_of_another_model(place: Path) -> None:
+    for layers in (2, 1):
+        config = {**MODEL, "num_hidden_layers": layers}
+        run, _ = files()
+        parameters = canonical_parameters(run.model_copy(
+            update={"model": run.model.model_copy(update={"config": config})}
+        ).architecture)  # fmt: skip
+        write_checkpoint(((p.name, initial_tensor(p, 1)) for p in parameters), config, place / f"w{layers}")
+    change("run.json", model__init_from="w2")
+    assert refused() == []
+    change("run.json", model__init_from="w1")
+    (told,) = refused()
+    assert told.startswith("model.init_from = 'w1': is another model: model.layers.1.")
+
+
+@pytest.mark.parametrize("key", ["page_port", "metrics_port"])
+def test_a_taken_port_is_found_before_the_folder_holds_a_run(
+    place: Path, key: str, taken: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change("run.json", **{f"monitor__{key}": taken})
+    for command in ("dry-run", "launch", "launch"):
+        code, text = said(capfd, monkeypatch, command, "run.json", "cluster.json")
+        assert code == 2 and f"cannot listen on 127.0.0.1:{taken}" in text and key in text
+        assert "holds a run already" not in text
+
+
+def test_ports_given_twice(place: Path, taken: int) -> None:
+    change("run.json", monitor__page_port=taken)
+    change("cluster.json", global_server={"port": taken})
+    told = refused()
+    assert f"monitor.page_port and the server of 'global' both want 127.0.0.1:{taken}; give one" in told[0]
+    assert len(told) == 3  # and both find it taken
+
+
+@pytest.mark.parametrize("board", [{"wandb": {"project": "p"}}, {"tensorboard": "tb"}])
+def test_a_board_that_is_not_installed(place: Path, board: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (package,) = board
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    change("run.json", **{f"monitor__{key}": value for key, value in board.items()})
+    assert refused() == [f"monitor.{package}: the package is not installed here: pip install {package}"]
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())
+    assert refused() == []
+
+
+def test_missing_certificates(place: Path) -> None:
+    change("cluster.json", security={"folder": "certs"})
+    told = "\n".join(refused())
+    for pair in ("operator-operator", "global-global", "region-here", "worker-here-0"):
+        assert f"certs/{pair}.key: cannot be read" in told
+    make_certificates(load_cluster("cluster.json"), Path("certs"))
+    assert refused() == []
+
+
+def test_servers_that_others_reach_without_certificates(place: Path) -> None:
+    change("cluster.json", global_server={"host": "10.1.2.3", "port": 7070})
+    (told,) = preflight.cautions(*files())
+    assert "plaintext, and everyone who reaches 'global' at 10.1.2.3:7070 can take part" in told
+
+
+def test_hosts_are_asked_where_wanted(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ssh is a program here that knows one host."""
+    ssh = place / "bin/ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\ncase "$*" in *" near true") exit 0;; esac\necho "no route to it" >&2\nexit 255\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    change("cluster.json", regions__0__ssh="far", regions__0__server={"host": "far", "port": 7071}, global_ssh="near")
+    change("cluster.json", global_server={"host": "near", "port": 7070})
+    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
+    assert code == 0 and "not asked: far, near; --ask-hosts" in text
+    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json", "--ask-hosts")
+    assert code == 2 and "far: cannot be reached by ssh: no route to it" in text and "near: cannot" not in text
+
+
+def test_a_schedule_that_ends_before_the_data_is_warned_of(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"total_num_steps": 4, "warmup_num_steps": 2}
+    change("run.json", deepspeed__scheduler={"type": "WarmupCosineLR", "params": params})
+    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
+    assert code == 0
+    assert "total_num_steps = 4, but the run has 8 steps" in text and "cos_min_ratio is not stated" in text
+
+
+def test_links_that_cannot_be_emulated_are_said_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = {"regions": ["here", "global"], "gbps": 1.0}
+    change("cluster.json", emulate_links=True, links=[link])
+    monkeypatch.setattr(preflight.wan, "cannot_emulate", lambda: "network namespaces need root")
+    (told,) = preflight.cautions(*files())
+    assert told.startswith("LINKS ARE NOT EMULATED: network namespaces need root.")
+    monkeypatch.setattr(preflight.wan, "cannot_emulate", lambda: "")
+    assert preflight.cautions(*files()) == []

@@ -1,0 +1,238 @@
+"""The supervisor and the guard, with real process trees."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.launch.guard import EXIT_LEFT_BEHIND
+from geotrain.launch.supervisor import LaunchError, ProcessSpec, Supervisor, guarded
+from tests.support.process_trees import STUBBORN, marked, new_mark, until
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
+with Supervisor(Path(sys.argv[1])) as supervisor:
+    for name in ("a", "b"):
+        supervisor.start(ProcessSpec(name, guarded(sys.argv[2:], grace_s=1.0)))
+    outcome = supervisor.wait()
+print(outcome.reason)
+sys.exit(outcome.code)
+"""
+
+
+def guard(*command: str, grace_s: float = 0.5, **popen: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(guarded(command, grace_s=grace_s), stdin=subprocess.PIPE, **popen)
+
+
+def sh(script: str) -> tuple[str, ...]:
+    return guarded(("bash", "-c", script))
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137)])
+def test_guard_forwards_the_exit_code(script: str, code: int) -> None:
+    assert guard("bash", "-c", script).wait(10) == code
+
+
+def test_guard_names_a_program_that_is_not_there() -> None:
+    process = guard("/no/such/program", stderr=subprocess.PIPE)
+    assert process.wait(10) == 127
+    assert b"/no/such/program: No such file" in process.stderr.read()
+
+
+def test_guard_gives_its_command_an_empty_input() -> None:
+    assert guard("bash", "-c", "! read line").wait(10) == 0
+
+
+@pytest.mark.parametrize("how", ["end of input", "SIGTERM"])
+def test_guard_ends_the_whole_tree(how: str) -> None:
+    mark = new_mark()
+    process = guard(*STUBBORN, env={**os.environ, **mark}, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    assert until(lambda: len(marked(mark)) >= 5)  # guard, bash, bash, sleep, setsid sleep
+    if how == "SIGTERM":
+        process.terminate()
+    else:
+        process.stdin.close()
+    assert process.wait(10) == 128 + signal.SIGTERM
+    assert marked(mark) == []
+
+
+def test_guard_gives_a_chance_to_end_well(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    script = f"trap 'sleep 0.3; touch {saved}; exit 0' TERM; echo ready; while true; do sleep 0.05; done"
+    process = guard("bash", "-c", script, grace_s=10.0, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdin.close()
+    process.wait(10)
+    assert saved.exists()
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("exit 0", EXIT_LEFT_BEHIND)])
+def test_guard_clears_up_what_its_command_leaves(script: str, code: int) -> None:
+    mark = new_mark()
+    assert guard("bash", "-c", f"setsid sleep 300 & {script}", env={**os.environ, **mark}).wait(10) == code
+    assert marked(mark) == []
+
+
+def test_guard_lets_the_last_processes_end() -> None:
+    assert guard("bash", "-c", "setsid sleep 0.5 & exit 0").wait(10) == 0
+
+
+def test_all_end_well(tmp_path: Path) -> None:
+    with Supervisor(tmp_path / "logs") as supervisor:
+        for name in ("a", "b"):
+            supervisor.start(ProcessSpec(name, sh("echo $WHO; echo oops >&2"), env={"WHO": f"I am {name}"}))
+        outcome = supervisor.wait()
+    assert (outcome.code, outcome.reason) == (0, "")
+    assert (tmp_path / "logs" / "b.log").read_text() == "I am b\noops\n"
+
+
+def test_the_first_failure_decides_and_stops_the_others(tmp_path: Path) -> None:
+    mark = new_mark()
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(ProcessSpec("well", sh("sleep 300"), env=mark))
+        supervisor.start(ProcessSpec("ill", sh("seq 100; echo the cause; exit 5"), env=mark))
+        outcome = supervisor.wait()
+        assert marked(mark) == []
+    assert outcome.code == 5
+    assert "process 'ill' failed with exit code 5" in outcome.reason
+    assert str(tmp_path / "ill.log") in outcome.reason
+    assert outcome.reason.endswith("| 100\n  | the cause")
+    assert "| 1\n" not in outcome.reason
+
+
+def test_an_exception_stops_everything(tmp_path: Path) -> None:
+    mark = new_mark()
+    with pytest.raises(KeyError), Supervisor(tmp_path) as supervisor:
+        supervisor.start(ProcessSpec("a", sh("sleep 300"), env=mark))
+        raise KeyError("x")
+    assert marked(mark) == []
+
+
+def test_killing_a_guard_fails_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    mark = new_mark()
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(ProcessSpec("a", sh("sleep 300; true"), env=mark))
+        assert until(lambda: len(marked(mark)) == 3)
+        os.kill(min(marked(mark)), signal.SIGKILL)
+        outcome = supervisor.wait()
+    assert outcome.code == 137
+    assert "'a' was ended by SIGKILL" in outcome.reason
+    assert until(lambda: marked(mark) == [])
+
+
+def test_servers_that_do_not_follow_the_workers_are_a_failure(tmp_path: Path) -> None:
+    with Supervisor(tmp_path, drain_s=0.3) as supervisor:
+        supervisor.start(ProcessSpec("server", sh("echo waiting for eu-0; sleep 300"), role="server"))
+        supervisor.start(ProcessSpec("eu-0", sh("exit 0")))
+        outcome = supervisor.wait()
+    assert outcome.code == 1
+    assert "'server' still running 0.3 s after all workers ended" in outcome.reason
+    assert "| waiting for eu-0" in outcome.reason
+
+
+def test_servers_that_follow_end_well(tmp_path: Path) -> None:
+    with Supervisor(tmp_path, drain_s=10) as supervisor:
+        supervisor.start(ProcessSpec("server", sh("sleep 0.5"), role="server"))
+        supervisor.start(ProcessSpec("eu-0", sh("exit 0")))
+        assert supervisor.wait().code == 0
+
+
+def test_helpers_run_until_the_others_have_ended(tmp_path: Path) -> None:
+    mark = new_mark()
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(ProcessSpec("wan", sh("sleep 300"), env=mark, role="helper"))
+        supervisor.start(ProcessSpec("eu-0", sh("sleep 0.2")))
+        assert supervisor.wait().code == 0
+        assert marked(mark) == []
+
+
+def test_a_helper_that_ends_before_is_a_failure(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(ProcessSpec("wan", sh("exit 0"), role="helper"))
+        supervisor.start(ProcessSpec("eu-0", sh("sleep 300")))
+        outcome = supervisor.wait()
+    assert (outcome.code, outcome.reason.splitlines()[0][:48]) == (
+        1,
+        "process 'wan' failed with exit code 0; the end o",
+    )
+
+
+def test_ticks_come_at_their_pace(tmp_path: Path) -> None:
+    ticks: list[float] = []
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(ProcessSpec("a", sh("sleep 0.65")))
+        supervisor.wait(lambda: ticks.append(time.monotonic()), every_s=0.2)
+    assert len(ticks) >= 2
+    assert all(later - before >= 0.2 for before, later in pairwise(ticks))
+
+
+def test_hello_reaches_the_process(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start(ProcessSpec("a", ("bash", "-c", "read line; echo got $line"), first_input=b"the config\n"))
+        assert supervisor.wait().code == 0
+    assert (tmp_path / "a.log").read_text() == "got the config\n"
+
+
+def test_a_program_that_is_missing(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as supervisor, pytest.raises(LaunchError, match=r"'a' cannot be started: .*/no/such"):
+        supervisor.start(ProcessSpec("a", ("/no/such",)))
+
+
+def start_supervisor(tmp_path: Path, mark: dict[str, str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path), *STUBBORN],
+        env={**os.environ, **mark},
+        stdout=subprocess.PIPE,
+    )
+    assert until(lambda: all((tmp_path / f"{n}.log").exists() and (tmp_path / f"{n}.log").read_text() for n in "ab"))
+    assert until(lambda: len(marked(mark)) >= 11)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> None:
+    mark = new_mark()
+    process = start_supervisor(tmp_path, mark)
+    process.send_signal(number)
+    time.sleep(0.5)
+    process.send_signal(number)  # asked again: without grace
+    assert process.wait(10) == 128 + number
+    assert f"stopped by {number.name}" in process.stdout.read().decode()
+    assert marked(mark) == []
+
+
+def test_nothing_survives_the_supervisors_death(tmp_path: Path) -> None:
+    mark = new_mark()
+    process = start_supervisor(tmp_path, mark)
+    process.kill()
+    process.wait()
+    assert until(lambda: marked(mark) == [], timeout_s=20.0)
+
+
+def test_stops_when_whoever_started_it_ends(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    mark = new_mark()
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.stop_on_end_of(read_end)
+        supervisor.start(ProcessSpec("a", sh("sleep 300"), env=mark))
+        os.close(write_end)
+        outcome = supervisor.wait()
+    os.close(read_end)
+    assert outcome.code == 143
+    assert marked(mark) == []
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Supervisor(tmp_path):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,130 @@
+"""What is shown of a run, from what servers say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.config import ClusterConfig, HostConfig, RegionConfig, WorkerConfig
+from geotrain.launch.launcher import how_to_go_on
+from geotrain.launch.terminal import Eta, draw, headline, last_words, lines, new_console, region_cells, share_of, size
+
+
+def cluster() -> ClusterConfig:
+    def region(name: str) -> RegionConfig:
+        hosts = (HostConfig(host="localhost", slots=1),)
+        workers = tuple(WorkerConfig(name=f"{name}-{i}", hosts=hosts) for i in range(2))
+        return RegionConfig(name=name, workers=workers)
+
+    return ClusterConfig(name="c", regions=(region("eu"), region("us")))
+
+
+def member(**more: Any) -> dict[str, Any]:
+    return {"joined": True, "left": False, "restarts": 0, **more}
+
+
+TOP = {
+    "versions": [7, 8],
+    "members": {"eu": member(staleness=2.0, restarts=1), "us": member()},
+    "train_samples": 100,
+    "committed_samples": 25,
+}
+EU = {
+    "versions": [30, 31],
+    "global_versions": [6, 7],
+    "members": {
+        "eu-0": member(loss=3.0, tokens_per_s=1000.0, restarts=2),
+        "eu-1": member(loss=4.0, tokens_per_s=500.0, left=True),
+    },
+    "links": {"up_bytes": 1_500_000, "down_bytes": 2_000},
+}
+
+
+def test_a_row_for_each_region() -> None:
+    statuses = {"global": TOP, "eu": EU}
+    assert lines(cluster(), statuses, 83.0) == [  # nothing is known of the other
+        "eu: loss 3.500, 1,500 tokens/s, up 1.5 MB, down 2.0 kB, version 31 (global 7), staleness 2, "
+        "workers 1/2, restarts 3, committed 25%, 1:23 left"
+    ]
+    assert region_cells(cluster().regions[1], statuses)["loss"] == "–"
+    console = new_console()
+    with console.capture() as shown:
+        console.print(draw("r: running", cluster(), {**statuses, "global": {**TOP, "page": "http://here/"}}, 83.0))
+    title, headings, *rows, page = shown.get().splitlines()
+    assert (title, page) == ("r: running; 1:23 left", "status page: http://here/")
+    assert headings.split()[:3] == ["region", "loss", "tokens/s"]
+    assert [row.split()[:3] for row in rows] == [["eu", "3.500", "1,500"], ["us", "–", "–"]]
+
+
+@pytest.mark.parametrize("phase", ["paused", "stopping"])
+def test_a_run_at_rest_tells_no_time_that_is_left(phase: str) -> None:
+    statuses = {"global": {**TOP, "phase": phase}, "eu": EU}
+    (line,) = lines(cluster(), statuses, 83.0)
+    assert line.endswith(f"committed 25%, {phase}")
+    console = new_console()
+    with console.capture() as shown:
+        console.print(draw(f"r: {phase}", cluster(), statuses, 83.0))
+    assert shown.get().splitlines()[0] == f"r: {phase}"
+    assert "1:23 left" in lines(cluster(), {**statuses, "global": {**TOP, "phase": "running"}}, 83.0)[0]
+
+
+def test_a_headline() -> None:
+    top = {**TOP, "draining": ["us"], "validation": {"loss": 3.25, "samples": 1000}}
+    assert headline(top, "running") == (
+        "running; draining us; 25.0% committed; validation loss 3.2500 (at 1,000 samples)"
+    )
+    assert headline({}, "failed", "no disk") == "failed; 0.0% committed; no disk"
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert lines(cluster(), {}, None) == []
+    row = region_cells(cluster().regions[0], {})
+    assert (share_of({}), row["workers"], row["up"]) == (0.0, "0/2", "0 B")
+
+
+def test_a_flat_run_has_workers_at_the_global_server() -> None:
+    top = {
+        **TOP,
+        "members": {"eu-0": member(loss=3.0, staleness=1.0), "eu-1": member(), "us-0": member(), "us-1": member()},
+        "peers": {"eu-0": {"sent_bytes": 10, "received_bytes": 20}, "us-0": {"sent_bytes": 1, "received_bytes": 2}},
+    }
+    row = region_cells(cluster().regions[0], {"global": top})
+    shown = {"loss": "3.000", "up": "20 B", "down": "10 B", "stale": "1", "workers": "2/2"}
+    assert shown.items() <= row.items()
+    assert (row["version"], row["global"]) == ("8", "8")
+
+
+def test_time_that_is_left() -> None:
+    eta = Eta()
+    assert eta.update(0.0, 0.0) is None
+    assert eta.update(0.1, 10.0) is None
+    assert eta.update(0.3, 20.0) == pytest.approx(35.0)
+
+
+def test_sizes() -> None:
+    sizes = [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12, 5e15)]
+    assert sizes == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3.0 GB", "4.0 TB", "5000.0 TB"]
+
+
+def test_last_words(tmp_path: Path) -> None:
+    (tmp_path / "servers/eu").mkdir(parents=True)
+    (tmp_path / "servers/eu/status.json").write_text(json.dumps(EU))
+    assert last_words(tmp_path, ("global", "eu")) == {"eu": EU}
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path: Path) -> None:
+    status = tmp_path / "servers/global/status.json"
+    status.parent.mkdir(parents=True)
+
+    def told(**more: Any) -> str:
+        status.write_text(json.dumps({**TOP, "phase": "ended", **more}))
+        return how_to_go_on(tmp_path, Path("my runs/r.json"), Path("c.json"), ("outer.local_steps=4",))
+
+    assert told(complete=False) == (
+        "25.0% of the data is trained, and kept; the run goes on with: "
+        "geotrain launch 'my runs/r.json' c.json --resume --set outer.local_steps=4"
+    )
+    assert told(complete=True, committed_samples=100) == ""
+    status.unlink()
+    assert how_to_go_on(tmp_path, Path("r.json"), Path("c.json")) == ""

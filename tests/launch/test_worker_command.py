@@ -1,0 +1,228 @@
+"""The commands that start a worker: their text, and what DeepSpeed's launcher makes of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.config import ConfigError, HostConfig, WorkerConfig
+from geotrain.launch.worker_command import (
+    SCRIPT,
+    HostMachine,
+    LauncherCommand,
+    WorkerCommands,
+    WorkerPlace,
+    assign_devices,
+    hostfile_path,
+    rank_environment,
+    worker_commands,
+)
+
+ALL_REDUCE = """
+import json, os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+seen = {"argv": sys.argv[1:], "sum": total.item(), "threads": torch.get_num_threads(), "who": os.environ["WHO"]}
+os.write(1, (json.dumps(seen) + "\\n").encode())
+dist.destroy_process_group()
+"""
+
+TELL_RANKS = """
+import json, os, sys
+from geotrain.launch.worker_command import rank_environment
+env = {**os.environ, **rank_environment(os.environ)}
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WHO")
+os.write(1, (json.dumps({name: env.get(name) for name in names}) + "\\n").encode())
+"""
+
+# Stand-ins for the programs that DeepSpeed's launchers call: they start the ranks on this machine.
+FAKE = {
+    "pdsh": """
+import subprocess, sys
+hosts, command = sys.argv[sys.argv.index("-w") + 1].split(","), sys.argv[sys.argv.index("-w") + 2 :]
+for number, _ in enumerate(hosts):
+    subprocess.check_call(["bash", "-c", " ".join(command).replace("%n", str(number))])
+""",
+    "srun": """
+import os, subprocess, sys
+options = dict(a.split("=", 1) for a in sys.argv[1 : sys.argv.index("-u")] if a.startswith("--"))
+nodes, per_node = int(options["--nodes"]), int(options["--ntasks-per-node"])
+assert len(options["--nodelist"].split(",")) == nodes and options["--export"].startswith("ALL")
+assert sys.argv[sys.argv.index("-n") + 1] == str(nodes * per_node)
+command = sys.argv[sys.argv.index("-u") - 1 :]
+for rank in range(nodes * per_node):
+    ids = {"SLURM_PROCID": rank, "SLURM_NTASKS": nodes * per_node, "SLURM_LOCALID": rank % per_node}
+    subprocess.check_call(command, env={**os.environ, **{k: str(v) for k, v in ids.items()}})
+""",
+    "mpirun": """
+import os, subprocess, sys
+count = int(sys.argv[sys.argv.index("-n") + 1])
+exports = dict(sys.argv[i + 1].split("=", 1) for i, a in enumerate(sys.argv) if a == "-x")
+command = sys.argv[sys.argv.index("-u") - 1 :]
+for rank in range(count):
+    ids = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": count, "OMPI_COMM_WORLD_LOCAL_RANK": rank % 2}
+    subprocess.check_call(command, env={**os.environ, **exports, **{k: str(v) for k, v in ids.items()}})
+""",
+    "sinfo": "",
+    "ompi_info": "",
+}
+
+
+def worker(launcher: str = "local", hosts: dict[str, int] | None = None, **more: Any) -> WorkerConfig:
+    slots = hosts or {"localhost": 2}
+    all_hosts = tuple(HostConfig(host=host, slots=count) for host, count in slots.items())
+    return WorkerConfig(name="eu-0", hosts=all_hosts, launcher=launcher, **more)  # type: ignore[arg-type]
+
+
+def only_job(made: WorkerCommands) -> LauncherCommand:
+    (job,) = made.commands
+    return job
+
+
+def options_of(job: LauncherCommand) -> str:
+    """The command without the program, for reading."""
+    assert job.command[0].endswith("deepspeed")
+    return " ".join(job.command[1:])
+
+
+def test_a_local_worker_on_the_cpu() -> None:
+    made = worker_commands(WorkerPlace(Path("/runs/x"), 29511, threads=3), "eu", worker(env={"A": "b c"}))
+    job = only_job(made)
+    assert options_of(job) == (
+        "--hostfile /runs/x/hosts/eu-0 --master_addr 127.0.0.1 --master_port 29511 --no_ssh --node_rank 0 "
+        f"{SCRIPT} --run /runs/x/run.json --region eu --worker eu-0"
+    )
+    assert made.files == {"hosts/eu-0": "localhost slots=2\n"}
+    assert (job.name, job.host) == ("eu-0", None)
+    assert job.env["DS_ACCELERATOR"] == "cpu"
+    assert job.env["OMP_NUM_THREADS"] == "3"
+    assert job.env["A"] == "b c"
+
+
+def test_a_local_worker_on_some_devices() -> None:
+    made = worker_commands(WorkerPlace(Path("/runs/x"), 29511, devices=(2, 5), resume=True), "eu", worker())
+    job = only_job(made)
+    assert "--include localhost:2,5 --no_ssh" in options_of(job)
+    assert options_of(job).endswith("--worker eu-0 --resume")
+    assert made.files == {"hosts/eu-0": "localhost slots=6\n"}
+    assert "DS_ACCELERATOR" not in job.env
+
+
+def test_over_ssh_each_host_has_its_launcher() -> None:
+    made = worker_commands(
+        WorkerPlace(Path("/runs/x"), 29500), "eu", worker("ssh", {"n1": 8, "n2": 8}, env={"A": "b"})
+    )
+    assert made.files == {"hosts/eu-0": "n1 slots=8\nn2 slots=8\n"}
+    assert [(job.name, job.host) for job in made.commands] == [("eu-0.0", "n1"), ("eu-0.1", "n2")]
+    assert "--master_addr n1 --master_port 29500 --no_ssh --node_rank 1 " in options_of(made.commands[1])
+    assert made.commands[1].env == {"A": "b"}
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mpich", "impi"])
+def test_deepspeeds_own_launchers(launcher: str) -> None:
+    more = {"env": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}, "launcher_args": "--mca x y"}
+    made = worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", worker(launcher, {"n1": 8, "n2": 8}, **more))
+    job = only_job(made)
+    text = options_of(job)
+    assert f"--master_addr n1 --master_port 29501 --launcher {launcher} --force_multi " in text
+    assert ("--no_ssh_check" in text) == (launcher != "pdsh")
+    assert "--launcher_args=--mca x y" in job.command
+    assert job.env == {"DS_ENV_FILE": "/runs/x/hosts/eu-0.env"}
+    assert made.files["hosts/eu-0.env"] == "MASTER_ADDR=n1\nMASTER_PORT=29501\nNCCL_IB_HCA=mlx5_0,mlx5_1\n"
+
+
+def test_slurm_hands_the_environment_on() -> None:
+    more = {"env": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}, "launcher_args": "--partition=long"}
+    made = worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", worker("slurm", {"n1": 8, "n2": 8}, **more))
+    job = only_job(made)
+    assert "--launcher_args=--nodes=2 --ntasks-per-node=8 --nodelist=n1,n2 --partition=long" in job.command
+    assert job.env == {"MASTER_ADDR": "n1", "MASTER_PORT": "29501", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}
+    assert list(made.files) == ["hosts/eu-0"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (worker("local", {"a": 1, "b": 1}), "hosts has 2 entries; keep one"),
+        (worker("slurm", {"a": 1, "b": 2}), "slurm needs the same slots on every host"),
+        (worker("pdsh", {"a": 1}, env={"A": "b c"}), "env.A = 'b c': DeepSpeed's launchers pass no spaces"),
+        (worker("ssh").model_copy(update={"hosts": (HostConfig(host="a", slots=1),) * 2}), r"a host twice \(a, a\)"),
+    ],
+)
+def test_what_cannot_be_started(wrong: WorkerConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", wrong)
+
+
+def test_local_workers_share_the_machine() -> None:
+    workers = {"a": worker(), "b": worker(), "far": worker("ssh"), "cpu": worker(env={"DS_ACCELERATOR": "cpu"})}
+    assert assign_devices(workers, HostMachine(cores=13)) == {"a": ((), 2), "b": ((), 2), "cpu": ((), 2)}
+    found = assign_devices(workers, HostMachine(4, (0, 2, 3, 7)))
+    assert found == {"a": ((0, 2), 1), "b": ((3, 7), 1), "cpu": ((), 1)}
+    with pytest.raises(ConfigError, match=r"want 4 CUDA devices \(a 2, b 2\), this machine has 3"):
+        assign_devices(workers, HostMachine(4, (0, 1, 2)))
+
+
+def test_rank_environment_leaves_what_is_set() -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    assert rank_environment(slurm) == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert rank_environment({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == {}
+
+
+def run_job(
+    job: LauncherCommand, made: WorkerCommands, place: WorkerPlace, script: str, path: Path | None = None
+) -> list[Any]:
+    """Start the job for real, with another script in the training script's place. Gives the JSON lines it printed."""
+    for name, text in made.files.items():
+        (place.folder / name).parent.mkdir(exist_ok=True)
+        (place.folder / name).write_text(text)
+    other = place.folder / "script.py"
+    other.write_text(script)
+    command = [str(other) if part == str(SCRIPT) else part for part in job.command]
+    env = {**os.environ, **job.env, "DS_ACCELERATOR": "cpu"}
+    if path:
+        env["PATH"] = f"{path}:{env['PATH']}"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_deepspeed_starts_the_ranks_of_a_local_worker(tmp_path: Path, free_port: int) -> None:
+    place = WorkerPlace(tmp_path, free_port, threads=1)
+    made = worker_commands(place, "eu", worker(env={"WHO": "we two"}))
+    seen = run_job(only_job(made), made, place, ALL_REDUCE)
+    assert [s["sum"] for s in seen] == [3.0, 3.0]
+    assert {(s["threads"], s["who"]) for s in seen} == {(1, "we two")}
+    for s in seen:
+        assert s["argv"][1:] == ["--run", str(tmp_path / "run.json"), "--region", "eu", "--worker", "eu-0"]
+    assert sorted(s["argv"][0] for s in seen) == ["--local_rank=0", "--local_rank=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "hosts"), [("pdsh", {"n1": 2}), ("slurm", {"n1": 2, "n2": 2}), ("openmpi", {"n1": 2, "n2": 2})]
+)
+def test_deepspeeds_launchers_start_every_rank(launcher: str, hosts: dict[str, int], tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, source in FAKE.items():
+        (programs / name).write_text(f"#!{sys.executable}\n{source}")
+        (programs / name).chmod(0o755)
+    (programs / "ssh").write_text("#!/bin/sh\n")  # pdsh's reachability check
+    (programs / "ssh").chmod(0o755)
+    place = WorkerPlace(tmp_path, 29507)
+    made = worker_commands(place, "eu", worker(launcher, hosts, env={"WHO": "a,b"}))
+    assert hostfile_path("eu-0") in made.files
+    seen = run_job(only_job(made), made, place, TELL_RANKS, programs)
+    ranks = sorted((int(s["RANK"]), int(s["LOCAL_RANK"])) for s in seen)
+    assert ranks == [(0, 0), (1, 1), (2, 0), (3, 1)][: 2 * len(hosts)]
+    assert {(s["WORLD_SIZE"], s["MASTER_ADDR"], s["MASTER_PORT"], s["WHO"]) for s in seen} == {
+        (str(len(ranks)), "n1", "29507", "a,b")
+    }

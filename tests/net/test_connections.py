@@ -1,0 +1,138 @@
+"""Strangers who connect and say nothing neither end a server nor keep its members out."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geotrain.net import grpc_service
+from geotrain.net.connection_guard import Stranger, too_many
+from tests.support.net_worlds import clusters, outer, wait_for, whole
+from tests.support.server_processes import Site
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    for server in made.servers:
+        server.process.kill()
+        server.process.join()
+
+
+class Idlers:
+    """Holds `count` idle connections to each address. again: one that is closed is opened again."""
+
+    def __init__(self, addresses: list[str], count: int, again: bool) -> None:
+        self.addresses, self.count, self.again = addresses, count, again
+        self.opened = self.closed = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        open_to: dict[str, set[socket.socket]] = {address: set() for address in self.addresses}
+        with selectors.DefaultSelector() as selector:
+            while not self._stop.wait(0.02):
+                for address, connections in open_to.items():
+                    host, _, port = address.rpartition(":")
+                    with suppress(OSError):  # nobody listens any more
+                        while len(connections) < self.count:
+                            connection = socket.create_connection((host, int(port)), 5)
+                            connection.setblocking(False)
+                            connections.add(connection)
+                            selector.register(connection, selectors.EVENT_READ, connections)
+                            self.opened += 1
+                for key, _ in selector.select(0):
+                    with suppress(BlockingIOError):
+                        try:
+                            gone = not key.fileobj.recv(4096)
+                        except ConnectionError:
+                            gone = True
+                        if gone:
+                            selector.unregister(key.fileobj)
+                            if self.again:
+                                key.data.discard(key.fileobj)
+                            key.fileobj.close()
+                            self.closed += 1
+            for connections in open_to.values():
+                for connection in connections:
+                    connection.close()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files, again", [((160, 160), False), ((160, 4096), True)])
+def test_five_hundred_idle_connections_end_nothing(site: Site, files: tuple[int, int], again: bool) -> None:
+    """A run begins, goes on and ends well: with far fewer file descriptors than there are connections, and with
+    enough of them, which the server has to ask for, when every connection that is shut is opened again at once."""
+    servers = {which: site.serve(which, files=files) for which in ("global", "eu")}
+    for which in servers:
+        wait_for(lambda w=which: (site.folder / w / "listening.json").exists(), 60)
+    idlers = Idlers([site.address(which) for which in servers], 500, again)
+    workers = [site.worker("a"), site.worker("b")]
+    try:
+        wait_for(lambda: idlers.closed > 200, 60)
+        threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+    finally:
+        idlers.stop()
+        for worker in workers:
+            worker.close()
+    for server in servers.values():
+        server.process.join(60)
+        assert server.process.exitcode == 0, server.said.read_text()
+    assert sorted(lease.start for worker in workers for lease in worker.trained) == list(range(0, 48, 4))
+    for which in servers:
+        said = [event["what"] for event in site.events(which) if event["event"] == "Trouble"]
+        assert any("connections over which no member has spoken" in what for what in said)
+
+
+def test_who_connects_and_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dict(grpc_service.SERVER_OPTIONS)
+    assert options["grpc.server_handshake_timeout_ms"] == 1000 * grpc_service.HANDSHAKE_S
+    options["grpc.server_handshake_timeout_ms"] = 300
+    monkeypatch.setattr(grpc_service, "SERVER_OPTIONS", tuple(options.items()))
+    with clusters(tmp_path) as make:
+        cluster = make(outer(), {"eu": {"a": whole}})
+        with socket.create_connection(("127.0.0.1", cluster.regions["eu"].port), 5) as idle:
+            idle.settimeout(30)
+            while idle.recv(4096):
+                pass  # the server's own greeting
+
+
+strangers = st.lists(
+    st.builds(Stranger, st.uuids().map(str), st.sampled_from(["a", "b", "c"]), st.floats(0, 10)),
+    unique_by=lambda stranger: stranger.inode,
+    max_size=30,
+)
+
+
+@given(strangers, st.integers(1, 5), st.integers(1, 10))
+def test_the_oldest_of_too_many_are_shut(found: list[Stranger], most_an_address: int, most: int) -> None:
+    shut = too_many(found, most_an_address, most)
+    left = [stranger for stranger in found if stranger not in shut]
+    assert len(shut) + len(left) == len(found) and len(left) <= most
+    by_address = {a: [s for s in found if s.address == a] for a in "abc"}
+    for address, all_of_it in by_address.items():
+        mine = [s for s in left if s.address == address]
+        assert len(mine) <= most_an_address
+        gone = [s for s in all_of_it if s in shut]
+        assert max((s.since_s for s in gone), default=0) <= min((s.since_s for s in mine), default=99)
+    if shut:  # none was shut without need
+        assert len(left) == most or any(len(of) > most_an_address for of in by_address.values())

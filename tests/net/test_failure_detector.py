@@ -1,0 +1,99 @@
+"""Heartbeats: the silent are taken for dead, the living are not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from geotrain.net import rpc
+from tests.support.net_worlds import Cluster, clusters, halves, outer, status_of, wait_for, whole
+
+SILENT_S = 2.0
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch) -> Iterator[Callable[..., Cluster]]:
+    monkeypatch.setattr(rpc, "BEAT_S", SILENT_S / 10)
+    monkeypatch.setattr(rpc, "REGION_BEAT_S", SILENT_S / 10)
+    with clusters(tmp_path) as maker:
+        yield maker
+
+
+@pytest.mark.parametrize("dead_ranks", [1, 2])
+def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(make, dead_ranks):
+    """Also when only one of its ranks died. The idle but living keep theirs."""
+    cluster = make(outer(), {"eu": {"a": halves, "b": whole}}, train_samples=12, silent_s=SILENT_S)
+    dead, living = cluster.worker("a"), cluster.worker("b")
+    dead.join()
+    living.join()
+    lost, held = dead.lease(), living.lease()
+    for client in dead.clients[:dead_ranks]:
+        client.close()
+    book = cluster.top.server.book
+    wait_for(lambda: (lost.start, lost.samples) in book.pool, 10 * SILENT_S)
+    assert status_of(living.clients[0].address)["silent"] == ["a"]
+    assert list(book.open) == [held.lease]
+    while (lease := living.lease()) is not None:
+        living.train(lease)
+    assert sorted(lease.start for lease in living.trained) == [0, 4, 8]
+    for worker in (dead, living):
+        worker.close()
+
+
+def test_who_was_only_slow_goes_on(make):
+    """Its data lies in the pool still: what it trained of it is counted, once, and nothing is skipped."""
+    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole, "b": whole}}, train_samples=12, silent_s=SILENT_S)
+    slow, other = cluster.worker("a"), cluster.worker("b")
+    slow.join()
+    other.join()
+    lease = slow.lease()
+    detector = cluster.regions["eu"].service.failure_detector
+    real = detector.heard
+    detector.heard = lambda member, part: real(member, part) if member != "a" else None
+    book = cluster.top.server.book
+    wait_for(lambda: book.pool, 10 * SILENT_S)
+    detector.heard = real
+    wait_for(lambda: not detector.silent, 10 * SILENT_S)
+    slow.train(lease)
+    wait_for(lambda: book.committed_samples == 4 and not book.pool)
+    slow.leave()
+    while (taken := other.lease()) is not None:
+        other.train(taken)
+    other.leave()
+    wait_for(lambda: cluster.top.server.finished)
+    assert sorted(t.start for t in other.trained) == [4, 8]
+    assert book.committed_samples == 12 and book.repeated_samples == 0
+    for worker in (slow, other):
+        worker.close()
+
+
+def test_a_busy_server_thread_makes_nobody_dead(make):
+    """Heartbeats that came are heard, however long the server's thread works on something else."""
+    cluster = make(outer(), {"eu": {"a": halves}}, train_samples=12, silent_s=SILENT_S)
+    worker = cluster.worker("a")
+    worker.join()
+    lease = worker.lease()
+    region = cluster.regions["eu"]
+    busy = asyncio.run_coroutine_threadsafe(
+        region.server_thread.read(lambda: time.sleep(4 * SILENT_S)), region.loop.loop
+    )
+    busy.result(60)
+    region.loop.do(region.server_thread.read(lambda: None))  # what was said meanwhile has been handled, too
+    assert not region.service.failure_detector.silent
+    assert not region.server.members["a"].silent
+    assert list(cluster.top.server.book.open) == [lease.lease] and not cluster.top.server.book.pool
+    worker.close()
+
+
+def test_a_server_that_was_stopped_itself_blames_nobody(make):
+    cluster = make(outer(), {"eu": {"a": whole}}, silent_s=SILENT_S)
+    worker = cluster.worker("a")
+    worker.join()
+    region = cluster.regions["eu"]
+    region.loop.loop.call_soon_threadsafe(lambda: time.sleep(2 * SILENT_S))
+    time.sleep(2 * SILENT_S + SILENT_S / 2)
+    assert not region.service.failure_detector.silent
+    worker.close()

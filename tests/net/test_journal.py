@@ -1,0 +1,348 @@
+"""The journal: torn tails cut off, damage told, a full disk survived; and the state it gives back, bit by bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geotrain.config import codec_config
+from geotrain.net import journal as journal_module
+from geotrain.net.journal import Journal, JournalDamaged, JournalFull
+from geotrain.net.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
+from geotrain.outer.messages import GLOBAL, FragmentDelta, LeaseRequest, Leave, Refused, UpdatePart
+from tests.support.outer_world import random_deltas
+from tests.support.recorded_world import Recorded, same_state
+
+BIG = 1 << 24
+
+
+def update(sequence: int, size: int = 100) -> UpdatePart:
+    return UpdatePart("a", "1", sequence, 0, (FragmentDelta(0, 0, random.Random(sequence).randbytes(size)),))
+
+
+def written(folder: Path, messages: list[Any], segments: int = 1) -> Journal:
+    """A journal with these messages, all flushed, in so many segments."""
+    journal = Journal(folder, KINDS, BIG)
+    assert list(journal.replay(1)) == []
+    for i, message in enumerate(messages):
+        if i and i % -(-len(messages) // segments) == 0:
+            journal.rotate()
+        journal.append(message)
+    journal.flush()
+    return journal
+
+
+def read(folder: Path, first: int = 1) -> tuple[list[Any], Journal]:
+    journal = Journal(folder, KINDS, BIG)
+    messages = list(journal.replay(first))
+    journal.close()
+    return messages, journal
+
+
+MESSAGES = [
+    Restarted(),
+    update(1),
+    LeaseRequest("a", 1, 0.5),
+    update(2, 3_000_000),
+    Leave("a"),
+    update(3, 0),
+    Restarted(),
+]
+
+
+@pytest.mark.parametrize("segments", [1, 3, 7])
+def test_what_was_written_comes_back(tmp_path, segments):
+    journal = written(tmp_path, MESSAGES, segments)
+    journal.close()
+    assert read(tmp_path)[0] == MESSAGES
+    assert journal.segments() == list(range(1, segments + 1))
+    if segments == 7:  # one message each
+        journal.drop_before(5)
+        assert journal.segments() == [5, 6, 7]
+        assert read(tmp_path, 5)[0] == MESSAGES[4:]
+
+
+def test_writing_goes_on_after_reading(tmp_path):
+    written(tmp_path, MESSAGES, 2).close()
+    journal = Journal(tmp_path, KINDS, BIG)
+    assert list(journal.replay(1)) == MESSAGES
+    journal.append(update(9))
+    journal.rotate()
+    journal.append(update(10))
+    journal.flush()
+    journal.close()
+    assert read(tmp_path)[0] == [*MESSAGES, update(9), update(10)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(flushed=st.integers(0, 5), cut=st.floats(0, 1), garbage=st.binary(max_size=40), stale=st.booleans())
+def test_a_tail_torn_at_any_byte_is_cut_off_and_nothing_flushed_is_lost(flushed, cut, garbage, stale):
+    """Killed at any byte of what was not flushed; then whatever the disk makes of the rest."""
+    messages = [update(i, 50) for i in range(1, 6)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        journal = written(folder, messages[:flushed])
+        path = folder / "00000001.journal"
+        safe = path.stat().st_size
+        head = path.read_bytes()[: journal_module.SEGMENT_HEAD_BYTES]
+        for message in messages[flushed:]:
+            journal.append(message)
+        journal.close()
+        content = path.read_bytes()
+        end = safe + int(cut * (len(content) - safe))
+        content = content[:end] + garbage
+        if stale and flushed:  # the mark of the last flush may not have reached the disk
+            content = journal_module.MAGIC + journal_module._sealed_pair(1, flushed - 1) + content[len(head) :]
+        path.write_bytes(content)
+        found, journal = read(folder)
+        assert found == messages[: len(found)] and len(found) >= flushed
+        assert (journal.cut is not None) == (len(content) > path.stat().st_size)
+        assert read(folder)[0] == found  # and now it is whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damage_to_what_was_acknowledged_stops_the_server(data):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        messages = [update(i, 50) for i in range(1, 7)]
+        written(folder, messages, 2).close()
+        path = folder / f"0000000{data.draw(st.integers(1, 2))}.journal"
+        content = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        else:
+            del content[at:]
+        path.write_bytes(content)
+        with pytest.raises(
+            JournalDamaged, match=r"0000000\d\.journal.*Bring the file back.*move the journal's folder"
+        ):
+            read(folder)
+
+
+def test_a_missing_segment_stops_the_server(tmp_path):
+    written(tmp_path, MESSAGES, 7).close()
+    (tmp_path / "00000003.journal").unlink()
+    with pytest.raises(JournalDamaged, match=r"00000003\.journal: is missing"):
+        read(tmp_path)
+
+
+def test_a_deleted_newest_segment_stops_the_server(tmp_path):
+    written(tmp_path, MESSAGES, 3).close()
+    (tmp_path / "00000003.journal").unlink()
+    with pytest.raises(JournalDamaged, match=r"00000003\.journal: is missing"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("died", [False, True])
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_rotation_that_failed_harms_nothing(tmp_path, monkeypatch, torn, died):
+    """The folder's fsync fails, after the new segment has got its name: nothing is lost of what is written then,
+    in the old segment. died: the process could not even remove the new one. torn: its last record is not whole."""
+    journal = written(tmp_path, MESSAGES[:3])
+    real_unlink = Path.unlink
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "sync", refuse)
+        if died:
+            patch.setattr(Path, "unlink", lambda path, missing_ok=False: refuse(path))
+        with pytest.raises(JournalFull):
+            journal.rotate()
+    assert Path.unlink is real_unlink
+    assert (tmp_path / "00000002.journal").exists() == died
+    for message in MESSAGES[3:]:
+        journal.append(message)
+        journal.flush()
+    if torn:
+        journal.append(update(99, 10))
+    journal.close()
+    if torn:
+        path = tmp_path / "00000001.journal"
+        os.truncate(path, path.stat().st_size - 1)
+    again = Journal(tmp_path, KINDS, BIG)
+    assert list(again.replay(1)) == MESSAGES
+    assert (again.cut is not None) == torn
+    assert again.rotate() == 2  # and it can be done now
+    again.append(update(5))
+    again.flush()
+    again.close()
+    assert read(tmp_path)[0] == [*MESSAGES, update(5)]
+
+
+def test_a_flush_that_failed_leaves_only_what_was_acknowledged(tmp_path, monkeypatch):
+    """The next life would read the rest from the kernel's cache and take it for safe, and lose it with the power."""
+    journal = written(tmp_path, [update(1)])
+    journal.append(update(2))
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.os, "fdatasync", fail)
+        with pytest.raises(OSError):
+            journal.flush()
+    journal.close()
+    assert read(tmp_path)[0] == [update(1)]
+
+
+def test_a_message_that_cannot_be_written_changes_nothing(tmp_path):
+    journal = written(tmp_path, [update(1)])
+    with pytest.raises(ValueError, match="a header of"):
+        journal.append(LeaseRequest("a" * 10_000_000, 1, 0.5))
+    journal.append(update(2))
+    journal.flush()
+    journal.close()
+    assert read(tmp_path)[0] == [update(1), update(2)]
+
+
+def test_new_folders_are_on_disk_in_their_parents(tmp_path, monkeypatch):
+    """Of each folder that is made, the folder that holds its name is synced after it was made."""
+    made: list[Path] = []
+    synced: list[tuple[Path, frozenset[Path]]] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if place.is_dir():
+            synced.append((place, frozenset(place.iterdir())))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    recorded = Recorded(tmp_path / "runs" / "small" / "global", GLOBAL)
+    recovered = recorded.recovered
+    finish_snapshot(recovered.store, recovered.journal, *begin_snapshot(recovered.server, recovered.journal, False))
+    recovered.journal.close()
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(made) >= 5
+    for folder in made:
+        assert any(place == folder.parent and folder in names for place, names in synced), folder
+
+
+def test_a_full_disk_refuses_and_recovers(tmp_path, monkeypatch):
+    journal = written(tmp_path, [update(1)])
+    room, real = 3_000_000, os.pwrite
+
+    def pwrite(descriptor: int, content: Any, position: int) -> int:
+        if position + len(content) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content, position)
+
+    monkeypatch.setattr(journal_module.os, "pwrite", pwrite)
+    for _ in range(2):
+        with pytest.raises(JournalFull, match="no room for the journal"):
+            journal.append(update(2, 4_000_000))
+    journal.append(update(2, 1000))
+    journal.flush()
+    room = 1 << 30
+    journal.append(update(3, 4_000_000))
+    journal.flush()
+    journal.close()
+    assert read(tmp_path)[0] == [update(1), update(2, 1000), update(3, 4_000_000)]
+
+
+# ------------------------------------------------------------------------------- the state that comes back
+
+
+@pytest.mark.parametrize("which", [GLOBAL, "eu"])
+@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
+def test_replay_gives_bitwise_the_state_that_was(tmp_path, rule, which):
+    """After every update the folder is copied, as a kill would leave it, and recovered; snapshots come and go, one of
+    them between the two halves of an update; the newest is lost once, and the one before it does."""
+    every = {} if rule == "sync" else {"updates_per_send": 2}
+    recorded = Recorded(tmp_path / "live", which, rule=rule, up=codec_config("int4"), **every)
+    world = recorded.world
+    lost_snapshots = 0
+    for i in range(10):
+        for n, r in (("a", "eu"), ("b", "us")):
+            lease = world.lease(n)
+            deltas = random_deltas(world, 10 * i + ord(n))
+            worker = world.workers[n][1]
+            parts = worker.parts(deltas, (lease.lease,) if lease else ())
+            for p, part in enumerate(parts):
+                world.tell(r, part)
+                if p == 0 and len(parts) > 1 and i % 4 == 1:
+                    server, journal = recorded.recovered.server, recorded.recovered.journal
+                    copy = begin_snapshot(server, journal, ended=False)
+                    if i % 8 == 1:  # else the process died before the snapshot was written
+                        finish_snapshot(recorded.recovered.store, journal, *copy)
+            for each in (r, *world.regions):  # a synchronous round is answered once both have sent
+                world.settle(each)
+            shutil.copytree(tmp_path / "live", tmp_path / "copy")
+            if i == 9 and len(recorded.recovered.store.numbers()) == 2:
+                newest = max(recorded.recovered.store.numbers())
+                (tmp_path / "copy" / "snapshots" / f"{newest:08d}" / "meta.json").write_text("")
+                lost_snapshots += 1
+            again = recover(recorded.build, recorded.begin, tmp_path / "copy", keep=2)
+            again.journal.close()
+            same_state(again.server, recorded.recovered.server)
+            shutil.rmtree(tmp_path / "copy")
+    assert again.replayed > 0
+    assert lost_snapshots or which == GLOBAL
+    recorded.recovered.journal.close()
+
+
+def test_lives_after_a_recovery_replay_too(tmp_path):
+    """Several deaths with no snapshot between: halves of updates that died with a life are not applied on replay."""
+    recorded = Recorded(tmp_path / "live", "eu")
+    world = recorded.world
+    for life in range(3):
+        region, worker = world.regions["eu"], world.workers["a"][1]
+        world.push("a", random_deltas(world, life))
+        parts = worker.parts(random_deltas(world, 100 + life))
+        world.tell("eu", parts[0])  # the other half never comes: the server dies
+        worker.sequence -= 1
+        worker.job -= 1
+        recorded.recovered.journal.close()
+        recorded.recovered = recover(recorded.build, recorded.begin, tmp_path / "live", keep=2)
+        same_state(recorded.recovered.server, region)
+        with suppress(Refused):  # journaled and refused: not every rank has joined again
+            recorded.recovered.journal.append(parts[1])
+            recorded.recovered.server.handle(parts[1])
+        recorded.put_in_place()
+    assert world.regions["eu"].members["a"].updates == 3
+    recorded.recovered.journal.close()
+
+
+def test_a_journal_moved_away_leaves_the_snapshot(tmp_path):
+    recorded = Recorded(tmp_path, "eu")
+    world = recorded.world
+    server, journal = recorded.recovered.server, recorded.recovered.journal
+    finish_snapshot(recorded.recovered.store, journal, *begin_snapshot(server, journal, ended=False))
+    want = {name: t.clone() for name, t in server.state()[0].items()}
+    world.push("a", random_deltas(world, 1))
+    journal.close()
+    shutil.move(tmp_path / JOURNAL, tmp_path / "aside")
+    again = recover(recorded.build, recorded.begin, tmp_path, keep=2)
+    assert all(torch.equal(want[name], tensor) for name, tensor in again.server.state()[0].items())
+    again.journal.close()
+
+
+def test_a_snapshot_is_a_copy(tmp_path):
+    """It is written to disk while the server goes on: numbers and tensors alike are of its moment."""
+    recorded = Recorded(tmp_path, GLOBAL)
+    server, journal = recorded.recovered.server, recorded.recovered.journal
+    server.handle(LeaseRequest("a", 1, 0.5))
+    tensors, meta = begin_snapshot(server, journal, ended=False)
+    before = json.dumps(meta["state"])
+    server.handle(LeaseRequest("a", 2, 0.25))
+    for state in server.fragments:
+        state.x.add_(1.0)
+    assert json.dumps(meta["state"]) == before
+    assert not any(torch.equal(tensors[f"fragment.{i}.x"], state.x) for i, state in enumerate(server.fragments))
+    journal.close()

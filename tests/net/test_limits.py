@@ -1,0 +1,190 @@
+"""A service under strain: a full disk, payloads of many chunks, garbage, and what a reply that comes early saves."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+import torch
+from grpc import aio
+
+from geotrain.config import FragmentConfig
+from geotrain.layout import Layout, Parameter
+from geotrain.monitor.events import EventLog, Trouble
+from geotrain.net import journal as journal_module
+from geotrain.net import rpc
+from geotrain.net.grpc_client import GrpcClient
+from geotrain.outer.messages import Refused
+from tests.support import net_worlds
+from tests.support.broken_frames import mutations
+from tests.support.net_worlds import Cluster, clusters, outer, wait_for, whole
+
+
+@pytest.fixture
+def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as maker:
+        yield maker
+
+
+def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch):
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.worker("a")
+    worker.join()
+    lease = worker.lease()
+    before = cluster.regions["eu"].server.members["a"].updates
+    monkeypatch.setattr("geotrain.net.server_thread.FULL_RETRY_S", 0.2)
+    real, full = os.pwrite, True
+
+    def pwrite(descriptor: int, content: bytes, position: int) -> int:
+        if full and len(content) > 200:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content, position)
+
+    monkeypatch.setattr(journal_module.os, "pwrite", pwrite)
+    part = worker.parts(lease, (0,))[0]
+    pushed = worker.clients[0].push(part)
+    everything = tuple(range(len(cluster.layout.fragments)))
+    assert len(worker.clients[0].pull(0, everything).result(10).weights) == len(everything)
+    time.sleep(0.5)
+    assert not pushed.done() and cluster.regions["eu"].server.members["a"].updates == before
+    full = False
+    pushed.result(10)
+    assert cluster.regions["eu"].server.members["a"].updates == before + 1
+    worker.close()
+
+
+@pytest.fixture
+def large(make, monkeypatch) -> Cluster:
+    """One parameter of 6 M elements: 24 MB updates, 24 chunks."""
+    parameters = [Parameter("big", (6000, 1000), None, "ones")]
+    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: Layout(parameters))
+    return make(outer(fragments=FragmentConfig(), updates_per_send=1), {"eu": {"a": whole}})
+
+
+def test_updates_of_many_chunks(large):
+    worker = large.worker("a")
+    worker.join()
+    before = worker.anchor[0].clone()
+    worker.train(worker.lease())
+    assert not torch.equal(before, worker.anchor[0])
+    region = large.regions["eu"].server
+    assert torch.equal(worker.anchor[0], region.fragments[0].x)
+    wait_for(lambda: not region.in_flight)
+    worker.close()
+
+
+def test_what_the_server_has_or_refuses_is_not_sent(large):
+    worker = large.worker("a")
+    worker.join()
+    lease = worker.lease()
+    part = worker.parts(lease, (0,))[0]
+    worker.exchange([part], (0,))
+    service = large.regions["eu"].service
+    frames = []
+    real = service._take_update
+
+    async def counting(context):
+        read = context.read
+
+        class Counted:
+            def __getattr__(self, name):
+                return getattr(context, name)
+
+            async def read(self):
+                frame = await read()
+                frames.append(frame)
+                return frame
+
+        return await real(Counted())
+
+    service._take_update = counting
+
+    async def again() -> tuple[int, str]:
+        link = GrpcClient(worker.clients[0].address, "a", "life-1")
+        applied = await link.push(part)
+        with pytest.raises(Refused, match="update 9 came, but 2 is next") as refused:
+            await link.push(dataclasses.replace(part, sequence=9))
+        await link.close()
+        return applied, refused.value.reason
+
+    assert large.loop.do(again())[0] == 1
+    assert len(frames) == 2  # the headers
+    worker.close()
+
+
+def test_garbage_changes_nothing(make):
+    """Every call with bytes that are no message, or not the right one: an error at once, and the state as it was."""
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.worker("a")
+    worker.join()
+    lease = worker.lease()
+    region = cluster.regions["eu"]
+    tensors, meta = region.server.state()
+    before = {name: t.clone() for name, t in tensors.items()}
+    rng = random.Random(1)
+
+    async def attack() -> set[grpc.StatusCode]:
+        channel = aio.insecure_channel(region.address)
+        codes = set()
+        inputs = [frames[0] for frames in mutations(7, 300)]
+        for frame in inputs:
+            method = rng.choice(["join", "lease", "release", "leave", "beat", "control"])
+            try:
+                await channel.unary_unary(f"/{rpc.SERVICE}/{method}")(frame, timeout=10)
+            except aio.AioRpcError as error:
+                codes.add(error.code())
+        for frames in mutations(8, 60):
+            call = channel.stream_stream(f"/{rpc.SERVICE}/push")()
+            try:
+                for frame in frames:
+                    await call.write(frame)
+                await call.done_writing()
+                await call.read()
+            except aio.AioRpcError as error:
+                codes.add(error.code())
+            except asyncio.InvalidStateError:
+                pass  # the server has ended the call already
+            call.cancel()
+            try:
+                await channel.unary_stream(f"/{rpc.SERVICE}/pull")(frames[0], timeout=10).read()
+            except aio.AioRpcError as error:
+                codes.add(error.code())
+        await channel.close()
+        return codes
+
+    codes = cluster.loop.do(attack(), 60)
+    assert grpc.StatusCode.UNKNOWN not in codes  # a handler that crashed
+    assert codes & {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS}
+    assert not region.server_thread.failure.done()
+    after, meta_after = region.server.state()
+    assert meta == meta_after and all(torch.equal(before[name], t) for name, t in after.items())
+    worker.train(lease)
+    worker.close()
+
+
+def test_a_header_that_promises_too_much_is_refused_before_the_payload(make):
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.worker("a")
+    worker.join()
+    part = worker.parts(worker.lease(), (0,))[0]
+    huge = dataclasses.replace(part, deltas=(dataclasses.replace(part.deltas[0], payload=bytes(3_000_000)),))
+    pushed = worker.clients[0].push(huge)
+    with pytest.raises(Refused, match=r"payloads of more than \d+ bytes are refused here"):
+        pushed.result(10)
+    worker.close()
+
+
+def test_the_diary_is_bounded(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, max_bytes=2000) as log:
+        for i in range(100):
+            log.write(Trouble(f"number {i}"))
+    assert path.stat().st_size < 2200 and (tmp_path / "events.jsonl.1").stat().st_size < 2200
+    assert '"number 99"' in path.read_text()

@@ -1,0 +1,227 @@
+"""Transfers over a link that breaks go on from their last chunk; and what bounds what is kept for that."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from geotrain.config import FragmentConfig
+from geotrain.layout import Layout, Parameter
+from geotrain.net import deadlines, rpc, wire
+from geotrain.net.deadlines import FrameDeadline
+from geotrain.net.grpc_client import GrpcClient
+from geotrain.net.rate_limits import RateLimits
+from geotrain.net.resumable_uploads import ResumableUploads
+from geotrain.net.tcp_counters import TcpCounters
+from geotrain.outer.messages import Refused, UpdatePart
+from tests.support import net_worlds
+from tests.support.net_worlds import Cluster, FakeWorker, clusters, outer, whole
+
+MB = 1 << 20
+UPDATE_BYTES = 6_000_000 * 4
+
+
+@pytest.fixture
+def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as maker:
+        yield maker
+
+
+@pytest.fixture
+def large(make, monkeypatch) -> Cluster:
+    parameters = [Parameter("big", (6000, 1000), None, "ones")]
+    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: Layout(parameters))
+    return make(outer(fragments=FragmentConfig(), updates_per_send=50), {"eu": {"a": whole}})
+
+
+class Breaking:
+    """A link to a port: it breaks each time that so many more bytes have gone one way, as often as told."""
+
+    def __init__(self, port: int, way: str, every_bytes: int, times: int) -> None:
+        self.target, self.way, self.every_bytes, self.times = port, way, every_bytes, times
+        self.moved = {"up": 0, "down": 0}
+        self.broken = 0
+        self.tcp_counters = TcpCounters()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def start(self) -> int:
+        self.server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = int(self.server.sockets[0].getsockname()[1])
+        return self.port
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        above, below = await asyncio.open_connection("127.0.0.1", self.target)
+        self._writers += [writer, below]
+        await asyncio.gather(
+            self._pump("up", reader, below), self._pump("down", above, writer), return_exceptions=True
+        )
+
+    async def _pump(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+            self.moved[way] += len(data)
+            if (
+                way == self.way
+                and self.broken < self.times
+                and self.moved[way] > (self.broken + 1) * self.every_bytes
+            ):
+                self.broken += 1
+                self.tcp_counters.sample()
+                for each in self._writers:
+                    each.transport.abort()
+                self._writers.clear()
+                return
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
+    """Twice in 24 MB; what goes over the wire is the update once, and what was under way when the link broke."""
+    link = Breaking(large.regions["eu"].port, way, 9 * MB, times=2)
+    port = large.loop.do(link.start())
+    worker = FakeWorker(
+        "a", "life-1", f"127.0.0.1:{port}", large.layout, large.config, whole(large.layout), large.identity
+    )
+    worker.join()
+    if way == "up":
+        worker.train(worker.lease())
+    assert torch.equal(worker.anchor[0], large.regions["eu"].server.fragments[0].x)
+    assert link.broken == 2
+    metered = link.tcp_counters.traffic()[f"127.0.0.1:{port}"]
+    assert UPDATE_BYTES < link.moved[way] < 1.5 * UPDATE_BYTES  # from the start each time it would be 1.75 times
+    wire_bytes = metered.sent_bytes if way == "up" else metered.received_bytes
+    assert UPDATE_BYTES < wire_bytes < 1.5 * UPDATE_BYTES
+    assert large.regions["eu"].server.members["a"].updates == (1 if way == "up" else 0)
+    assert not large.regions["eu"].service.uploads._uploads
+    worker.close()
+
+
+def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
+    """Its sender comes back with another update of the same number: it is taken from the start."""
+    worker = large.worker("a")
+    worker.join()
+    part = worker.parts(worker.lease(), (0,))[0]
+    changed = dataclasses.replace(part, metrics={"loss": 2.0})
+    uploads = large.regions["eu"].service.uploads
+
+    async def work() -> tuple[int, int, int]:
+        link = GrpcClient(worker.clients[0].address, "a", "life-1")
+        call = link._channel.stream_stream("/geotrain.Outer/push")()
+        for number, frame in enumerate(wire.frames(part)):
+            if number == 8:
+                break
+            await call.write(frame)
+        await asyncio.sleep(0.5)
+        call.cancel()
+        await asyncio.sleep(0.2)
+        header = wire.crc_of(next(wire.frames(part)))
+        kept = uploads.chunks(("a", 0), header)
+        other = wire.crc_of(next(wire.frames(changed)))
+        nothing = uploads.chunks(("a", 0), other)
+        link._broken[0] = other  # it asks where to go on
+        applied = await link.push(changed)
+        await link.close()
+        return kept, nothing, applied
+
+    assert large.loop.do(work()) == (7, 0, 1)
+    assert large.regions["eu"].server.members["a"].metrics["loss"] == 2.0
+    worker.close()
+
+
+def half(size: int, sequence: int = 1) -> tuple[bytes, wire.FrameReader]:
+    """A header, and a reader that has taken it and one chunk of `size` bytes."""
+    payload = bytes([sequence]) * size + bytes(MB)
+    frames = wire.frames(UpdatePart("a", "1", sequence, 0, (net_worlds.FragmentDelta(0, 0, payload),)))
+    header = next(frames)
+    reader = wire.FrameReader(UpdatePart, limit_bytes=8 * MB)
+    reader.feed(header)
+    reader.feed(next(frames))
+    return header, reader
+
+
+def test_what_is_kept_is_bounded_in_bytes_and_time():
+    now = [0.0]
+    uploads = ResumableUploads(limit_bytes=int(2.5 * MB), keep_s=100, clock=lambda: now[0])
+    crcs = {}
+    for number in range(4):
+        now[0] += 1
+        header, reader = half(MB, number)
+        crcs[number] = wire.crc_of(header)
+        uploads.begin(("a", number), reader, again=False)
+    assert len(uploads._uploads) == 4  # streams feed them
+    for number in range(3):
+        uploads.end(("a", number), uploads._uploads["a", number].reader, keep=True)
+        now[0] += 1
+    assert [uploads.chunks(("a", n), crcs[n]) for n in range(4)] == [0, 1, 1, 1]  # the oldest is given up
+    now[0] = 105.5
+    uploads.trim()
+    assert [uploads.chunks(("a", n), crcs[n]) for n in range(4)] == [0, 0, 1, 1]
+    now[0] = 1000
+    uploads.trim()
+    assert list(uploads._uploads) == [("a", 3)]
+
+
+def test_a_pace_follows_the_link():
+    pace = FrameDeadline()
+    assert pace.allowed_s == 60
+    for _ in range(100):
+        pace.note(0.01)
+    assert pace.allowed_s == deadlines.LEAST_S
+    pace.note(3.0)  # a slow link: at once
+    assert pace.allowed_s == pytest.approx(90)
+    for _ in range(40):
+        pace.note(1e6)
+    assert pace.allowed_s == deadlines.MOST_S
+
+    async def stall() -> None:
+        slow = FrameDeadline()
+        slow._frame_s = 0.1
+        deadline_s = slow.allowed_s
+        with pytest.raises(TimeoutError):
+            await slow.frame(asyncio.sleep(60))
+        assert slow.allowed_s == pytest.approx(2 * deadline_s)
+
+    real = deadlines.LEAST_S
+    deadlines.LEAST_S = 0.05
+    try:
+        deadlines.MARGIN, margin = 1.0, deadlines.MARGIN
+        asyncio.run(stall())
+    finally:
+        deadlines.LEAST_S, deadlines.MARGIN = real, margin
+
+
+def test_calls_are_limited_for_each_connection(make):
+    now = [0.0]
+    rates = RateLimits(per_s=10, burst=3, clock=lambda: now[0])
+    assert [rates.wait_s("x") for _ in range(4)] == [None, None, None, pytest.approx(0.1)]
+    assert rates.wait_s("y") is None
+    now[0] += 0.1
+    assert rates.wait_s("x") is None and rates.wait_s("x") == pytest.approx(0.1)
+
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.worker("a")
+    worker.join()
+    cluster.regions["eu"].service.rates = RateLimits(per_s=20, burst=5)
+
+    async def hurry() -> tuple[int, int]:
+        link = GrpcClient(worker.clients[0].address, "a", "life-1")
+        taken = refused = 0
+        for _ in range(30):
+            try:
+                await link.beat(0)
+                taken += 1
+            except Refused as error:
+                assert error.retry_s and "too many calls" in error.reason
+                refused += 1
+        assert await link.persist(lambda: link.beat(0), 10)  # whoever waits gets through
+        await link.close()
+        return taken, refused
+
+    taken, refused = cluster.loop.do(hurry())
+    assert taken >= 5 and refused > 5
+    assert rpc.BEAT_S > 1 / 20
+    worker.close()

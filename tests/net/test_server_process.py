@@ -1,0 +1,196 @@
+"""Servers as processes: from a run file and a cluster file to exit codes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from geotrain.initial import initial_tensor
+from geotrain.net import rpc
+from geotrain.net.operator_client import command
+from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, read_weights
+from tests.support.net_worlds import wait_for
+from tests.support.server_processes import Site
+
+
+@pytest.fixture
+def site(tmp_path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    for server in made.servers:
+        server.process.kill()
+        server.process.join()
+
+
+def work(site: Site, jobs: int, incarnation: str) -> list[int]:
+    """Both workers train that many jobs each. Returns the samples' starts."""
+    workers = [site.worker("a", incarnation), site.worker("b", incarnation)]
+    for worker in workers:
+        worker.join()
+    starts = []
+    for _ in range(jobs):
+        for worker in workers:
+            lease = worker.lease()
+            assert lease is not None
+            worker.train(lease)
+            starts.append(lease.start)
+    for worker in workers:
+        worker.close()
+    return starts
+
+
+def test_a_run_from_start_to_end_with_a_pause(site):
+    top, region = site.serve("global"), site.serve("eu")
+    starts = work(site, 3, "life-1")
+    links = site.status("eu")["links"]
+    model_bytes = 4 * site.layout.numel
+    assert links["up_bytes"] > 2 * model_bytes and links["down_bytes"] > 2 * model_bytes
+    assert links["up_bytes"] >= links["peak_up_bytes_per_s"] > model_bytes / 4
+    above = site.status("global")
+    assert above["links"]["fragments"] == above["peers"]["eu"]["fragments"]
+    for fragment in site.layout.fragments:
+        moved = links["fragments"][fragment.name]
+        each = 4 * fragment.numel + 4  # a payload and its checksum
+        assert moved["up_bytes"] >= each and moved["up_bytes"] % each == 0
+        assert moved["down_bytes"] >= 2 * each and moved["down_bytes"] % each == 0
+        later = above["links"]["fragments"][fragment.name]  # an answer may have come between the two questions
+        assert all(later[way] - moved[way] in (0, each) for way in moved)
+    assert sum(f["up_bytes"] for f in links["fragments"].values()) < links["up_bytes"]
+    assert abs(above["links"]["up_bytes"] - links["up_bytes"]) < 20_000
+    assert above["peers"]["eu"]["received_bytes"] > 0.9 * links["up_bytes"]  # the rest: the one who asks
+    assert above["peers"]["eu"]["sent_bytes"] > 0.9 * links["down_bytes"]
+
+    region.send(signal.SIGTERM)  # a pause: region first, so that what is in flight is in its snapshot
+    top.send(signal.SIGTERM)
+    assert region.ended() == (0, "") and top.ended() == (0, "")
+    traffic = [event for event in site.events("eu") if event["event"] == "LinkTraffic"]
+    assert sum(event["up_bytes"] for event in traffic) >= links["up_bytes"]
+    assert max(event["peak_up_bytes_per_s"] for event in traffic) >= links["peak_up_bytes_per_s"]
+    assert not (site.folder / "global" / "listening.json").exists()
+
+    top, region = site.serve("global", resume=True), site.serve("eu", resume=True)
+    workers = [site.worker("a", "life-2"), site.worker("b", "life-2")]
+    for worker in workers:
+        worker.join()
+    left = {worker.name: worker for worker in workers}
+    while left:
+        for name, worker in list(left.items()):
+            lease = worker.lease()
+            if lease is None:
+                worker.leave()
+                del left[name]
+            else:
+                worker.train(lease)
+                starts.append(lease.start)
+    for worker in workers:
+        worker.close()
+    assert region.ended() == (0, "") and top.ended() == (0, "")
+    assert sorted(starts) == list(range(0, 48, 4))
+
+    applied = [e for e in site.events("global") if e["event"] == "UpdateApplied"]
+    assert sum(e["samples"] for e in applied) == 48
+    kinds = {e["event"] for e in site.events("eu")}
+    assert kinds >= {"Joined", "UpdateApplied", "SentUp", "Merged", "Left", "SnapshotWritten"}
+    trained = [e for e in site.events("eu") if e["event"] == "UpdateApplied"]
+    assert sum(e["samples"] for e in trained) == 48
+    assert {e["payload_bytes"] for e in trained} == {4 * f.numel for f in site.layout.fragments}
+    assert all(e["loss"] > 0 and e["staleness"] >= 0 for e in trained)
+
+    weights = dict(read_weights(site.folder / "global", site.layout))
+    first = {p.name: initial_tensor(p, site.run.seed) for p in site.layout.parameters}
+    assert weights.keys() == first.keys()
+    assert not any(torch.equal(weights[name], first[name]) for name in first)
+
+
+def test_what_a_server_says_and_does_without_workers(site):
+    """The first weights are on disk before any worker comes; control; a taken port; folders in use."""
+    top = site.serve("global")
+    wait_for(lambda: (site.folder / "global" / "listening.json").exists(), 30)
+    for name, tensor in read_weights(site.folder / "global", site.layout):
+        parameter = next(p for p in site.layout.parameters if p.name == name)
+        assert torch.equal(tensor, initial_tensor(parameter, site.run.seed))
+
+    code, said = site.serve("global", resume=True).ended()
+    assert code == 1 and "another server is running in this folder" in said
+
+    with socket.socket() as squatter:
+        squatter.bind(("127.0.0.1", site.cluster.region("eu").server.port))
+        squatter.listen()
+        code, said = site.serve("eu").ended()
+    assert code == 1 and said == (
+        f"geotrain serve: cannot listen on {site.address('eu')}: Address already in use; "
+        "stop what uses the port, or choose another in the cluster file\n"
+    )
+
+    told = command(site.address("global"), rpc.Control("snapshot"), 30)
+    assert told.endswith(f"{site.folder}/global/snapshots/00000002")
+    top.send(signal.SIGTERM)
+    assert top.ended() == (0, "")
+    assert [e["event"] for e in site.events("global")].count("SnapshotWritten") == 3
+
+    code, said = site.serve("global").ended()
+    assert code == 1 and "holds the state of a run already; resume it, or choose another folder" in said
+
+
+def test_snapshots_go_by_the_time_and_not_by_the_number_of_fragments(tmp_path):
+    """However many fragments a model has, and only where something has changed."""
+    for minutes, many in ((0.001, True), (60.0, False)):
+        (folder := tmp_path / str(minutes)).mkdir()
+        made = Site(folder, every_minutes=minutes)
+        servers = [made.serve("global"), made.serve("eu")]
+        work(made, 3, "life-1")
+        updates = made.status("eu")["members"]["a"]["updates"] + made.status("eu")["members"]["b"]["updates"]
+        for server in servers:
+            server.send(signal.SIGTERM)
+            assert server.ended()[0] == 0
+        taken = [event["event"] for event in made.events("eu")].count("SnapshotWritten")
+        assert updates >= 6
+        assert taken > 3 if many else taken == 2  # of the beginning and the end
+
+
+@pytest.mark.slow
+def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
+    """SIGKILL of the region server and the global server, in turns, during a synchronous run: every update is applied
+    once, every sample trained once, and the weights are those of a run that nothing happened to. A region server also
+    stops on SIGTERM while the global server is away."""
+    ends = []
+    for kills in (0, 4):
+        (folder := tmp_path / str(kills)).mkdir()
+        site = Site(folder, "sync", train_samples=96)
+        servers = {which: site.serve(which) for which in ("global", "eu")}
+        workers = [site.worker("a"), site.worker("b")]
+        threads = [threading.Thread(target=w.run, daemon=True) for w in workers]
+        for thread in threads:
+            thread.start()
+        for turn in range(kills):
+            wait_for(lambda t=turn, trained=workers[0].trained: len(trained) > 2 * t, 60)
+            which = ("eu", "global")[turn % 2]
+            servers[which].send(signal.SIGKILL)
+            servers[which].ended()
+            servers[which] = site.serve(which, resume=True)
+        for thread in threads:
+            thread.join(90)
+            assert not thread.is_alive()
+        assert servers["eu"].ended() == (0, "") and servers["global"].ended() == (0, "")
+        for worker in workers:
+            worker.close()
+        assert sorted(lease.start for w in workers for lease in w.trained) == list(range(0, 96, 4))
+        recoveries = [e for which in ("eu", "global") for e in site.events(which) if e["event"] == "Recovery"]
+        assert len(recoveries) == 2 + kills
+        assert not kills or sum(e["replayed"] for e in recoveries) > 0
+        ends.append(dict(read_weights(folder / "global", site.layout)))
+        newest, _ = SnapshotStore(folder / "eu" / SNAPSHOTS).load_newest(())
+        assert newest is not None
+        applied = [m["updates"] for m in newest.meta["state"]["members"].values()]
+        assert applied == [12 * len(site.layout.fragments)] * 2
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+    servers["eu"] = site.serve("eu", resume=True)
+    wait_for(lambda: (site.folder / "eu" / "listening.json").exists(), 30)
+    servers["eu"].send(signal.SIGTERM)
+    assert servers["eu"].ended() == (0, "")

@@ -1,0 +1,72 @@
+"""The state machine's thread: what shares a flush, and what may not."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.outer import server
+from geotrain.outer.messages import Lease, LeaseRequest, UpdatePart
+from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+
+
+@pytest.fixture
+def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as maker:
+        yield maker
+
+
+def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, tmp_path):
+    """A group of messages is written before the first of them is applied: a snapshot taken in between would cut off
+    journal records that it does not hold."""
+    top = make(outer(), {"eu": {"a": whole}}).top
+    wait_for(lambda: top.server_thread.status["members"]["eu"]["joined"])  # a join takes a member's leases back
+
+    async def together() -> tuple[Any, Lease]:
+        gate = threading.Event()
+        waiting: list[asyncio.Task[Any]] = []
+        for work in (
+            top.server_thread.read(gate.wait),
+            top.server_thread.say(LeaseRequest("a", 1)),
+            top.server_thread.alone(lambda: begin_snapshot(top.server, top.recovered.journal, ended=False)),
+            top.server_thread.say(LeaseRequest("a", 2)),
+        ):
+            waiting.append(asyncio.create_task(work))
+            await asyncio.sleep(0.01)
+        gate.set()
+        _, _, copy, lease = await asyncio.gather(*waiting)
+        return copy, lease
+
+    copy, lease = top.loop.do(together())
+    finish_snapshot(top.recovered.store, top.recovered.journal, *copy)
+    shutil.copytree(top.folder, tmp_path / "copy")
+    again = recover(top.build, top.begin, tmp_path / "copy", keep=2)
+    assert sorted(again.server.book.open) == [1, lease.lease] == [1, 2]
+    again.journal.close()
+
+
+def test_a_push_is_checked_once(make, monkeypatch):
+    """By its header, before its payload is taken; not again when it is applied."""
+    cluster = make(outer(), {"eu": {"a": halves}}, train_samples=12)
+    worker = cluster.worker("a")
+    worker.join()
+    checks: list[tuple[str, int, int]] = []
+    real = server.check_part
+
+    def counting(part: UpdatePart, *others: Any) -> None:
+        checks.append((part.member, part.sequence, part.part))
+        real(part, *others)
+
+    monkeypatch.setattr(server, "check_part", counting)
+    lease = worker.lease()
+    assert lease is not None
+    worker.train(lease)
+    worker.close()
+    pushed = [("a", sequence + 1, part) for sequence in range(len(cluster.layout.fragments)) for part in (0, 1)]
+    assert sorted(check for check in checks if check[0] == "a") == pushed

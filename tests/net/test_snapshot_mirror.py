@@ -1,0 +1,212 @@
+"""Copies of snapshots at a URL: a local folder, and S3 over HTTP on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+import torch
+from moto.server import ThreadedMotoServer
+
+from geotrain.config import CheckpointConfig, ConfigError
+from geotrain.monitor.events import SnapshotUploaded, Trouble
+from geotrain.net import snapshot_mirror as remote_module
+from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader, newest_snapshot
+from geotrain.net.snapshots import META, SnapshotStore, StoreError
+from geotrain.outer.events import Event
+from geotrain.outer.messages import GLOBAL
+from tests.support.net_worlds import same
+from tests.support.outer_world import random_deltas
+from tests.support.recorded_world import Recorded
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    server.stop()
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request, tmp_path, monkeypatch) -> Iterator[str]:
+    if request.param == "file":
+        yield f"file://{tmp_path}/far"
+        return
+    endpoint = request.getfixturevalue("endpoint")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    bucket = f"bucket-{abs(hash(tmp_path))}"
+    s3fs.S3FileSystem().mkdir(bucket)
+    yield f"s3://{bucket}/run/eu"
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    return {f"fragment.{i}.x": torch.randn(1000 + i, generator=torch.Generator().manual_seed(seed)) for i in range(3)}
+
+
+def saved(folder: Path, count: int) -> SnapshotStore:
+    store = SnapshotStore(folder, keep=count)
+    for number in range(1, count + 1):
+        store.save(tensors(number), {"segment": number, "ended": False})
+    return store
+
+
+def test_a_copy_comes_back_where_the_disk_is_lost(tmp_path, url):
+    """The newest is fetched whole, older ones are dropped; without its manifest a snapshot is not there."""
+    store, mirror = saved(tmp_path / "here", 4), SnapshotMirror(url, keep=2)
+    assert mirror.numbers() == []
+    for number in store.numbers():
+        size = mirror.upload(store.folder / f"{number:08d}", number)
+    assert mirror.numbers() == [3, 4] and size > 4 * 3000
+    elsewhere = SnapshotStore(tmp_path / "elsewhere")
+    snapshot, faults = newest_snapshot(elsewhere, mirror)
+    assert snapshot is not None and snapshot.number == 4 and same(snapshot.tensors, tensors(4))
+    assert f"it came from {url}" in faults[0]
+    assert elsewhere.numbers() == [4] and newest_snapshot(elsewhere, mirror)[1] == []  # now it is here
+
+    mirror._files.rm_file(mirror._path(4, META))
+    assert mirror.numbers() == [3]
+    mirror._files.pipe_file(mirror._path(3, "fragment.1.x.safetensors"), b"not what it was")
+    nothing, faults = newest_snapshot(SnapshotStore(tmp_path / "third"), mirror)
+    assert nothing is None and "00000003: passed over: fragment.1.x.safetensors has 15 bytes" in faults[0]
+    assert not list((tmp_path / "third").iterdir())
+
+
+def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_again(tmp_path, url, monkeypatch):
+    mirror = SnapshotMirror(url, keep=2)
+    for seed in (1, 2):
+        store = SnapshotStore(tmp_path / str(seed))
+        store.save(tensors(seed), {"segment": 1, "ended": False})
+        mirror.upload(store.folder / "00000001", 1)
+    assert same(mirror.fetch(1, SnapshotStore(tmp_path / "back")).tensors, tensors(2))
+    monkeypatch.setattr(mirror._files, "put_file", lambda *_: pytest.fail("sent again"))
+    mirror.upload(store.folder / "00000001", 1)
+
+
+def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
+    """Its folder is gone, journal and all: the state is that of the snapshot, and new journals follow it."""
+    recorded, mirror = Recorded(tmp_path / "live", GLOBAL), SnapshotMirror(url, keep=2)
+    world, recovered = recorded.world, recorded.recovered
+    want: list[dict[str, torch.Tensor]] = []
+    for i in range(2):
+        for turn in range(8):
+            world.push("a", random_deltas(world, 10 * i + turn))
+        while sent := world.deliver_up("eu"):
+            world.deliver_down("eu", sent)
+        number = finish_snapshot(
+            recovered.store, recovered.journal, *begin_snapshot(recovered.server, recovered.journal, ended=False)
+        )
+        mirror.upload(recovered.store.folder / f"{number:08d}", number)
+        want.append({name: t.clone() for name, t in recovered.server.state()[0].items()})
+    recovered.journal.close()
+    shutil.rmtree(tmp_path / "live")
+    for _ in range(2):  # the second time from its own disk
+        again = recover(recorded.build, recorded.begin, tmp_path / "live", keep=2, mirror=mirror)
+        again.journal.close()
+        assert same(again.server.state()[0], want[1])
+    assert not same(want[0], want[1])
+
+
+def test_an_unreachable_store_is_told_and_does_not_stop_who_has_a_snapshot(tmp_path, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", nobody)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
+    mirror = SnapshotMirror("s3://bucket/run", keep=2)
+    with pytest.raises(StoreError, match=r"checkpoint\.snapshots = s3://bucket/run: cannot be read: .*onnect"):
+        newest_snapshot(SnapshotStore(tmp_path / "empty"), mirror)
+    snapshot, faults = newest_snapshot(saved(tmp_path / "here", 1), mirror)
+    assert snapshot is not None and "cannot be read" in faults[0]
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+class Flaky:
+    """Stands for a store that is away at first."""
+
+    def __init__(self, mirror: SnapshotMirror, failures: int) -> None:
+        self.mirror, self.failures, self.url, self.uploads = mirror, failures, mirror.url, list[int]()
+
+    def upload(self, folder: Path, number: int) -> int:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError(f"{self.url}: away")
+        self.uploads.append(number)
+        return self.mirror.upload(folder, number)
+
+
+def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.01)
+    store, far = (
+        SnapshotStore(tmp_path / "here", keep=1),
+        Flaky(SnapshotMirror(f"file://{tmp_path}/far", keep=1), failures=3),
+    )
+    told: list[Event] = []
+
+    async def work() -> None:
+        uploader = Uploader(store, far, told.append)  # type: ignore[arg-type]
+        task = asyncio.create_task(uploader.run())
+        for number in (1, 2):
+            store.save(tensors(number), {})
+            uploader.wake()
+            await asyncio.sleep(0)
+            await uploader.finish(10)
+            assert uploader.status() == {"url": far.url, "uploaded": number, "trouble": None}
+        far.failures = 1000
+        store.save(tensors(3), {})
+        uploader.wake()
+        with pytest.raises(StoreError, match=r"not copied there within 0\.2 s \(.*away\); it is in"):
+            await uploader.finish(0.2)
+        assert uploader.status()["trouble"]
+        task.cancel()
+
+    asyncio.run(work())
+    assert far.uploads == [1, 2] and far.mirror.numbers() == [2]
+    assert [type(event) for event in told] == [Trouble, SnapshotUploaded, SnapshotUploaded, Trouble]
+
+
+def test_a_snapshot_that_is_being_copied_stays(tmp_path):
+    store = SnapshotStore(tmp_path, keep=1)
+    store.save(tensors(1), {})
+    with store.kept(1) as folder:
+        store.save(tensors(2), {})
+        assert folder.exists()
+    store.save(tensors(3), {})
+    assert store.numbers() == [3]
+
+
+def test_a_url_of_no_known_kind():
+    with pytest.raises(ConfigError, match=r"checkpoint\.snapshots = 's4://bucket/x': cannot be used: .*s4"):
+        SnapshotMirror("s4://bucket/x", keep=1)
+
+
+def test_a_path_is_no_url():
+    with pytest.raises(ValueError, match="is no URL; write s3://bucket/path or file:///path"):
+        CheckpointConfig(snapshots="/mnt/snapshots")
+
+
+def test_every_fault_of_a_file_system_is_one(tmp_path, monkeypatch):
+    mirror = SnapshotMirror(f"file://{tmp_path}", keep=1)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("something of its own")
+
+    monkeypatch.setattr(mirror._files, "put_file", broken)
+    with pytest.raises(StoreError, match="the snapshot cannot be copied there: KeyError: 'something of its own'"):
+        mirror.upload(saved(tmp_path / "here", 1).folder / "00000001", 1)

@@ -1,0 +1,109 @@
+"""Snapshots: whole or not there, damaged ones passed over and named."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from geotrain.layout import LayoutError
+from geotrain.net import snapshots as store_module
+from geotrain.net.snapshots import META, SNAPSHOTS, SnapshotStore, StoreError, read_weights
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.server import Identity
+from tests.support.net_worlds import first_weights, outer, same, tiny_layout
+
+TENSORS = {
+    "fragment.0.x": torch.arange(100_000.0),
+    "in_flight.3.0": torch.arange(7, dtype=torch.uint8),
+    "none": torch.empty(0),
+}
+
+
+def test_a_snapshot_comes_back_as_it_was(tmp_path):
+    store = SnapshotStore(tmp_path / "s")
+    assert store.load_newest() == (None, [])
+    assert store.save(TENSORS, {"a": [1, {"b": None}]}) == 1
+    newest, faults = SnapshotStore(tmp_path / "s").load_newest()
+    assert newest is not None and newest.meta == {"a": [1, {"b": None}]} and not faults
+    assert same(newest.tensors, TENSORS)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    store = SnapshotStore(tmp_path, keep=2)
+    for i in range(5):
+        store.save({"x": torch.full((3,), float(i))}, {"i": i})
+    assert store.numbers() == [4, 5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000004", "00000005"]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [META, "fragment.0.x.safetensors", "in_flight.3.0.safetensors"])
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda p: os.truncate(p, 12), lambda p: p.write_bytes(b"")])
+def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path, name, damage):
+    store = SnapshotStore(tmp_path)
+    store.save(TENSORS, {"i": 1})
+    store.save(TENSORS, {"i": 2})
+    damage(tmp_path / "00000002" / name)
+    newest, faults = store.load_newest()
+    assert newest is not None and newest.meta == {"i": 1}
+    assert len(faults) == 1 and "00000002: damaged, passed over" in faults[0]
+
+
+def test_what_was_half_written_is_no_snapshot(tmp_path):
+    store = SnapshotStore(tmp_path)
+    store.save(TENSORS, {"i": 1})
+    (tmp_path / ".00000002.partial").mkdir()
+    (tmp_path / ".00000002.partial" / META).write_text("x")
+    assert store.numbers() == [1]
+    assert store.save(TENSORS, {"i": 2}) == 2
+    assert store.load_newest()[0].meta == {"i": 2}
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    store = SnapshotStore(tmp_path)
+    store.save(TENSORS, {"i": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store_module.os, "fsync", full)
+    with pytest.raises(StoreError, match="00000002: the snapshot cannot be written: No space left on device"):
+        store.save(TENSORS, {"i": 2})
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+    assert store.load_newest()[0].meta == {"i": 1}
+
+
+def test_files_are_plain_safetensors(tmp_path):
+    SnapshotStore(tmp_path).save(TENSORS, {})
+    with safe_open(tmp_path / "00000001" / "fragment.0.x.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("tensor"), TENSORS["fragment.0.x"])
+
+
+def test_weights_are_read_by_name(tmp_path):
+    config = outer()
+    layout = tiny_layout(config)
+    server = GlobalServer(Identity("r", "c", layout.digest, "m"), layout, config, {"eu": ("a",)}, 8, 2)
+    server.set_weights(first_weights(layout))
+    tensors, state = server.state()
+    SnapshotStore(tmp_path / SNAPSHOTS).save(tensors, {"state": state})
+    weights = dict(read_weights(tmp_path, layout))
+    assert list(weights) == [p.name for f in layout.fragments for p in f.parameters]
+    for p in layout.parameters:
+        fragment = layout.fragment_of(p.name)
+        want = dict(layout.split(fragment, server.fragments[fragment].x))[p.name]
+        assert torch.equal(weights[p.name], want) and weights[p.name].shape == p.shape
+    with pytest.raises(LayoutError, match="another model"):
+        next(iter(read_weights(tmp_path, type(layout)(layout.parameters[:-1]))))
+    with pytest.raises(StoreError, match="holds no snapshot"):
+        next(iter(read_weights(tmp_path / "nowhere", layout)))

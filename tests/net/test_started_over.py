@@ -1,0 +1,81 @@
+"""Over real sockets: a region whose update is refused for good starts over and the run ends whole; ranks whose peers
+have not joined again wait for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from geotrain.outer.events import StartedOver
+from geotrain.outer.messages import Refused, UpdatePart
+from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+
+
+@pytest.fixture
+def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as maker:
+        yield maker
+
+
+def test_a_region_whose_update_is_refused_goes_on(make):
+    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole}, "us": {"b": whole}}, train_samples=24)
+    top, region = cluster.top.server, cluster.regions["eu"].server
+    admit, refused = top.admit, []
+
+    def refuse_once(part: UpdatePart) -> bool:
+        if part.member == "eu" and not refused:
+            refused.append(part.sequence)
+            raise Refused("far out of the ordinary, the test says")
+        return admit(part)
+
+    top.admit = refuse_once
+    events = []
+    cluster.regions["eu"].server_thread.write_event = events.append
+    a, b = cluster.worker("a"), cluster.worker("b")
+    a.join()
+    b.join()
+    a.train(a.lease())
+    wait_for(lambda: refused and region.fragments and region.incarnation == top.members["eu"].incarnation)
+    assert [event for event in events if isinstance(event, StartedOver)] == [
+        StartedOver("far out of the ordinary, the test says")
+    ]
+    assert top.members["eu"].restarts == 1
+    for worker in (a, b):
+        while (lease := worker.lease()) is not None:
+            worker.train(lease)
+        worker.leave()
+    wait_for(lambda: top.finished)
+    assert top.book.committed_samples == 24
+    for worker in (a, b):
+        worker.close()
+
+
+def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):
+    """The region's server restarts; one of two ranks comes back, with calls of every kind under way."""
+    cluster = make(outer(updates_per_send=1), {"eu": {"a": halves}}, train_samples=24)
+    worker = cluster.worker("a")
+    worker.join()
+    lease = worker.lease()
+    worker.clients[1].close()  # the second rank stands still: it neither beats nor calls
+    cluster.restart("eu")
+    joins, running = [], cluster.regions["eu"]
+    real = running.server.handle
+
+    def counting(message):
+        if type(message).__name__ == "Join":
+            joins.append(message)
+        return real(message)
+
+    running.server.handle = counting
+    first = worker.clients[0]
+    calls = [first.push(worker.parts(lease, (0,))[0]), first.pull(worker.sequence, (0,))]
+    wait_for(lambda: joins)
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+        time.sleep(0.1)
+    assert 1 <= len(joins) <= 20, len(joins)
+    for call in calls:
+        call.cancel()
+    worker.close()

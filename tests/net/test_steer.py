@@ -1,0 +1,187 @@
+"""An operator's word to servers on real sockets: pause, resume, drain, stop; who may say it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from geotrain.layout import numel, scatter
+from geotrain.net import rpc
+from geotrain.net.grpc_service import is_this_machine
+from geotrain.net.operator_client import ask_status, command
+from geotrain.net.recovery import begin_snapshot, finish_snapshot
+from geotrain.net.worker_client import WorkerClient
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import VALIDATION_CODEC, from_bytes
+from geotrain.outer.leases import Validations
+from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
+from tests.support.net_worlds import Cluster, clusters, halves, outer, train_all, wait_for, whole
+
+PLAN = {"eu": {"a": whole, "b": halves}, "us": {"c": whole}}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as make:
+        yield make
+
+
+def tell(cluster: Cluster, what: str, region: str = "") -> str:
+    return command(cluster.top.address, rpc.Control(what, region), 10.0)
+
+
+def test_workers_wait_while_the_run_is_paused_and_go_on_at_once(make: Callable[..., Cluster]) -> None:
+    cluster = make(outer(), PLAN)
+    worker = cluster.worker("b")
+    worker.join()
+    held = worker.lease()
+    assert held is not None
+    assert tell(cluster, "pause") == "paused"
+    cluster.restart_top()  # it is in the journal
+    worker.train(held)
+    waiting: Future[object] = worker.clients[0].lease(LeaseRequest("b", 2))
+    time.sleep(0.5)
+    assert not waiting.done()
+    status = ask_status(cluster.top.address, 5.0)
+    assert status is not None and (status["phase"], status["open_leases"]) == ("paused", 1)
+    began_s = time.monotonic()
+    assert tell(cluster, "resume") == "running"
+    assert isinstance(waiting.result(10), Lease)
+    assert time.monotonic() - began_s < 5.0  # far below the time that a call is held
+    worker.close()
+
+
+def test_a_pause_may_last_longer_than_any_deadline(make: Callable[..., Cluster], monkeypatch) -> None:
+    monkeypatch.setattr(rpc, "MAX_WAIT_S", 0.2)
+    cluster = make(outer(), PLAN)
+    worker = cluster.worker("a")
+    worker.join()
+    tell(cluster, "pause")
+    client: WorkerClient = worker.clients[0]
+    client.deadline_s = 0.6
+    waiting = client.lease(LeaseRequest("a", 1))
+    time.sleep(1.5)
+    assert not waiting.done()
+    tell(cluster, "resume")
+    assert isinstance(waiting.result(10), Lease)
+    worker.close()
+
+
+def test_a_drained_region_leaves_and_the_rest_trains_everything(make: Callable[..., Cluster]) -> None:
+    cluster = make(outer(), PLAN, train_samples=64)
+    first = cluster.worker("c")
+    first.join()
+    first.train(first.lease())
+    assert tell(cluster, "drain", "us") == "running"
+    assert first.lease() is None
+    first.leave()
+    first.close()
+    wait_for(lambda: cluster.top.server.members["us"].left and cluster.regions["us"].server.done)
+    assert not cluster.top.server.finished
+    eu = [cluster.worker("a"), cluster.worker("b")]
+    for worker in eu:
+        worker.join()
+    while leases := [(w, lease) for w in eu if (lease := w.lease()) is not None]:
+        for worker, lease in leases:
+            worker.train(lease)
+    for worker in eu:
+        worker.leave()
+        worker.close()
+    wait_for(lambda: cluster.top.server.finished)
+    assert cluster.top.server.status()["committed_samples"] == 64
+
+
+def end_and_resume(cluster: Cluster) -> None:
+    """As the server's process does: once it is over, a last snapshot that says so, and a start from it."""
+    for region in cluster.regions.values():
+        wait_for(lambda server=region.server: server.done)  # its workers are told before its own goodbye is answered
+    for name in (*cluster.regions, "top"):
+        running = cluster.top if name == "top" else cluster.regions[name]
+        r = running.recovered
+        copy = cluster.loop.do(
+            running.server_thread.read(lambda s=running.server, j=r.journal: begin_snapshot(s, j, True))
+        )
+        finish_snapshot(r.store, r.journal, *copy)
+        running.kill()
+    cluster.top = cluster.top.again()
+    cluster.regions = {name: running.again() for name, running in cluster.regions.items()}
+
+
+def test_stopped_and_resumed_gives_the_bits_of_a_run_that_never_stopped(make: Callable[..., Cluster]) -> None:
+    """Synchronous, where the order of updates does not depend on timing."""
+    ends = []
+    for stopped in (False, True):
+        cluster = make(outer("sync"), PLAN, train_samples=60)
+        trained: list[Lease] = []
+        if stopped:
+            stopper = threading.Timer(0.0, lambda cluster=cluster: _stop_after(cluster, 24))
+            stopper.start()
+            trained += [lease for w in train_all(cluster, "life-1") for lease in w.trained]
+            stopper.join()
+            assert 24 <= sum(lease.samples for lease in trained) < 60
+            assert cluster.top.server.phase == "ended" and not cluster.top.server.status()["complete"]
+            end_and_resume(cluster)
+            assert cluster.top.server.phase == "running"
+        trained += [lease for w in train_all(cluster, "life-2") for lease in w.trained]
+        starts = sorted(lease.start for lease in trained)
+        assert starts == list(range(0, 60, 4))  # each sample once
+        assert cluster.top.server.status()["complete"]
+        ends.append([state.x.clone() for state in cluster.top.server.fragments])
+    for straight, resumed in zip(*ends, strict=True):
+        assert torch.equal(straight, resumed)
+
+
+def _stop_after(cluster: Cluster, samples: int) -> None:
+    wait_for(lambda: cluster.top.server.book.committed_samples >= samples)
+    tell(cluster, "stop")
+
+
+def test_a_region_server_takes_no_such_word(make: Callable[..., Cluster]) -> None:
+    cluster = make(outer(), PLAN)
+    with pytest.raises(Refused, match="can be told to snapshot and to pardon"):
+        command(cluster.regions["eu"].address, rpc.Control("stop"), 5.0)
+    with pytest.raises(Refused, match="no region is called 'mars'"):
+        tell(cluster, "drain", "mars")
+
+
+def test_without_tls_only_this_machine_steers() -> None:
+    assert is_this_machine("127.0.0.1:5") and is_this_machine("::1:5")
+    assert is_this_machine("198.18.0.1:5")  # emulated links
+    assert not is_this_machine("203.0.113.7:5") and not is_this_machine("2001:db8::7:5")
+
+
+def test_a_validation_goes_out_with_a_lease_and_its_loss_comes_up(make: Callable[..., Cluster]) -> None:
+    cluster = make(outer(), PLAN, train_samples=64)
+    top, region = cluster.top.server, cluster.regions["eu"].server
+    top.validations = Validations(4)
+    worker = cluster.worker("b")
+    worker.join()
+    first = worker.lease()
+    assert first is not None and first.validate == 0
+    top.book.committed_samples, top.book.step_s = 4, {"b": 1.0}
+    worker.job += 1
+    task = worker.lease()
+    assert task is not None and task.validate == 1
+    assert worker.clients[0].global_weights(1).result(10).weights == ()  # it keeps none
+    region.newest = [state.x + 1 for state in top.fragments]
+    seen = [torch.zeros(f.numel) for f in cluster.layout.fragments]
+    for part, client in enumerate(worker.clients):
+        for told in client.global_weights(2).result(10).weights:
+            cut = worker.slicing[part][told.fragment]
+            scatter(
+                make_codec(VALIDATION_CODEC).decode(from_bytes(told.payload), numel(cut)), cut, seen[told.fragment]
+            )
+        region.newest = [torch.zeros_like(vector) for vector in region.newest]  # newer ones change nothing
+    for state, vector in zip(top.fragments, seen, strict=True):
+        assert torch.equal(vector, (state.x + 1).bfloat16().float())
+    worker.clients[0].validated(Validated("b", 1, 0, 3.25, 0.5))
+    wait_for(lambda: top.validations.latest)
+    status = ask_status(cluster.top.address, 5.0)
+    assert status is not None and status["validation"]["loss"] == 3.25
+    worker.close()

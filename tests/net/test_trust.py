@@ -1,0 +1,186 @@
+"""Certificates: who may speak, and for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from geotrain.config import ClusterConfig, parse
+from geotrain.net import rpc
+from geotrain.net.certs import CertificateError, Trust, load_credentials, make_certificates, trust_between
+from geotrain.net.grpc_client import GrpcClient, Unreachable
+from geotrain.net.operator_client import ask_status, command
+from geotrain.net.worker_client import WorkerClient
+from geotrain.outer.messages import GLOBAL, Join, LeaseRequest, Refused, Release
+from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+
+PLAN = {"eu": {"a": halves, "b": whole}, "us": {"c": whole}}
+
+
+def cluster_config(security: Path | None = None) -> ClusterConfig:
+    regions = [
+        {"name": r, "workers": [{"name": w, "hosts": [{"host": "h", "slots": 1}]} for w in workers]}
+        for r, workers in PLAN.items()
+    ]
+    raw = {"name": "test", "regions": regions, "security": {"folder": str(security)} if security else None}
+    return parse(ClusterConfig, raw, "test")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("certs")
+    make_certificates(cluster_config(), made)
+    return made
+
+
+@pytest.fixture
+def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
+    with clusters(tmp_path) as maker:
+        yield maker
+
+
+def test_a_run_under_tls(make, folder):
+    cluster = make(outer(), PLAN, train_samples=48, certs=folder)
+    workers = [cluster.worker(name) for name in ("a", "b", "c")]
+    for worker in workers:
+        worker.join()
+    for _ in range(2):
+        for worker in workers:
+            worker.train(worker.lease())
+    for worker in workers:
+        worker.leave()
+        worker.close()
+    wait_for(lambda: cluster.top.server.finished)
+    assert cluster.top.server.book.committed_samples == 24
+
+
+def test_a_worker_speaks_for_itself_only(make, folder):
+    cluster = make(outer(), PLAN, certs=folder)
+    false = cluster.worker("b")
+    false.name = "a"
+    with pytest.raises(Refused, match=r"certificate of b\.worker\.geotrain does not speak for worker 'a'"):
+        false.join()
+    false.close()
+
+    good = cluster.worker("b")
+    good.join()
+    lease = good.lease()
+
+    async def attempts() -> None:
+        link = GrpcClient(cluster.region_of("b").address, "a", "life-1", cluster.trust("worker", "b", "region", "eu"))
+        part = good.parts(lease, (0,))[0]
+        for call in (
+            lambda: link.push(dataclasses.replace(part, member="a")),
+            lambda: link.pull(0, 0, (0,), 1 << 20),
+            lambda: link.leave(0, 0),
+            lambda: link.beat(0),
+            lambda: link.lease(LeaseRequest("a", 1)),
+            lambda: link.release(Release((1,))),
+        ):
+            with pytest.raises(Refused, match="does not speak for"):
+                await call()
+        await link.close()
+
+    cluster.loop.do(attempts())
+    with pytest.raises(Refused, match="does not speak for"):
+        command(cluster.region_of("b").address, rpc.Control("stop"), 10, cluster.trust("worker", "b", "region", "eu"))
+    good.close()
+
+
+def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
+    cluster = make(outer(), PLAN, certs=folder)
+    wait_for(lambda: cluster.top.server.members["us"].complete)
+    region = cluster.regions["us"].server
+
+    async def attempts() -> None:
+        for role, name in (("worker", "a"), ("region", "eu")):
+            link = GrpcClient(cluster.top.address, "us", "x", cluster.trust(role, name, "global", GLOBAL))
+            with pytest.raises(
+                Refused, match=rf"certificate of {name}\.{role}\.geotrain does not speak for region 'us'"
+            ):
+                await link.join(region.join_message())
+            await link.close()
+        link = GrpcClient(
+            cluster.top.address, "us", region.incarnation, cluster.trust("region", "us", "global", GLOBAL)
+        )
+        with pytest.raises(Refused, match="us cannot ask for the data of 'a'"):
+            await link.lease(LeaseRequest("a", 1))
+        await link.release(Release((lease.lease,)))  # of another region's worker: without effect
+        await link.close()
+
+    worker = cluster.worker("a")
+    worker.join()
+    lease = worker.lease()
+    cluster.loop.do(attempts())
+    assert lease.lease in cluster.top.server.book.open
+    worker.close()
+
+
+def test_strangers_do_not_get_in(make, folder, tmp_path):
+    """Plaintext; another authority; a server that is not the one meant."""
+    cluster = make(outer(), PLAN, certs=folder)
+    make_certificates(cluster_config(), tmp_path / "other")
+    other = Trust(load_credentials(tmp_path / "other", "worker", "a"), "eu.region.geotrain")
+    misled = cluster.trust("worker", "a", "region", "us")
+    address = cluster.region_of("a").address
+    join = Join("run", "config", "layout", "model", "a", "life", 0, 1, (), ())
+    for trust in (None, other, misled):
+        client = WorkerClient(address, connect_s=0.8, trust=trust)
+        with pytest.raises(Unreachable):
+            client.join(join)
+        client.close()
+        assert ask_status(address, 0.8, trust) is None
+    status = ask_status(address, 5.0, cluster.trust("worker", "a", "region", "eu"))
+    assert status is not None
+    assert status["region"] == "eu"
+
+
+def test_only_the_operator_controls(make, folder):
+    cluster = make(outer(), PLAN, certs=folder)
+    trust = cluster.trust("operator", "operator", "global", GLOBAL)
+    command(cluster.top.address, rpc.Control("snapshot"), 10, trust)
+    with pytest.raises(Refused, match="'explode' means nothing to a run; known: pause, resume, drain, stop"):
+        command(cluster.top.address, rpc.Control("explode"), 10, trust)
+
+
+def test_certificates_are_made_once_and_keys_are_private(tmp_path):
+    made = make_certificates(cluster_config(), tmp_path)
+    names = {"ca", "global-global", "operator-operator", "region-eu", "region-us", "worker-a", "worker-b", "worker-c"}
+    assert {p.name for p in made} == {f"{name}.{end}" for name in names for end in ("pem", "key")}
+    assert all(p.stat().st_mode & 0o077 == 0 for p in made)
+    before = {p: p.read_bytes() for p in made}
+    assert make_certificates(cluster_config(), tmp_path) == []
+    (tmp_path / "worker-b.pem").unlink()
+    assert [p.name for p in make_certificates(cluster_config(), tmp_path)] == ["worker-b.key", "worker-b.pem"]
+    assert all(p.read_bytes() == content for p, content in before.items() if "worker-b" not in p.name)
+
+
+def test_what_is_wrong_with_a_certificate_is_said(tmp_path):
+    make_certificates(cluster_config(), tmp_path)
+    with pytest.raises(CertificateError, match=r"worker-zoe\.key: cannot be read: No such file.*geotrain certs"):
+        load_credentials(tmp_path, "worker", "zoe")
+    (tmp_path / "worker-b.key").write_bytes((tmp_path / "worker-c.key").read_bytes())
+    with pytest.raises(CertificateError, match=r"worker-b\.key is not the key of worker-b\.pem"):
+        load_credentials(tmp_path, "worker", "b")
+    (tmp_path / "worker-b.pem").write_bytes((tmp_path / "worker-c.pem").read_bytes())
+    with pytest.raises(CertificateError, match=r"worker-b\.pem: is not the certificate of worker 'b'"):
+        load_credentials(tmp_path, "worker", "b")
+    (tmp_path / "worker-a.pem").write_text("nonsense")
+    with pytest.raises(CertificateError, match="is damaged"):
+        load_credentials(tmp_path, "worker", "a")
+    make_certificates(cluster_config(), tmp_path / "old", days=0)
+    with pytest.raises(CertificateError, match=r"expired on \d{4}-\d\d-\d\d; make it anew"):
+        load_credentials(tmp_path / "old", "worker", "a")
+    (tmp_path / "ca.key").unlink()
+    (tmp_path / "worker-a.pem").unlink()
+    with pytest.raises(CertificateError, match=r"ca\.key: cannot be read"):
+        make_certificates(cluster_config(), tmp_path)
+
+
+def test_links_are_plaintext_without_a_security_block(folder):
+    assert trust_between(cluster_config(), "worker", "a", "region", "eu") is None
+    trust = trust_between(cluster_config(folder), "worker", "a", "region", "eu")
+    assert trust is not None and trust.server == "eu.region.geotrain"

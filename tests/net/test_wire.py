@@ -1,0 +1,137 @@
+"""Messages ↔ frames: every message comes back as it was, and nothing else comes through."""
+
+from __future__ import annotations
+
+import random
+import time
+import typing
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geotrain.net import rpc, wire
+from geotrain.outer import messages
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    FragmentDelta,
+    FragmentWeights,
+    Join,
+    UpdatePart,
+    Welcome,
+)
+from tests.support.broken_frames import mutations
+
+ALL = (*typing.get_args(messages.Message), rpc.Ack, rpc.NotYet, rpc.Pull, rpc.AskLease, rpc.ReleaseLeases,
+       rpc.SayLeave, rpc.Control, rpc.Refusal)  # fmt: skip
+LIMIT = 1 << 24
+
+st.register_type_strategy(int, st.integers(-(1 << 61), 1 << 61))
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+st.register_type_strategy(str, st.text(max_size=40))
+
+
+def there_and_back(message: object) -> object:
+    reader = wire.FrameReader(type(message), limit_bytes=LIMIT)
+    for frame in wire.frames(message):
+        reader.feed(frame)
+    return reader.message
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_every_message_comes_back_as_it_was(kind):
+    @settings(max_examples=30, deadline=None)
+    @given(st.from_type(kind))
+    def check(message):
+        assert there_and_back(message) == message
+
+    check()
+
+
+@pytest.mark.parametrize("size", [0, 1, wire.CHUNK_BYTES, wire.CHUNK_BYTES + 1, 3 * wire.CHUNK_BYTES + 7])
+def test_payloads_are_cut_into_chunks(size):
+    payload = random.Random(size).randbytes(size)
+    part = UpdatePart(
+        "a", "1", 1, 0, (FragmentDelta(0, 0, payload), FragmentDelta(1, 0, b""), FragmentDelta(2, 5, b"x"))
+    )
+    frames = list(wire.frames(part))
+    assert max(len(f) for f in frames) <= wire.CHUNK_BYTES + wire.CRC_BYTES
+    assert len(frames) == 1 + -(-size // wire.CHUNK_BYTES) + 1
+    assert there_and_back(part) == part
+
+
+def test_sizes_are_known_from_the_header():
+    answer = Answer(3, (FragmentWeights(0, 1, bytes(2_000_000)),))
+    reader = wire.FrameReader(Answer, limit_bytes=2_000_000)
+    reader.feed(next(iter(wire.frames(answer))))
+    assert [len(w.payload) for w in reader.header.weights] == [2_000_000]
+    with pytest.raises(wire.WireError, match="payloads of more than 1999999 bytes are refused"):
+        wire.FrameReader(Answer, limit_bytes=1_999_999).feed(next(iter(wire.frames(answer))))
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ([1, "Finished", ["a"]], "Finished: 2 fields expected"),
+        ([1, "Finished", ["a", "2"]], r"Finished\.job: an integer expected, not str"),
+        ([1, "Finished", ["a", True]], r"Finished\.job: an integer expected, not True"),
+        ([1, "Finished", ["a", 2.0]], r"Finished\.job: an integer expected, not 2\.0"),
+        ([1, "Finished", ["a", 1 << 63]], r"Finished\.job: an integer expected"),
+        ([1, "Finished", [b"a", 1]], r"Finished\.worker: a text of at most 4096 characters"),
+        ([1, "Finished", ["a" * 4097, 1]], r"Finished\.worker: a text of at most 4096 characters"),
+        ([2, "Finished", ["a", 1]], "same version of GeoTrain"),
+        ([1, "Leave", ["a"]], "type 'Leave' is not expected here, only Finished"),
+        ({"a": 1}, "not a message"),
+    ],
+)
+def test_what_is_wrong_is_said(raw, reason):
+    with pytest.raises(wire.WireError, match=reason):
+        wire.unpack(wire._sealed(msgpack.packb(raw)), Finished)
+
+
+def test_a_damaged_frame_is_told_from_a_wrong_one():
+    frame = bytearray(wire.pack(Welcome(1, 2)))
+    frame[-1] ^= 1
+    with pytest.raises(wire.DamagedError, match="checksum"):
+        wire.unpack(bytes(frame), Welcome)
+
+
+def test_frames_too_many_too_few_and_of_the_wrong_size_are_refused():
+    part = UpdatePart("a", "1", 1, 0, (FragmentDelta(0, 0, b"12345678"),))
+    header, chunk = wire.frames(part)
+    reader = wire.FrameReader(UpdatePart, limit_bytes=8)
+    reader.feed(header)
+    with pytest.raises(wire.WireError, match="ended early: 0 of 1 payloads"):
+        _ = reader.message
+    with pytest.raises(wire.WireError, match="a chunk of 9 bytes where 8 are missing"):
+        reader.feed(wire._sealed(b"123456789"))
+    reader.feed(chunk)
+    with pytest.raises(wire.WireError, match="more frames"):
+        reader.feed(chunk)
+
+
+def test_garbage_raises_wire_errors_only_and_fast():
+    """At least 20,000 inputs a minute."""
+    count, refused = 5000, 0
+    inputs = list(mutations(5, count))
+    began = time.monotonic()
+    for frames in inputs:
+        reader = wire.FrameReader(Join, UpdatePart, Answer, rpc.Pull, limit_bytes=1000)
+        try:
+            for frame in frames:
+                reader.feed(frame)
+            _ = reader.message
+        except wire.WireError:
+            refused += 1
+    assert count / (time.monotonic() - began) > 20_000 / 60
+    assert refused > count / 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes(data):
+    for frame in (data, wire._sealed(data)):
+        with pytest.raises(wire.WireError):
+            wire.unpack(frame, *ALL)

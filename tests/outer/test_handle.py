@@ -1,0 +1,122 @@
+"""The one entry to the state machines: what it refuses, what it sends, what it reports, and what it checks once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from geotrain.config import LimitsConfig
+from geotrain.outer import server
+from geotrain.outer.events import Joined, Left, Merged, Quarantined, SentUp, UpdateApplied, UpdateRefused
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    Leave,
+    OperatorCommand,
+    Refused,
+    Release,
+    RunComplete,
+    UpdatePart,
+    UpdateRejected,
+    Welcome,
+)
+from geotrain.outer.server import Handled
+from tests.support.outer_world import config, halves, make, random_deltas
+
+
+@pytest.fixture
+def checked(monkeypatch) -> list[tuple[int, int]]:
+    """(sequence, part) of every update that was checked in full."""
+    seen: list[tuple[int, int]] = []
+    real = server.check_part
+
+    def counting(part: UpdatePart, *others: Any) -> None:
+        seen.append((part.sequence, part.part))
+        real(part, *others)
+
+    monkeypatch.setattr(server, "check_part", counting)
+    return seen
+
+
+def test_what_means_nothing_to_a_server_is_refused_by_its_name() -> None:
+    world = make(config())
+    for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1), RunComplete()):
+        with pytest.raises(Refused, match=f"a {type(message).__name__} means nothing to this server"):
+            world.top.handle(message)
+    with pytest.raises(Refused, match="a Release means nothing"):
+        world.regions["eu"].handle(Release((1,)))
+    with pytest.raises(Refused, match="can be told to snapshot and to pardon, not to 'pause'"):
+        world.regions["eu"].handle(OperatorCommand("pause"))
+
+
+def test_an_admitted_update_is_not_checked_again(checked) -> None:
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    for admit in (True, False):  # from a socket; from a journal, or in the simulator
+        parts = worker.parts(random_deltas(world, 1))
+        if admit:
+            assert all(region.admit(part) for part in parts)
+        assert [region.handle(part).reply for part in parts] == [False, True]
+    assert checked == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_only_what_was_admitted_passes_unchecked(checked) -> None:
+    """Another update, a second use, a rank that has joined again: each is checked."""
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    good, other = worker.parts(random_deltas(world, 1))
+    assert region.admit(good)
+    short = dataclasses.replace(good.deltas[0], payload=good.deltas[0].payload[:-1])
+    with pytest.raises(Refused, match="its slices need"):
+        region.handle(dataclasses.replace(good, deltas=(short,)))
+    assert region.admit(good)
+    assert region.handle(good).reply is False
+    checked.clear()
+    assert region.handle(good).reply is False  # a retry of half an update
+    assert checked == [(1, 0)]
+    assert region.admit(other)
+    region.handle(worker.joins(world.identity)[1])  # this rank joined again: its slices may be others now
+    checked.clear()
+    assert region.handle(other).reply is True
+    assert checked == [(1, 1)]
+
+
+def test_a_lease_that_an_update_names_twice_counts_once() -> None:
+    world = make(config(), train_samples=64)
+    lease = world.lease("a")
+    assert lease is not None
+    [part] = world.workers["a"][1].parts(random_deltas(world, 1), (lease.lease, lease.lease))
+    [applied] = world.regions["eu"].handle(part).events
+    assert isinstance(applied, UpdateApplied) and applied.samples == lease.samples
+
+
+def test_what_happened_is_reported_in_order() -> None:
+    world = make(config(updates_per_send=2, limits=LimitsConfig(offences=1)), train_samples=64)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    lease = world.lease("a")
+    assert lease is not None
+    assert world.push("a", random_deltas(world, 1), (lease.lease,)) is not None
+    [part] = worker.parts(random_deltas(world, 2))
+    handled = region.handle(dataclasses.replace(part, metrics={"loss": 2.5, "lr": float("nan")}))
+    applied, sent = handled.events
+    assert isinstance(applied, UpdateApplied) and isinstance(sent, SentUp)
+    size = len(part.deltas[0].payload)
+    assert (applied.member, applied.sequence, applied.versions, applied.samples) == ("a", 2, [2], 0)
+    assert (applied.loss, applied.metrics, applied.payload_bytes) == (2.5, {"loss": 2.5}, size)
+    assert applied.tokens is None and applied.delta_norms[0] > 0 and applied.fragment_staleness == [1]
+    assert sent == SentUp(1, [0], 2, size) and [send.message.sequence for send in handled.sends] == [1]
+    top = world.top.handle(handled.sends[0].message)
+    [merged] = top.events
+    assert isinstance(merged, UpdateApplied)
+    assert (merged.member, merged.samples, merged.tokens) == ("eu", lease.samples, lease.samples)
+    answer = world.top.answer("eu", "life-1", 0, 1, (0,))
+    assert answer is not None
+    assert region.handle(answer).events == (Merged(1, [1], size),)
+    assert region.handle(answer) == Handled(None)  # a second copy: nothing happens
+    refused = region.handle(UpdateRejected("a", "life-1", "wild")).events
+    assert refused == (UpdateRefused("a", "wild", 1), Quarantined("a", "wild"))
+    assert world.top.handle(Leave("us")).events == (Left("us"),)
+    join = world.workers["b"][1].joins(world.identity, "life-2")[0]
+    assert world.regions["us"].handle(join).events == (Joined("b", 0, "life-2"),)

@@ -1,0 +1,363 @@
+"""One member with a valid certificate says what is not so: each lie meets a bound and a refusal with its reason, and
+nobody else's training suffers from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import ROOT
+from geotrain.config import LimitsConfig, load_run
+from geotrain.layout import Layout
+from geotrain.net import wire
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseBook
+from geotrain.outer.limits import FAR, NormLimits
+from geotrain.outer.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
+from geotrain.outer.messages import (
+    Join,
+    Lease,
+    LeaseRequest,
+    MemberSilent,
+    Refused,
+    UpdatePart,
+    Validated,
+)
+from geotrain.outer.server import Identity, identity_of
+from tests.support.outer_world import FakeWorker, World, config, layout, make, random_deltas, whole
+
+
+def flat(rule: str = "halos", samples: int = 100_000, workers: tuple[str, ...] = ("a", "b"), **changes: Any) -> Any:
+    """A global server whose members are the workers, all joined."""
+    shape: Layout = layout()
+    settings_ = config(rule, **changes).model_copy(update={"levels": 1})
+    top = GlobalServer(Identity("t", "c", shape.digest, "m"), shape, settings_, {"eu": workers}, samples, 1)
+    top.set_weights([torch.zeros(f.numel) for f in shape.fragments])
+    for name in workers:
+        for join in FakeWorker(name, shape, whole(shape)).joins(top.identity):
+            top.handle(join)
+    return top
+
+
+# ------------------------------------------------------------------------------------------------------ weight
+
+
+def test_a_worker_stands_for_one_worker():
+    world = make(config())
+    [part] = world.workers["a"][1].parts(random_deltas(world, 1))
+    with pytest.raises(Refused, match="a: an update of weight 2; it may stand for 1 at most"):
+        world.regions["eu"].handle(dataclasses.replace(part, weight=2))
+
+
+@pytest.mark.parametrize(("rule", "weight"), [("halos", MOST_WEIGHT + 1), ("sync", 2)])
+def test_a_region_stands_for_its_workers(rule, weight):
+    world = make(config(rule, limits=LimitsConfig(norm_deviations=None)))
+    world.push("a", random_deltas(world, 1))
+    world.push("a", random_deltas(world, 1)) if rule != "sync" else None
+    world.push("a", random_deltas(world, 1)) if rule != "sync" else None
+    update = next(m for m in world.up["eu"] if isinstance(m, UpdatePart))
+    with pytest.raises(Refused, match=f"an update of weight {weight}; it may stand for"):
+        world.top.handle(dataclasses.replace(update, weight=weight))
+    assert world.top.handle(update).reply
+
+
+def test_a_weight_without_data_excuses_no_norm_and_changes_no_usual():
+    world = make(config(updates_per_send=1, limits=LimitsConfig(norm_free_updates=4)))
+    for turn in range(6):
+        for name, region in (("a", "eu"), ("b", "us")):
+            world.push(name, random_deltas(world, 10 * turn + ord(name)))
+            world.settle(region)
+    [part] = world.workers["a"][1].parts({f: 1000 * d for f, d in random_deltas(world, 5).items()})
+    lie = dataclasses.replace(part, member="eu", sequence=world.top.members["eu"].sequence + 1, weight=10**6)
+    norms = json.dumps(world.top.norms.state())
+    with pytest.raises(Refused, match="far out of the ordinary"):
+        world.top.handle(lie)
+    assert json.dumps(world.top.norms.state()) == norms
+
+
+# ------------------------------------------------------------------------------------------------------ growth
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1.01, 1.9), st.integers(1, 4), st.integers(0, 3))
+def test_who_grows_alone_is_stopped(factor, often, seed):
+    """However slowly it grows and, within what is remembered, however often it sends: its updates stay within what
+    the others' allow."""
+    gen = torch.Generator().manual_seed(seed)
+    limits, size, largest = NormLimits(LimitsConfig(), 1, 2), 1.0, 0.0
+    members = {"liar", "honest"}
+    for turn in range(2000):
+        honest = float(torch.rand((), generator=gen)) + 0.5
+        limits.check("honest", 0, honest, 4, members)  # never refused
+        limits.note("honest", 0, honest, 4)
+        for _ in range(often):
+            try:
+                limits.check("liar", 0, size, 4, members)
+            except Refused:
+                assert size > 7  # times the middle of what the others send
+                break
+            limits.note("liar", 0, size, 4)
+            largest, size = max(largest, size), size * factor if turn > 4 else size
+        else:
+            continue
+        break
+    assert largest < 80 * FAR and turn < 1999
+
+
+def test_a_member_may_differ_from_the_others_by_as_much_as_regions_do():
+    """One of a single worker beside one of ten: by plain averaging, ten times as far at each send."""
+    limits = NormLimits(LimitsConfig(), 1, 2)
+    for _ in range(300):
+        for member, size in (("small", 10.0), ("large", 1.0)):
+            limits.check(member, 0, size, 4, {"small", "large"})
+            limits.note(member, 0, size, 4)
+
+
+def test_who_is_alone_at_work_is_measured_by_its_own_history():
+    """The norms of a warmup grow by a hundred while the other region is cut off."""
+    limits, size = NormLimits(LimitsConfig(), 1, 2), 1.0
+    for _ in range(40):
+        for member in ("here", "gone"):
+            limits.check(member, 0, 1.0, 4, {"here", "gone"})
+            limits.note(member, 0, 1.0, 4)
+    for _ in range(200):
+        size *= 1.03
+        limits.check("here", 0, size, 4, {"here"})
+        limits.note("here", 0, size, 4)
+    with pytest.raises(Refused, match="to be expected by what the others send"):
+        limits2 = NormLimits(LimitsConfig(), 1, 2)
+        for turn in range(400):
+            for member, told in (("here", 1.03**turn), ("gone", 1.0)):
+                limits2.check(member, 0, told, 4, {"here", "gone"})
+                limits2.note(member, 0, told, 4)
+
+
+def test_a_norm_beyond_all_numbers_is_refused_even_without_limits():
+    world = make(config(limits=LimitsConfig(norm_deviations=None)))
+    [part] = world.workers["a"][1].parts({0: torch.full((64,), 3e38)})
+    with pytest.raises(Refused, match="beyond all numbers"):
+        world.regions["eu"].handle(part)
+
+
+# ------------------------------------------------------------------------------------------------------ leases
+
+
+@pytest.mark.parametrize("reserve", [0, 3])
+def test_one_worker_cannot_take_all_leases_of_a_region(reserve):
+    shape = layout()
+    workers = [FakeWorker(name, shape, whole(shape)) for name in ("a", "b")]
+    start = [torch.zeros(f.numel) for f in shape.fragments]
+    world = World(config(lease_reserve=reserve), {"eu": workers}, start, shape, train_samples=1 << 20)
+    most, job = MOST_HELD + reserve, 0
+    with pytest.raises(Refused, match=f"a asks for job {most + 1}, but has not trained job 1: it gets no") as told:
+        while job < 1000:
+            job += 1
+            world.tell("eu", LeaseRequest("a", job))
+            while world.up["eu"]:
+                world.deliver("eu")
+    assert told.value.retry_s  # for now: who is only slow waits
+    held = world.regions["eu"].holds("a")
+    assert len(held) == most and len(world.top.book.open) == len(held)
+    assert world.lease("b") is not None
+    first = min(held)
+    for part in workers[0].parts(random_deltas(world, 1), (first,)):
+        world.tell("eu", part)
+    assert len(world.regions["eu"].holds("a")) == len(held) - 1
+
+
+def test_one_worker_cannot_take_all_leases_of_a_flat_run():
+    top = flat()
+    for job in range(1, MOST_HELD + 1):
+        assert isinstance(top.handle(LeaseRequest("a", job)).reply, Lease)
+    with pytest.raises(Refused, match="a asks for job 65, but has not trained job 1"):
+        top.handle(LeaseRequest("a", MOST_HELD + 1))
+    assert top.handle(LeaseRequest("a", MOST_HELD)).reply.job == MOST_HELD  # what it has it may ask for again
+    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Lease)
+
+
+@pytest.mark.parametrize("job", [0, -3, MOST_JOBS + 1, 1 << 62])
+@pytest.mark.parametrize("where", ["region", "global", "flat"])
+def test_nobody_comes_to_such_a_job(job, where):
+    """1 << 62 cannot be written down: a reserve asks for the one after it."""
+    world = make(config(lease_reserve=2))
+    server = {"region": world.regions["eu"], "global": world.top, "flat": flat()}[where]
+    with pytest.raises(Refused, match=f"a: no worker comes to job {job}"):
+        server.handle(LeaseRequest("a", job))
+    [part] = world.workers["a"][1].parts(random_deltas(world, 1))
+    if job:
+        with pytest.raises(Refused, match=f"a: no worker comes to job {job}"):
+            world.regions["eu"].handle(dataclasses.replace(part, job=job))
+
+
+@pytest.mark.parametrize("workers", [("a", "b"), ("a", "b", "c")])
+def test_rounds_ahead_are_not_laid_out(workers):
+    top = flat("sync", workers=workers)
+    with pytest.raises(Refused, match="round 3, but round 1 is next"):
+        top.handle(LeaseRequest("a", 3))
+    for job in range(1, MOST_HELD_IN_ROUNDS + 1):
+        assert isinstance(top.handle(LeaseRequest("a", job)).reply, Lease)
+    with pytest.raises(Refused, match=f"no more than {MOST_HELD_IN_ROUNDS} ahead"):
+        top.handle(LeaseRequest("a", MOST_HELD_IN_ROUNDS + 1))
+    for worker in workers[1:]:  # nobody's round is forgotten
+        assert isinstance(top.handle(LeaseRequest(worker, 1)).reply, Lease)
+
+
+def test_a_synchronous_worker_sends_one_delta_a_round():
+    top = flat("sync")
+    fake = FakeWorker("a", layout(), whole(layout()))
+    deltas = {0: torch.ones(64)}
+    top.handle(fake.parts(deltas)[0])
+    second = fake.parts(deltas)[0]
+    with pytest.raises(Refused, match="round 2 came, but round 1 has not ended"):
+        top.handle(second)
+    with pytest.raises(Refused, match="round 9 came, but round 2 is next"):
+        top.handle(dataclasses.replace(second, job=9))
+
+
+def test_nobody_completes_the_leases_of_another():
+    top = flat()
+    lease = top.handle(LeaseRequest("a", 1)).reply
+    [part] = FakeWorker("b", layout(), whole(layout())).parts({0: torch.ones(64)}, (lease.lease,))
+    top.handle(part)
+    assert top.book.committed_samples == 0
+    top.handle(MemberSilent("a", "life-1"))
+    [part] = [dataclasses.replace(part, sequence=2)]
+    top.handle(part)
+    assert top.book.committed_samples == 0 and top.book.repeated_samples == 0
+
+
+# ------------------------------------------------------------------------------------------------------ speed
+
+
+@pytest.mark.parametrize("step_s", [1e-300, 1e300, float("inf"), float("nan"), -1.0])
+def test_no_step_takes_such_a_time(step_s):
+    for server in (make(config()).regions["eu"], make(config()).top, flat()):
+        with pytest.raises(Refused, match=r"a: no worker comes to job 1, or takes .* s a step"):
+            server.handle(LeaseRequest("a", 1, step_s))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(1e-6, 1e6)), min_size=1, max_size=30))
+def test_a_speed_that_is_claimed_cuts_jobs_to_a_fourth_at_most(claims):
+    """Relative to what the others' own speeds give: against the plain definition."""
+    book, told = LeaseBook(10**9, 1, 64, scale_local_steps=True), dict[str, float]()
+    for job, (worker, step_s) in enumerate(claims, 1):
+        lease = book.grant(LeaseRequest(worker, job, step_s))
+        told[worker] = step_s
+        ordered = sorted(told.values())
+        fastest = max(ordered[0], ordered[1] / FASTER) if len(ordered) > 1 else ordered[0]
+        assert isinstance(lease, Lease) and lease.steps == max(1, math.ceil(64 * min(1, fastest / step_s)))
+        saved = LeaseBook(10**9, 1, 64, scale_local_steps=True)
+        saved.load(json.loads(json.dumps(book.state())))
+        book = saved
+
+
+def test_one_liar_leaves_the_others_a_fourth_of_their_steps():
+    top = flat(scale_local_steps=True, local_steps=8, workers=("a", "b", "liar"))
+    top.handle(LeaseRequest("liar", 1, 1e-6))
+    assert top.handle(LeaseRequest("a", 1, 0.5)).reply.steps >= 2
+    assert top.handle(LeaseRequest("b", 1, 0.5)).reply.steps >= 2
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
+
+
+def test_what_a_member_says_of_itself_overwrites_nothing():
+    world = make(config())
+    region = world.regions["eu"]
+    [part] = world.workers["a"][1].parts(random_deltas(world, 1))
+    claims = {"left": 1.0, "joined": 0.0, "quarantined": 1.0, "loss": float("nan"), "lr": 0.5, "tokens": math.inf}
+    region.handle(dataclasses.replace(part, metrics=claims))
+    told = region.status()["members"]["a"]
+    assert (told["left"], told["joined"], told["quarantined"], told["lr"]) == (False, True, False, 0.5)
+    assert "loss" not in told and "tokens" not in told
+    json.dumps(region.status(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "metrics", [{str(n): 1.0 for n in range(MOST_METRICS + 1)}, {"x" * (MOST_NAME + 1): 1.0}], ids=["many", "long"]
+)
+def test_metrics_are_few_and_short(metrics):
+    world = make(config())
+    region, fake = world.regions["eu"], world.workers["a"][1]
+    [part] = fake.parts(random_deltas(world, 1))
+    for take in (region.admit, region.handle):  # before its payload is here, and after
+        with pytest.raises(Refused, match=f"with {len(metrics)} metrics; at most {MOST_METRICS}"):
+            take(dataclasses.replace(part, metrics=metrics))
+    assert region.handle(part).reply
+
+
+def test_what_a_region_merges_can_always_be_written_down():
+    """Workers that each tell all they may, and very many leases that were trained while the region was cut off."""
+    shape = layout()
+    names = [f"worker-{n}" for n in range(40)]
+    start = [torch.zeros(f.numel) for f in shape.fragments]
+    workers = [FakeWorker(name, shape, whole(shape)) for name in names]
+    world = World(config(updates_per_send=1000), {"eu": workers}, start, shape, train_samples=1 << 20)
+    region = world.regions["eu"]
+    for fake in workers:
+        [part] = fake.parts(random_deltas(world, 1))
+        metrics = {f"{fake.name}-{n:03}".ljust(MOST_NAME, "x"): 1.0 for n in range(MOST_METRICS)}
+        region.handle(dataclasses.replace(part, metrics=metrics))
+    region.trained = {number: {0} for number in range(1, 3 * MOST_LEASES)}
+    told = 0
+    for fake in workers:
+        handled = region.handle(MemberSilent(fake.name, "life-1"))
+    while handled.sends:
+        [update] = [send.message for send in handled.sends if isinstance(send.message, UpdatePart)] or [None]
+        for send in handled.sends:
+            assert len(next(wire.frames(send.message))) < wire.MAX_HEADER_BYTES
+            told += len(send.message.leases)
+        if update is None:
+            break
+        assert len(update.metrics) <= MOST_METRICS and world.top.handle(update).reply
+        answer = world.top.answer("eu", "life-1", 0, update.sequence, (0,))
+        handled = region.handle(answer)
+    assert told == 3 * MOST_LEASES - 1
+
+
+def test_an_update_completes_so_many_leases():
+    world = make(config())
+    [part] = world.workers["a"][1].parts(random_deltas(world, 1), tuple(range(MOST_LEASES + 1)))
+    with pytest.raises(Refused, match=f"completes {MOST_LEASES + 1} leases; at most {MOST_LEASES}"):
+        world.regions["eu"].handle(part)
+
+
+@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"loss": math.inf}, {"version": -1}, {"number": 7}])
+def test_a_validation_has_numbers(change):
+    top = make(config(), train_samples=64).top
+    top.validations.number = 1
+    good = Validated("a", 1, 3, 2.5, 1.0)
+    with pytest.raises(Refused, match="was not asked for"):
+        top.handle(dataclasses.replace(good, **change))
+    top.handle(good)
+    json.dumps(top.status(), allow_nan=False)
+
+
+# ------------------------------------------------------------------------------------------------------ data
+
+
+def test_who_joins_first_does_not_decide_which_data_is_right():
+    """Where the run file says it."""
+    shape = layout()
+    right, wrong = "aa" * 32, "bb" * 32
+    run = load_run(ROOT / "configs/runs/quickstart.json")
+    run = run.model_copy(update={"data": run.data.model_copy(update={"sha256": right})})
+    told = identity_of(run, shape)
+    identity = Identity("t", "c", shape.digest, "m", told.data)
+    top = GlobalServer(identity, shape, config(), {"eu": ("a",), "us": ("b",)}, 64, 1)
+    slices = tuple(shape.whole(f.index) for f in shape.fragments)
+
+    def join(name: str, data: str) -> Join:
+        return Join("t", "c", shape.digest, "m", name, "life-1", 0, 1, slices, slices, (), data)
+
+    with pytest.raises(Refused, match="data differs: eu trains on data"):
+        top.handle(join("eu", wrong))
+    assert top.handle(join("us", right)).reply and top.data == right

@@ -1,0 +1,51 @@
+"""The gap to data parallelism over batches and lengths of the run; the committed rows of this and of confirm.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields
+from types import SimpleNamespace
+
+import pytest
+
+import benchmarks.claims.runs as claims_runs
+import benchmarks.gap as gap
+from benchmarks import DATA
+from benchmarks.claims.methods import METHODS, OURS, SYNCHRONOUS, muon
+from benchmarks.claims.runs import Job, Results
+from benchmarks.claims.study import MINE
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reference", "ours"), [("adamw", SYNCHRONOUS, OURS), ("muon", muon(SYNCHRONOUS), MINE)]
+)
+def test_the_gap_compares_both_methods_at_their_best_rates(optimizer, reference, ours, monkeypatch, tmp_path):
+    def losses(job: Job) -> dict:
+        away = abs(math.log2(job.settings["lr"] / (0.016 if job.method == ours else 0.004)))
+        loss = (3.0 if job.method == ours else 2.0) + away
+        return {**asdict(job), "key": job.key, "selection": loss, "test": loss}
+
+    results = Results(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(results, "complete", lambda jobs, processes: [losses(job) for job in jobs])
+    monkeypatch.setattr(
+        gap, "settings_found", lambda methods: {m: {**METHODS[m].published(), "lr": 0.008} for m in methods}
+    )
+    found = gap.measured(results, 8, 10, 1, optimizer)
+    assert found["gap"] == {"test": 0.5, "selection": 0.5} and found["tokens"] == 8 * 32 * 10
+    assert found["lr"] == {reference: 0.004, ours: 0.016} and all(found["bracketed"].values())
+    assert (
+        f"| {gap.OPTIMIZERS[optimizer]} | 256 | 10 | 0.0 | 2.0000 (0.004) | 3.0000 (0.016) | 50.0 | 50.0 |"
+        in gap.markdown([found])
+    )
+
+
+@pytest.mark.parametrize("name", ["confirm", "gap"])
+def test_committed_rows_are_still_of_the_jobs_that_they_say(name, monkeypatch):
+    """Their keys hold the text of dataclasses: a renamed class or field would have hours of runs done again. Another
+    Python has another standard library to train on: the key is that of the row's own text."""
+    rows = [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+    assert rows
+    for r in rows:
+        monkeypatch.setattr(claims_runs, "standard_library", lambda digest=r["text"]: SimpleNamespace(digest=digest))
+        assert Job(**{f.name: r[f.name] for f in fields(Job) if f.name in r}).key == r["key"]

@@ -1,0 +1,146 @@
+"""Cases that every implementation of the kernels must get right, bit for bit: for the C, Triton and GPU tests."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from geotrain import kernels
+from geotrain.kernels import reference
+from geotrain.kernels.layout import FORMATS, SQUARES_BLOCK, Spec
+from geotrain.kernels.steps import AdamStep, OuterStep
+
+SPECS = [
+    Spec(name, block=block, scale=scale, stochastic=stochastic, error_decay=decay, density=density)
+    for name in FORMATS
+    for block, scale, stochastic, decay, density in (
+        (32, "bf16", False, 1.0, 0.1),
+        (64, "fp32", True, 0.9, 0.3),
+        (128, "e8m0", False, 0.5, 1.0),
+        (128, "e8m0", True, 1.0, 0.01),
+        (256, "bf16", True, 1.0, 0.07),
+    )
+]
+SPECS += [Spec("topk2", 64, "fp32", stochastic=True, density=1.0), Spec("topk2", 512, "bf16", density=1.0)]
+SIZES = (0, 1, 2, 31, 33, 127, 256, 645)
+
+
+def spec_id(spec: Spec) -> str:
+    return f"{spec.format}-{spec.block}-{spec.scale}-{'stochastic' if spec.stochastic else 'nearest'}"
+
+
+def awkward(numel: int, seed: int = 0) -> Tensor:
+    """Normal values with zero, denormal, tiny, huge, tied and constant stretches."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
+    stretches = [0.0, 1e-40, -3e-39, 2.0**-101, 2.0e38, -2.5e38, 0.5, -7.0, 1e-30, -0.0]
+    for i, value in enumerate(stretches):
+        start = (37 * i) % max(numel, 1)
+        x[start : start + 5] = value
+    if numel > 400:
+        x[256:384] = 0.0
+        x[384:400] = 1e-41
+    return x
+
+
+def check_quantize(ops: ModuleType, spec: Spec, numel: int, device: str = "cpu") -> None:
+    """Payload, residual, finite flag, decoded values and their sums of squares equal the reference's bits."""
+    for variant in range(4):
+        values = awkward(numel, 1).to(torch.bfloat16 if variant & 1 else torch.float32)
+        anchor = awkward(numel, 2) * 0.25 if variant & 2 else None
+        residual = awkward(numel, 3) * 0.125 if variant != 1 else None
+        if variant == 3 and numel > 40:  # refused, and nothing but that block suffers
+            values[numel // 2] = float("nan") if numel % 2 else float("inf")
+        seed = 0x123456789ABCDEF0 + variant
+        want_payload = torch.empty(spec.encoded_bytes(numel), dtype=torch.uint8)
+        want_residual = None if residual is None else residual.clone()
+        want_finite = reference.quantize(values, want_payload, spec, anchor, want_residual, seed)
+        payload = torch.full((spec.encoded_bytes(numel) + 16,), 0xA5, dtype=torch.uint8, device=device)
+        inputs = [None if t is None else t.to(device, copy=True) for t in (values, anchor, residual)]
+        inside = payload[: spec.encoded_bytes(numel)]
+        finite = ops.quantize(inputs[0], inside, spec, inputs[1], inputs[2], seed)
+        assert payload.cpu()[-16:].eq(0xA5).all(), "wrote behind the payload"
+        if bool(want_finite) or spec.format not in ("fp32", "bf16"):  # a NaN's own bits are nobody's promise
+            assert torch.equal(inside.cpu(), want_payload)
+        assert bool(finite) == bool(want_finite)
+        if residual is not None:
+            assert_same_bits(inputs[2], want_residual)
+        assert kernels.payload_ok(inside, numel, spec) == bool(want_finite)
+        assert bool(reference.payload_ok(want_payload, numel, spec)) == bool(want_finite)
+        if bool(want_finite):
+            _check_dequantize(ops, inside, numel, spec, device, measured=variant == 0)
+
+
+def _check_dequantize(ops: ModuleType, payload: Tensor, numel: int, spec: Spec, device: str, measured: bool) -> None:
+    for weight in (None, -0.7):
+        whole = torch.full((numel + 9,), 3.0, device=device)
+        blocks = -(-numel // SQUARES_BLOCK)
+        squares, wanted_squares = (
+            torch.full((blocks,), -1.0, dtype=torch.float64, device=d) for d in (device, "cpu")
+        )
+        ops.dequantize(payload, whole[5 : 5 + numel], spec, weight, squares)  # a slice: what surrounds it stays
+        wanted = torch.full((numel + 9,), 3.0)
+        reference.dequantize(payload.cpu(), wanted[5 : 5 + numel], spec, weight, wanted_squares)
+        assert_same_bits(whole, wanted)
+        assert_same_bits(squares, wanted_squares)
+
+
+OUTER_STEPS = [
+    OuterStep(from_delta=0.2),
+    OuterStep(keep=0.9, gain=1 / 16, from_momentum=2.88, from_delta=0.2, moves_momentum=True),
+    OuterStep(keep=0.9, gain=1.0, from_momentum=0.63, from_delta=0.7, moves_momentum=True),
+    OuterStep(keep=0.993, gain=0.007, from_momentum=0.75, from_delta=0.25, moves_momentum=True),
+]
+
+
+def check_outer_update(ops: ModuleType, step: OuterStep, numel: int, device: str = "cpu") -> None:
+    weights, delta, momentum, accumulator = (torch.randn(numel) for _ in range(4))
+    for acc in (accumulator, None):
+        moved = momentum if acc is not None or step.moves_momentum else None
+        want = [t if t is None else t.clone() for t in (weights, delta, moved, acc)]
+        reference.outer_update(*want, step)
+        have = [t if t is None else t.to(device, copy=True) for t in (weights, delta, moved, acc)]
+        ops.outer_update(*have, step)
+        for a, b in zip(have, want, strict=True):
+            assert (a is None and b is None) or assert_same_bits(a, b)
+
+
+def check_merge(ops: ModuleType, numel: int, device: str = "cpu") -> None:
+    weights, base, incoming, sent = (torch.randn(numel) for _ in range(4))
+    for earlier in (None, sent):
+        want = [t if t is None else t.clone() for t in (weights, base, incoming, earlier)]
+        reference.merge(*want, 0.25)
+        have = [t if t is None else t.to(device, copy=True) for t in (weights, base, incoming, earlier)]
+        ops.merge(*have, 0.25)
+        assert all((a is None) or assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
+
+
+def check_adam(ops: ModuleType, numel: int, device: str = "cpu") -> None:
+    step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, grad_scale=0.37)
+    after = AdamStep(9e-4, 0.9, 0.95, 1e-8, 0.1, step=4, grad_scale=0.37)
+    for grad_dtype in (torch.float32, torch.bfloat16):
+        weights, m, grad = torch.randn(numel), torch.randn(numel) * 0.1, torch.randn(numel).to(grad_dtype)
+        v = torch.rand(numel) * 0.01
+        for out_dtype in (torch.bfloat16, torch.float32, None):
+            for mode in ("step", "ahead", "estimate"):
+                if out_dtype is None and mode != "step":
+                    continue
+                out = None if out_dtype is None else torch.zeros(numel, dtype=out_dtype)
+                want = [t if t is None else t.clone() for t in (weights, m, v, grad, out)]
+                have = [t if t is None else t.to(device, copy=True) for t in (weights, m, v, grad, out)]
+                for implementation, t in ((reference, want), (ops, have)):
+                    implementation.adam(*t, step, after if mode == "ahead" else None, mode != "estimate")
+                assert all(a is None or assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
+
+
+def assert_same_bits(have: Tensor, want: Tensor) -> bool:
+    """Equal to the bit (NaN included), and True so that it can stand in an expression."""
+    have = have.detach().cpu()
+    kind = {torch.float64: torch.int64, torch.float32: torch.int32}.get(have.dtype, torch.int16)
+    differs = (have.view(kind) != want.view(kind)).nonzero().flatten()
+    assert not len(differs), (
+        f"{len(differs)} differ, first at {int(differs[0])}: {have[differs[0]]} {want[differs[0]]}"
+    )
+    return True

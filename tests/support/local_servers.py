@@ -1,0 +1,89 @@
+"""A region server and a global server in this process: the trainer's world without sockets."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from geotrain.config import RunConfig
+from geotrain.initial import initial_tensor
+from geotrain.layout import Layout, layout_of
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import Answer, Join, LeaseRequest, Leave, UpdatePart, Validated, Welcome
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.rules import region_rule, updates_in_run
+from geotrain.outer.server import identity_of
+from tests.support.outer_world import InProcess
+
+
+def first_weights(layout: Layout, seed: int) -> list[torch.Tensor]:
+    return [
+        torch.cat([initial_tensor(p, seed).reshape(-1).float() for p in fragment.parameters])
+        for fragment in layout.fragments
+    ]
+
+
+class LocalServers(InProcess):
+    """One region, and a global server above it; every message is delivered at once."""
+
+    def __init__(self, run: RunConfig, workers: tuple[str, ...] = ("w",)) -> None:
+        self.layout = layout_of(run)
+        self.identity = identity_of(run, self.layout)
+        samples, batch = run.data.train_samples, run.samples_per_step
+        every = run.monitor.validate_every_samples
+        top = GlobalServer(self.identity, self.layout, run.outer, {"eu": workers}, samples, batch, every)
+        top.set_weights(first_weights(self.layout, run.seed))
+        updates = updates_in_run(samples, batch, run.outer.local_steps, len(workers), len(workers))
+        rule = region_rule(run.outer.rule, workers, updates)
+        self.region = RegionServer("eu", self.identity, self.layout, run.outer, rule, workers, every is not None)
+        self.region.incarnation = "life-1"
+        super().__init__(top, {"eu": self.region})
+
+    def say(self, message: Any) -> Any:
+        """The region's reply, once nothing is under way any more."""
+        reply = self.tell("eu", message)
+        while self.up["eu"]:
+            sent = self.deliver("eu")
+            if isinstance(sent, UpdatePart):
+                self.answer("eu", sent.sequence, tuple(d.fragment for d in sent.deltas))
+        return reply
+
+
+class LocalClient:
+    """The trainer's client, for a worker of one rank."""
+
+    def __init__(self, servers: LocalServers, name: str = "w") -> None:
+        self.servers, self.name, self.incarnation = servers, name, ""
+
+    def join(self, join: Join) -> Welcome:
+        self.incarnation = join.incarnation
+        return self.servers.say(join)
+
+    def push(self, part: UpdatePart) -> Future[None]:
+        self.servers.say(part)
+        return done(None)
+
+    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
+        answer = self.servers.region.answer(self.name, self.incarnation, 0, sequence, fragments)
+        assert answer is not None, "a single worker is never kept waiting"
+        return done(answer)
+
+    def lease(self, request: LeaseRequest) -> Future[Any]:
+        return done(self.servers.say(request) or self.servers.down[request.worker])
+
+    def global_weights(self, number: int) -> Future[Answer]:
+        return done(self.servers.region.weights_to_validate(self.name, self.incarnation, 0, number))
+
+    def validated(self, result: Validated) -> None:
+        self.servers.say(result)
+
+    def leave(self) -> None:
+        self.servers.say(Leave(self.name))
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,403 @@
+"""Servers on real sockets in this process, and workers that are plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.config import Address, FragmentConfig, MomentumConfig, OuterConfig, architecture_from_hf, codec_config
+from geotrain.initial import initial_tensor
+from geotrain.layout import Layout, StridedSlice, canonical_parameters, gather, numel, scatter
+from geotrain.net.certs import Trust, identity, load_credentials
+from geotrain.net.grpc_service import GrpcService
+from geotrain.net.operator_client import ask_status
+from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.region_client import RegionClient
+from geotrain.net.server_thread import ServerThread
+from geotrain.net.worker_client import WorkerClient
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import WeightsReceiver, to_bytes
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import GLOBAL, Answer, FragmentDelta, Join, Lease, LeaseRequest, Send, UpdatePart
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.rules import region_rule
+from geotrain.outer.server import Identity, Server
+from tests.support.outer_configs import outer_config
+from tests.support.outer_world import UPDATES
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+FP32 = codec_config("fp32")
+Slicing = Sequence[Sequence[tuple[StridedSlice, ...]]]  # part → fragment → its slices
+
+
+def outer(rule: str = "halos", **changes: Any) -> OuterConfig:
+    """fp32 everywhere, small K, one layer a fragment."""
+    settings: dict[str, Any] = dict(
+        local_steps=2,
+        updates_per_send=2,
+        merge_alpha=0.5,
+        region=MomentumConfig(lr_per_update=0.5, beta=0.5, buffer=2),
+        lr=1.0,
+        momentum=0.5,
+        up=FP32,
+        down=FP32,
+        local=FP32,
+        fragments=FragmentConfig(layers_per_fragment=1),
+    )
+    return outer_config(rule, settings, **changes)
+
+
+def tiny_layout(config: OuterConfig) -> Layout:
+    return Layout(canonical_parameters(architecture_from_hf(TINY)), config.fragments.layers_per_fragment)
+
+
+def first_weights(layout: Layout, seed: int = 1) -> list[Tensor]:
+    vectors = [torch.empty(f.numel) for f in layout.fragments]
+    for f in layout.fragments:
+        for parameter, (_, view) in zip(f.parameters, layout.split(f.index, vectors[f.index]), strict=True):
+            view.copy_(initial_tensor(parameter, seed))
+    return vectors
+
+
+def whole(layout: Layout) -> Slicing:
+    return [[layout.whole(f.index) for f in layout.fragments]]
+
+
+def halves(layout: Layout) -> Slicing:
+    cuts = [f.numel // 3 for f in layout.fragments]
+    front = [(StridedSlice(0, cut),) for cut in cuts]
+    back = [(StridedSlice(cut, f.numel - cut),) for cut, f in zip(cuts, layout.fragments, strict=True)]
+    return [front, back]
+
+
+def stripes(layout: Layout) -> Slicing:
+    """Three parts: every third group of 8 elements, as strided rows."""
+    parts: list[list[tuple[StridedSlice, ...]]] = [[], [], []]
+    for f in layout.fragments:
+        rows, tail = divmod(f.numel, 24)
+        for part in range(3):
+            pieces = [StridedSlice(8 * part, 8, 24, rows)] if rows else []
+            if part == 2 and tail:
+                pieces.append(StridedSlice(24 * rows, tail))
+            parts[part].append(tuple(pieces))
+    return parts
+
+
+class Loop:
+    """An event loop on a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def do(self, work: Any, within_s: float = 30.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(within_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+class Running:
+    """One server on its sockets, its state in a folder. `kill` drops it without a word; `again` recovers it."""
+
+    def __init__(self, loop: Loop, build: Callable[[], Server], begin: Callable[[Server], None], folder: Path,
+                 port: int = 0, above: str = "", certs: Path | None = None,
+                 silent_s: float = 60.0) -> None:  # fmt: skip
+        self.certs, self.silent_s = certs, silent_s
+        self.loop, self.build, self.begin, self.folder, self.above = loop, build, begin, folder, above
+        self.region_client: RegionClient | None = None
+        self.region_client_task: asyncio.Task[None] | None = None
+        self.recovered = recover(build, begin, folder, keep=2)
+        self.server: Any = self.recovered.server
+        self.port = loop.do(self._start(port))
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def again(self) -> Running:
+        return Running(
+            self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs, self.silent_s
+        )
+
+    def snapshot(self) -> None:
+        r = self.recovered
+        copy = self.loop.do(self.server_thread.alone(lambda: begin_snapshot(self.server, r.journal, ended=False)))
+        finish_snapshot(r.store, r.journal, *copy)
+
+    async def _start(self, port: int) -> int:
+        self.server_thread = ServerThread(self.server, self.recovered.journal, self._deliver)
+        role, name = ("region", self.server.name) if self.above else ("global", GLOBAL)
+        own = load_credentials(self.certs, role, name) if self.certs else None
+        self.service = GrpcService(self.server_thread, self._snapshot, silent_s=self.silent_s, credentials=own)
+        if self.above:
+            trust = Trust(own, identity("global", GLOBAL)) if own else None
+            self.region_client = RegionClient(self.server_thread, self.server, self.above, trust=trust)
+            self.region_client_task = asyncio.create_task(self.region_client.run())
+        return await self.service.start(Address(port=port))
+
+    def _deliver(self, send: Send) -> None:
+        (self.region_client if send.to == GLOBAL and self.region_client else self.service).deliver(send)
+
+    async def _snapshot(self) -> str:
+        return "nowhere"
+
+    def kill(self) -> None:
+        self.loop.do(self._kill())
+
+    async def _kill(self) -> None:
+        if self.region_client is not None and self.region_client_task is not None:
+            self.region_client_task.cancel()
+            await asyncio.gather(self.region_client_task, return_exceptions=True)
+            await self.region_client.close()
+        await self.service.stop(None)
+        await asyncio.to_thread(self.server_thread.close)
+        self.recovered.journal.close()
+
+
+class Cluster:
+    """A global server and regions: region → its workers' slicings."""
+
+    def __init__(self, loop: Loop, folder: Path, config: OuterConfig,
+                 regions: dict[str, dict[str, Callable[[Layout], Slicing]]],
+                 train_samples: int = 64, samples_per_step: int = 2, certs: Path | None = None,
+                 silent_s: float = 60.0) -> None:  # fmt: skip
+        self.certs, self.silent_s = certs, silent_s
+        self.config, self.layout = config, tiny_layout(config)
+        self.loop, self.folder, self.plan = loop, folder, (train_samples, samples_per_step)
+        self.identity = Identity("test", "0123", self.layout.digest, "a tiny llama")
+        self.names = {region: tuple(workers) for region, workers in regions.items()}
+        self.slicings = {w: cut for workers in regions.values() for w, cut in workers.items()}
+        self.home = {w: r for r, workers in regions.items() for w in workers}
+        self.top = Running(
+            loop, self.new_global, self.first_weights, folder / "global", certs=certs, silent_s=silent_s
+        )
+        self.regions = {name: self.new_region(name, folder / name) for name in regions}
+
+    def new_global(self) -> GlobalServer:
+        server = GlobalServer(self.identity, self.layout, self.config, self.names, *self.plan)
+        server.incarnation = uuid.uuid4().hex
+        return server
+
+    def first_weights(self, server: Server) -> None:
+        server.set_weights(first_weights(self.layout))
+
+    def new_region(self, name: str, folder: Path, port: int = 0) -> Running:
+        def build() -> RegionServer:
+            rule = region_rule(self.config.rule, self.names[name], UPDATES)
+            region = RegionServer(name, self.identity, self.layout, self.config, rule, self.names[name])
+            region.incarnation = uuid.uuid4().hex
+            return region
+
+        return Running(
+            self.loop, build, lambda server: None, folder, port, self.top.address, self.certs, self.silent_s
+        )
+
+    def region_of(self, worker: str) -> Running:
+        return self.regions[self.home[worker]]
+
+    def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
+        cut = self.slicings[name](self.layout)
+        address = self.region_of(name).address
+        trust = self.trust("worker", name, "region", self.home[name]) if self.certs else None
+        return FakeWorker(name, incarnation, address, self.layout, self.config, cut, self.identity, trust)
+
+    def trust(self, role: Any, name: str, server_role: Any, server: str) -> Trust:
+        assert self.certs is not None
+        return Trust(load_credentials(self.certs, role, name), identity(server_role, server))
+
+    def restart_top(self) -> None:
+        self.top.kill()
+        self.top = self.top.again()
+
+    def restart(self, region: str) -> None:
+        self.regions[region].kill()
+        self.regions[region] = self.regions[region].again()
+
+    def close(self) -> None:
+        for running in (*self.regions.values(), self.top):
+            running.kill()
+
+
+class FakeWorker:
+    """All ranks of a worker in one object, each with a client of its own. It "trains" by gradient steps on
+    |x − target|²/2 with a step size that depends on the lease, so that lost or doubled work shows."""
+
+    def __init__(self, name: str, incarnation: str, address: str, layout: Layout, config: OuterConfig,
+                 slicing: Slicing, identity: Identity, trust: Trust | None = None) -> None:  # fmt: skip
+        self.name, self.incarnation, self.layout, self.slicing = name, incarnation, layout, slicing
+        self.identity = identity
+        self.codec = make_codec(config.local)
+        self.receivers = [WeightsReceiver(config.local) for _ in slicing]
+        self.clients = [WorkerClient(address, connect_s=60, deadline_s=60, trust=trust) for _ in slicing]
+        self.anchor = [torch.zeros(f.numel) for f in layout.fragments]
+        self.versions = [0] * len(layout.fragments)
+        self.sequence = self.job = 0
+        self.trained: list[Lease] = []
+
+    def join(self) -> None:
+        i = self.identity
+        for part, cut in enumerate(self.slicing):
+            cuts = tuple(tuple(c) for c in cut)
+            welcome = self.clients[part].join(
+                Join(i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation, part,
+                     len(self.slicing), cuts, cuts)
+            )  # fmt: skip
+        self.sequence, self.job = welcome.sequence, welcome.job
+        everything = tuple(range(len(self.layout.fragments)))
+        self.adopt([c.pull(0, everything) for c in self.clients], everything)
+
+    def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
+        """As the trainer does: ranks adopt answers of one life of the server only."""
+        arrived = [answer.result(30) for answer in answers]
+        while len({answer.life for answer in arrived}) > 1:
+            again = [c.pull(arrived[0].sequence, fragments) for c in self.clients]
+            arrived = [answer.result(30) for answer in again]
+        versions = set()
+        for part, answer in enumerate(arrived):
+            for w in answer.weights:
+                cut = self.slicing[part][w.fragment]
+                scatter(self.receivers[part].decode(w, numel(cut)), cut, self.anchor[w.fragment])
+                self.versions[w.fragment] = w.version
+                versions.add((w.fragment, w.version))
+        assert len(versions) == len({f for f, _ in versions}), "ranks adopted different versions"
+
+    def lease(self) -> Lease | None:
+        granted = [c.lease(LeaseRequest(self.name, self.job)) for c in self.clients]
+        leases = {g.result(30) for g in granted}
+        assert len(leases) == 1, "ranks were told different things"
+        lease = leases.pop()
+        return lease if isinstance(lease, Lease) else None
+
+    def parts(self, lease: Lease, fragments: tuple[int, ...]) -> list[UpdatePart]:
+        step = 0.01 * (1 + lease.start % 7)
+        deltas = {f: (self.anchor[f] - target(self.layout, f)) * step for f in fragments}
+        leases = (lease.lease,) if fragments[-1] == len(self.layout.fragments) - 1 else ()
+        return [
+            UpdatePart(
+                self.name, self.incarnation, self.sequence, part,
+                tuple(FragmentDelta(f, self.versions[f], self._encoded(d, cut[f])) for f, d in deltas.items()),
+                job=lease.job, leases=leases, metrics={"loss": float(self.anchor[0].norm()), "tokens": 1.0},
+            )
+            for part, cut in enumerate(self.slicing)
+        ]  # fmt: skip
+
+    def _encoded(self, delta: Tensor, cut: tuple[StridedSlice, ...]) -> bytes:
+        return to_bytes(self.codec.encode(gather(delta, cut).contiguous()).payload)
+
+    def train(self, lease: Lease) -> None:
+        """One job: each fragment's delta leaves as an update of its own, and is answered."""
+        for f in range(len(self.layout.fragments)):
+            self.exchange(self.parts(lease, (f,)), (f,))
+        self.trained.append(lease)
+        self.job += 1
+
+    def exchange(self, parts: list[UpdatePart], fragments: tuple[int, ...]) -> None:
+        pushed = [c.push(p) for c, p in zip(self.clients, parts, strict=True)]
+        answers = [c.pull(self.sequence, fragments) for c in self.clients]
+        for push in pushed:
+            push.result(30)
+        self.sequence += 1
+        self.adopt(answers, fragments)
+
+    def run(self) -> None:
+        self.join()
+        while (lease := self.lease()) is not None:
+            self.train(lease)
+        self.leave()
+
+    def leave(self) -> None:
+        threads = [threading.Thread(target=c.leave) for c in self.clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def status_of(address: str) -> dict[str, Any]:
+    status = ask_status(address, 10)
+    assert status is not None, "the server does not answer"
+    return status
+
+
+def target(layout: Layout, fragment: int) -> Tensor:
+    return torch.linspace(-1, 1, layout.fragments[fragment].numel)
+
+
+@contextmanager
+def clusters(folder: Path) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters, and ends them."""
+    loop, made = Loop(), []
+
+    def make(*arguments: Any, **settings: Any) -> Cluster:
+        made.append(Cluster(loop, folder / str(len(made)), *arguments, **settings))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for cluster in made:
+            cluster.close()
+        loop.close()
+
+
+def wait_for(what: Callable[[], Any], within_s: float = 10.0) -> Any:
+    """Polls; for what no message announces."""
+    deadline = time.monotonic() + within_s
+    while not (value := what()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def train_all(cluster: Cluster, life: str = "life-1") -> list[FakeWorker]:
+    """Every worker until it is told that it is finished, side by side."""
+    workers = [cluster.worker(name, life) for name in cluster.home]
+    failed: list[BaseException] = []
+
+    def run(worker: FakeWorker) -> None:
+        try:
+            worker.run()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for worker in workers:
+        worker.close()
+    assert not failed, failed
+    wait_for(lambda: cluster.top.server.finished)
+    return workers
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)

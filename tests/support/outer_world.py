@@ -1,0 +1,237 @@
+"""Region servers and a global server joined in this process: tests decide when a message is delivered."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, codec_config
+from geotrain.layout import Layout, Parameter, StridedSlice, gather, numel, scatter
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import (
+    GLOBAL,
+    Finished,
+    FragmentDelta,
+    Join,
+    Lease,
+    LeaseRequest,
+    Message,
+    UpdatePart,
+)
+from geotrain.outer.region_server import RegionServer
+from geotrain.outer.rules import region_rule
+from geotrain.outer.server import Identity
+from tests.support.outer_configs import outer_config
+
+PLAIN = codec_config("fp32")
+
+UPDATES = 1000.0  # of a region in the run, for the momentum's decay
+
+
+def layout(layers_per_fragment: int | None = None) -> Layout:
+    """Two layers of a toy model: 4 parameters, 64 elements."""
+    return Layout(
+        [
+            Parameter("embed", (6, 4), None, "normal"),
+            Parameter("layer.0", (4, 4), 0, "normal"),
+            Parameter("layer.1", (4, 4), 1, "normal"),
+            Parameter("norm", (8,), None, "ones"),
+        ],
+        layers_per_fragment,
+    )
+
+
+class FakeWorker:
+    """A worker of several parts, each with its slices of each fragment; here a plain function makes deltas."""
+
+    def __init__(self, name: str, layout: Layout, slicings: list[list[tuple[StridedSlice, ...]]]) -> None:
+        self.name, self.layout, self.slicings = name, layout, slicings
+        self.sequence = 0
+        self.job = 0
+
+    def joins(self, identity: Identity, incarnation: str = "life-1") -> list[Join]:
+        i = identity
+        return [
+            Join(i.run, i.config_digest, i.layout_digest, i.model, self.name, incarnation, part, len(self.slicings),
+                 tuple(pushes), tuple(pushes))
+            for part, pushes in enumerate(self.slicings)
+        ]  # fmt: skip
+
+    def parts(self, deltas: dict[int, Tensor], leases: tuple[int, ...] = (), incarnation: str = "life-1",
+              version: int = 0, codec: CodecConfig = PLAIN) -> list[UpdatePart]:  # fmt: skip
+        self.sequence += 1
+        self.job += 1
+        coder = make_codec(codec)
+        return [
+            UpdatePart(
+                self.name, incarnation, self.sequence, part,
+                tuple(
+                    FragmentDelta(f, version, to_bytes(coder.encode(gather(d, pushes[f]).contiguous()).payload))
+                    for f, d in deltas.items()
+                ),
+                job=self.job, leases=leases,
+            )
+            for part, pushes in enumerate(self.slicings)
+        ]  # fmt: skip
+
+
+class InProcess:
+    """The transport: it gives messages to `handle`, and takes what is sent to where it goes. What regions say to the
+    global server waits in `up`, what they say to their workers in `down`."""
+
+    def __init__(self, top: GlobalServer, regions: dict[str, RegionServer]) -> None:
+        self.top, self.regions = top, regions
+        self.up: dict[str, deque[Message]] = {name: deque() for name in regions}
+        self.down: dict[str, Message] = {}  # worker → what it was told last
+        for name, region in regions.items():
+            top.handle(region.join_message())
+            assert self.answer(name, 0, tuple(range(len(region.layout.fragments))))
+
+    def tell(self, region: str, message: Message) -> Any:
+        """The region's reply."""
+        handled = self.regions[region].handle(message)
+        for send in handled.sends:
+            if send.to == GLOBAL:
+                self.up[region].append(send.message)
+            else:
+                self.down[send.to] = send.message
+        return handled.reply
+
+    def deliver(self, region: str) -> Message:
+        """The region's next message reaches the global server; a lease is the reply to its request."""
+        message = self.up[region].popleft()
+        reply = self.top.handle(message).reply
+        if isinstance(reply, Lease | Finished):
+            self.tell(region, reply)
+        return message
+
+    def answer(self, region: str, sequence: int, fragments: tuple[int, ...]) -> bool:
+        """The global server's answer reaches the region, if there is one."""
+        answer = self.top.answer(region, self.regions[region].incarnation, 0, sequence, fragments)
+        if answer is not None:
+            self.tell(region, answer)
+        return answer is not None
+
+
+class World(InProcess):
+    def __init__(self, config: OuterConfig, regions: dict[str, list[FakeWorker]], start: list[Tensor], layout: Layout,
+                 train_samples: int = 1 << 20, samples_per_step: int = 1,
+                 momentum_decay: float | None = None) -> None:  # fmt: skip
+        self.layout, self.config = layout, config
+        self.identity = Identity("test", "config", layout.digest, "toy")
+        names = {r: tuple(w.name for w in workers) for r, workers in regions.items()}
+        top = GlobalServer(self.identity, layout, config, names, train_samples, samples_per_step)
+        top.set_weights([v.clone() for v in start])
+        self.workers = {w.name: (r, w) for r, workers in regions.items() for w in workers}
+        servers = {}
+        for r in regions:
+            rule = region_rule(config.rule, names[r], UPDATES, momentum_decay)
+            servers[r] = RegionServer(r, self.identity, layout, config, rule, names[r])
+            servers[r].incarnation = "life-1"
+        super().__init__(top, servers)
+        for r, w in self.workers.values():
+            for join in w.joins(self.identity):
+                self.tell(r, join)
+
+    def push(self, worker: str, deltas: dict[int, Tensor], leases: tuple[int, ...] = ()) -> dict[int, Tensor] | None:
+        """A whole update of one worker; the weights it is answered with, if any yet."""
+        r, w = self.workers[worker]
+        for part in w.parts(deltas, leases):
+            self.tell(r, part)
+        return self.weights(worker, w.sequence, tuple(deltas))
+
+    def weights(self, worker: str, sequence: int, fragments: tuple[int, ...]) -> dict[int, Tensor] | None:
+        r, w = self.workers[worker]
+        result = {f: torch.full((self.layout.fragments[f].numel,), torch.nan) for f in fragments}
+        for part, slices in enumerate(w.slicings):
+            answer = self.regions[r].answer(worker, "life-1", part, sequence, fragments)
+            if answer is None:
+                return None
+            for item in answer.weights:
+                f = item.fragment
+                values = make_codec(self.config.local).decode(from_bytes(item.payload), numel(slices[f]))
+                scatter(values, slices[f], result[f])
+        return result
+
+    def deliver_up(self, region: str) -> UpdatePart | None:
+        """All that the region has to say reaches the global server, up to its next update."""
+        while self.up[region]:
+            message = self.deliver(region)
+            if isinstance(message, UpdatePart):
+                return message
+        return None
+
+    def deliver_down(self, region: str, update: UpdatePart) -> bool:
+        """The answer to that update reaches the region, if there is one."""
+        return self.answer(region, update.sequence, tuple(d.fragment for d in update.deltas))
+
+    def settle(self, region: str) -> None:
+        """All that the region says reaches the global server, and all answers that are there reach the region."""
+        answered = True
+        while self.up[region] or answered:
+            while self.up[region]:
+                self.deliver(region)
+            answered = any(self.deliver_down(region, u) for u in list(self.regions[region].in_flight.values()))
+
+    def lease(self, worker: str) -> Lease | None:
+        """The worker's next lease, which the global server gives and the region is told of."""
+        r, w = self.workers[worker]
+        granted = self.top.handle(LeaseRequest(worker, w.job + 1)).reply
+        assert granted is not None, "the run is paused"
+        self.tell(r, granted)
+        return granted if isinstance(granted, Lease) else None
+
+
+def whole(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
+    return [[layout.whole(f.index) for f in layout.fragments]]
+
+
+def halves(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
+    """Two parts: the front and the back of each fragment."""
+    split = [f.numel // 3 for f in layout.fragments]
+    return [
+        [(StridedSlice(0, s),) for s in split],
+        [(StridedSlice(s, f.numel - s),) for s, f in zip(split, layout.fragments, strict=True)],
+    ]
+
+
+def columns(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
+    """Two parts: even and odd pairs of columns, as row-parallel matrices are cut."""
+    return [[(StridedSlice(2 * part, 2, 4, f.numel // 4),) for f in layout.fragments] for part in range(2)]
+
+
+def config(rule="halos", **changes) -> OuterConfig:
+    base = dict(
+        up=PLAIN, down=PLAIN, local=PLAIN, updates_per_send=3, merge_alpha=0.25,
+        region=MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=4),
+        **{"global": MomentumConfig(lr_per_update=0.15, beta=0.5, buffer=2)},
+    )  # fmt: skip
+    return outer_config(rule, base, **changes)
+
+
+def start_vector() -> torch.Tensor:
+    return torch.randn(64, generator=torch.Generator().manual_seed(1))
+
+
+def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, **kwargs) -> World:
+    lay = layout(fragments)
+    start = [start_vector()[:1].expand(f.numel).clone() for f in lay.fragments]
+    regions = {"eu": [FakeWorker("a", lay, cut_a(lay))], "us": [FakeWorker("b", lay, cut_b(lay))]}
+    return World(cfg, regions, start, lay, **kwargs)
+
+
+def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return {f.index: torch.randn(f.numel, generator=gen) for f in world.layout.fragments}
+
+
+def saved_and_loaded(world: World, region: str):
+    old = world.regions[region]
+    new = type(old)(region, world.identity, world.layout, world.config, old.rule, tuple(old.members))
+    new.load(*old.state())
+    return new

@@ -1,0 +1,110 @@
+"""A small run's servers as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
+from geotrain.launch.check import free_ports
+from geotrain.layout import layout_of
+from geotrain.net.operator_client import ask_status
+from geotrain.net.server_process import serve_global, serve_region
+from geotrain.outer.server import identity_of
+from tests.support.forks import FORKS, preload
+from tests.support.net_worlds import TINY, FakeWorker, halves, outer, whole
+
+preload("geotrain.net.server_process")
+
+
+def serve(folder: Path, which: str, resume: bool, said: Path, files: tuple[int, int] | None) -> None:
+    """A server's whole process. files: how many it may have open, and how many it may ask for."""
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    torch.set_num_threads(1)
+    run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+    if which == "global":
+        sys.exit(serve_global(run, cluster, folder / which, resume))
+    sys.exit(serve_region(run, cluster, which, folder / which, resume))
+
+
+class Server:
+    def __init__(self, folder: Path, which: str, resume: bool, number: int, files: tuple[int, int] | None) -> None:
+        self.said = folder / f"stderr-{number}"
+        self.process = FORKS.Process(target=serve, args=(folder, which, resume, self.said, files))
+        self.process.start()
+
+    def send(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def ended(self, within_s: float = 30) -> tuple[int | None, str]:
+        """Exit code, and from where on stderr speaks of trouble (libraries may warn before)."""
+        self.process.join(within_s)
+        said = self.said.read_text()
+        begins = [at for word in ("geotrain serve:", "Traceback") if (at := said.find(word)) >= 0]
+        return self.process.exitcode, said[min(begins) :] if begins else ""
+
+
+class Site:
+    """A run's folder on this machine and the processes that serve it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rule: str = "halos",
+        train_samples: int = 48,
+        init_from: str | None = None,
+        every_minutes: float = 0.01,
+    ) -> None:
+        self.folder = folder
+        ports = free_ports(2)
+        run = {
+            "name": "tiny",
+            "model": {"config": TINY},
+            "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
+            "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
+            "outer": outer(rule).model_dump(by_alias=True, mode="json"),
+            "checkpoint": {"every_minutes": every_minutes},
+        }
+        workers = [{"name": n, "hosts": [{"host": "localhost", "slots": 1}]} for n in ("a", "b")]
+        cluster = {
+            "name": "here",
+            "global_server": {"port": ports[0]},
+            "regions": [{"name": "eu", "server": {"port": ports[1]}, "workers": workers}],
+        }
+        (folder / "run.json").write_text(json.dumps(run))
+        (folder / "cluster.json").write_text(json.dumps(cluster))
+        self.run, self.cluster = parse(RunConfig, run, "run"), parse(ClusterConfig, cluster, "cluster")
+        self.layout = layout_of(self.run)
+        self.servers: list[Server] = []
+
+    def serve(self, which: str, resume: bool = False, files: tuple[int, int] | None = None) -> Server:
+        self.servers.append(Server(self.folder, which, resume, len(self.servers), files))
+        return self.servers[-1]
+
+    def address(self, which: str) -> str:
+        return str(self.cluster.global_server if which == "global" else self.cluster.region(which).server)
+
+    def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
+        cut = (halves if name == "a" else whole)(self.layout)
+        identity = identity_of(self.run, self.layout)
+        return FakeWorker(name, incarnation, self.address("eu"), self.layout, self.run.outer, cut, identity)
+
+    def status(self, which: str) -> dict[str, Any]:
+        deadline_s = time.monotonic() + 20
+        while (status := ask_status(self.address(which), 5)) is None:
+            assert time.monotonic() < deadline_s, f"the server {which} does not answer"
+            time.sleep(0.05)
+        return status
+
+    def events(self, which: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / which / "events.jsonl").read_text().splitlines()]

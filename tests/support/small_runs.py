@@ -1,0 +1,119 @@
+"""Small runs of real processes: files, launching, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from geotrain.config import ClusterConfig, load_run
+from geotrain.data.prepare import prepare
+from geotrain.data.tokenizer import byte_tokenizer
+from geotrain.layout import layout_of
+from geotrain.net.certs import make_certificates
+from geotrain.net.snapshots import read_weights
+
+LOCAL_STEPS, BATCH = 2, 4
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def prepare_text(folder: Path) -> None:
+    """<folder>/data: numpy's own source, as bytes."""
+    text = folder / "text.txt"
+    text.write_text(Path(np.__file__).read_text() * 4)
+    prepare([text], folder / "data", byte_tokenizer())
+
+
+def write_files(
+    folder: Path,
+    name: str,
+    samples: int,
+    workers: dict[str, list[int]],
+    outer: dict[str, Any],
+    certificates: Path | None = None,
+    restarts: int = 10,
+    min_step_s: float = 0.0,
+    **run_keys: Any,
+) -> tuple[Path, Path]:
+    """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
+    restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid
+    over the run file."""
+    run = {
+        "name": "small", "folder": str(folder / name), "model": {"config": MODEL},
+        "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": samples},
+        "deepspeed": {
+            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 80, "warmup_num_steps": 8}},
+        },
+        "outer": {"local_steps": LOCAL_STEPS, "up": {"name": "fp32"}, "down": {"name": "fp32"}, **outer},
+        **run_keys,
+    }  # fmt: skip
+    regions = [
+        {
+            "name": region,
+            "workers": [
+                {"name": f"{region}-{i}", "hosts": [{"host": "localhost", "slots": n}], "min_step_s": min_step_s}
+                for i, n in enumerate(ranks)
+            ],
+        }
+        for region, ranks in workers.items()
+    ]
+    paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
+    cluster: dict[str, Any] = {"name": "local", "regions": regions, "restart": {"limit": restarts}}
+    if certificates:
+        make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), certificates)
+        cluster["security"] = {"folder": str(certificates)}
+    for path, content in zip(paths, (run, cluster), strict=True):
+        path.write_text(json.dumps(content))
+    return paths
+
+
+def launch(files: tuple[Path, Path], *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=280)
+
+
+def launched(files: tuple[Path, Path], *more: str) -> None:
+    done = launch(files, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def weights(run_file: Path) -> dict[str, torch.Tensor]:
+    run = load_run(run_file)
+    return dict(read_weights(run.run_folder / "servers" / "global", layout_of(run)))
+
+
+def status(run_file: Path, server: str) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(
+        (load_run(run_file).run_folder / "servers" / server / "status.json").read_text()
+    )
+    return status
+
+
+def losses(run_file: Path) -> dict[tuple[str, int], float]:
+    """(worker, job) → mean loss of the job."""
+    events: list[dict[str, Any]] = []
+    for path in sorted((load_run(run_file).run_folder / "events").glob("*.jsonl")):
+        events += map(json.loads, path.read_text().splitlines())
+    return {(e["worker"], e["job"]): e["loss"] for e in events if e["event"] == "JobTrained"}
+
+
+# Runs the command on this machine, and notes down where it should have gone.
+FAKE_SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
+echo "$1" >> "$FAKE_SSH_HOSTS"
+shift
+exec bash -c "$*"
+"""

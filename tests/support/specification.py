@@ -1,0 +1,230 @@
+"""What the servers promise, as a small plain model, written from docs/algorithms.md and docs/reliability.md: weights
+and versions by the papers' equations, and an account of every sample. It knows nothing of how the servers do it.
+
+It is told what happened (an update was acknowledged, an answer merged, a lease granted) and says what must be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from geotrain.config import CodecConfig, HalosConfig, MomentumConfig, OuterConfig, RegionMomentumConfig, SyncConfig
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import from_bytes
+from geotrain.outer.messages import FragmentWeights, Lease, UpdatePart
+
+
+@dataclass
+class Vector:
+    """One fragment on one server. All vectors are fp64: the model rounds nothing."""
+
+    x: Tensor
+    version: int = 0
+    arrivals: int = 0
+    momentum: Tensor | float = 0.0
+    accumulated: Tensor | float = 0.0
+    base: Tensor | None = None  # of a region: x as it was after the last merge
+    sent: Tensor | None = None  # of a region: x at its last send
+    waiting: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # synchronous: sender → delta, weight
+
+
+def delayed_nesterov(v: Vector, delta: Tensor, settings: MomentumConfig) -> None:
+    """acc += Δ; every N-th arrival: m = β·m + acc/N, x −= lr·(β·m + Δ/N), acc = 0; else x −= lr·Δ/N."""
+    n, beta = settings.buffer, settings.beta
+    lr = settings.lr_per_update * n
+    v.arrivals += 1
+    v.accumulated = v.accumulated + delta
+    if v.arrivals % n == 0:
+        v.momentum = beta * v.momentum + v.accumulated / n
+        v.x = v.x - lr * (beta * v.momentum + delta / n)
+        v.accumulated = 0.0
+    else:
+        v.x = v.x - lr * delta / n
+
+
+def mean(waiting: dict[str, tuple[Tensor, int]]) -> Tensor:
+    total = sum(weight for _, weight in waiting.values())
+    return torch.stack([delta * (weight / total) for delta, weight in waiting.values()]).sum(0)
+
+
+class Specification:
+    """regions: region → workers. start: the first weights. samples: of the run. decay: k of the region momentum."""
+
+    def __init__(
+        self,
+        config: OuterConfig,
+        regions: dict[str, tuple[str, ...]],
+        start: list[Tensor],
+        samples: int,
+        decay: float,
+    ) -> None:
+        self.config, self.rule, self.regions, self.decay = config, config.rule, regions, decay
+        self.top = [Vector(x.double()) for x in start]
+        self.history = {(f, 0): v.x for f, v in enumerate(self.top)}  # fragment, version → global weights
+        self.region: dict[str, list[Vector]] = {}  # once it has weights
+        self.residual: dict[tuple[str, int], Tensor | float] = {}
+        self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a fragment
+        self.ledger = Ledger(samples)
+
+    # -- weights
+
+    def region_begins(self, region: str, told: list[FragmentWeights]) -> None:
+        """It adopts the global weights: the first time, or since it starts over. Versions never fall."""
+        before = [v.version for v in self.region.get(region, [])] or [0] * len(told)
+        self.forget_link(region)
+        self.region[region] = []
+        for weights, version in zip(sorted(told, key=lambda w: w.fragment), before, strict=True):
+            x = self.received(region, weights)
+            self.region[region].append(Vector(x, version, base=x))
+
+    def forget_link(self, region: str) -> None:
+        """A new beginning of a region: neither residuals nor mirrors are left."""
+        for table in (self.residual, self.mirror):
+            for key in [key for key in table if key[0] == region]:
+                del table[key]
+
+    def worker_update(self, region: str, worker: str, deltas: dict[int, Tensor]) -> None:
+        """A region server has acknowledged a worker's update as applied."""
+        for fragment, told in deltas.items():
+            v, delta = self.region[region][fragment], told.double()
+            v.version += 1
+            match self.rule:
+                case HalosConfig():
+                    delayed_nesterov(v, delta, self.rule.region)
+                case RegionMomentumConfig():
+                    v.momentum = self.decay * v.momentum + (1 - self.decay) * delta
+                    v.x = v.x - (delta + self.rule.gain * v.momentum) / len(self.regions[region])
+                case SyncConfig():
+                    assert worker not in v.waiting, "two deltas of one worker in a round"
+                    v.waiting[worker] = (delta, 1)
+
+    def region_sends(self, region: str, update: UpdatePart) -> None:
+        """What it sends is its progress since the last merge, coded with what earlier coding kept back."""
+        for sent in update.deltas:
+            v = self.region[region][sent.fragment]
+            if isinstance(self.rule, SyncConfig):
+                assert sorted(v.waiting) == sorted(self.regions[region]), "a round without some worker"
+                progress, v.waiting = mean(v.waiting), {}
+            else:
+                assert v.base is not None
+                progress, v.sent = v.base - v.x, v.x
+            decoded = decode(self.config.up, sent.payload, len(v.x))
+            key = region, sent.fragment
+            meant = progress + self.residual.get(key, 0.0)
+            close(decoded, meant, COARSE[self.config.up.name] * float(meant.abs().max()))
+            self.residual[key] = meant - decoded
+
+    def global_update(self, region: str, update: UpdatePart) -> None:
+        """The global server has acknowledged a region's update as applied."""
+        for sent in update.deltas:
+            v = self.top[sent.fragment]
+            delta = decode(self.config.up, sent.payload, len(v.x))
+            match self.rule:
+                case HalosConfig():
+                    v.version += 1
+                    delayed_nesterov(v, delta, self.rule.global_)
+                case RegionMomentumConfig():
+                    v.version += 1
+                    v.x = v.x - delta / len(self.regions)
+                case SyncConfig():
+                    assert region not in v.waiting, "two deltas of one region in a round"
+                    v.waiting[region] = (delta, update.weight)
+                    if len(v.waiting) == len(self.regions):
+                        step, v.waiting = mean(v.waiting), {}
+                        v.momentum = self.rule.momentum * v.momentum + step
+                        v.x = v.x - self.rule.lr * (step + self.rule.momentum * v.momentum)
+                        v.version += 1
+            self.history[sent.fragment, v.version] = v.x
+
+    def received(self, region: str, weights: FragmentWeights) -> Tensor:
+        """What a region makes of the global weights that it is sent; they are those of the version that they name."""
+        truth, key = self.history[weights.fragment, weights.version], (region, weights.fragment)
+        codec = self.config.down
+        if not weights.increment and codec.name not in ("fp32", "bf16"):
+            got = from_bytes(weights.payload).view(torch.float32).double()
+            close(got, truth, 0.0)
+        elif weights.increment:
+            change = truth - self.mirror[key]
+            got = self.mirror[key] + decode(codec, weights.payload, len(truth))
+            close(got, truth, COARSE[codec.name] * float(change.abs().max()))
+        else:
+            got = decode(codec, weights.payload, len(truth))
+            close(got, truth, COARSE[codec.name] * float(truth.abs().max()))
+        self.mirror[key] = got
+        return got
+
+    def region_merges(self, region: str, weights: FragmentWeights) -> None:
+        """The answer to a region's update: with the ledger, what came meanwhile stays part of the next one."""
+        v, x_global = self.region[region][weights.fragment], self.received(region, weights)
+        if isinstance(self.rule, SyncConfig):
+            v.x = x_global
+            return
+        alpha = self.rule.merge_alpha
+        if getattr(self.rule, "ledger", True):
+            assert v.sent is not None
+            pending = v.sent - v.x
+            v.base = (1 - alpha) * v.sent + alpha * x_global
+            v.x = v.base - pending
+        else:
+            v.x = v.base = (1 - alpha) * v.x + alpha * x_global
+
+
+COARSE = {"fp32": 1e-6, "bf16": 2.0**-7, "int8": 0.01, "int4": 0.15}  # most that coding changes, of the largest
+
+
+def decode(codec: CodecConfig, payload: bytes, numel: int) -> Tensor:
+    return make_codec(codec).decode(from_bytes(payload), numel).double()
+
+
+def close(one: Tensor, other: Tensor, more: float = 0.0) -> None:
+    """Equal up to fp32's rounding, and `more`."""
+    largest = float((one.double() - other.double()).abs().max())
+    assert largest <= 1e-4 * (1.0 + float(other.abs().max())) + more, f"{largest} apart"
+
+
+class Ledger:
+    """Each sample is in one place: never handed out or back in the pool (free), with a lease, or trained for good."""
+
+    def __init__(self, samples: int) -> None:
+        self.place: list[int | str] = ["free"] * samples
+        self.leases: dict[int, Lease] = {}  # every lease that was ever granted
+        self.done: set[int] = set()  # those that an update brought
+        self.repeated = 0  # samples that two have trained, counted
+
+    def granted(self, lease: Lease) -> None:
+        if lease.lease in self.leases:
+            assert self.leases[lease.lease] == lease, "one number, two leases"
+            return
+        self.leases[lease.lease] = lease
+        for sample in range(lease.start, lease.start + lease.samples):
+            assert self.place[sample] == "free", f"sample {sample} is handed out twice"
+            self.place[sample] = lease.lease
+
+    def given_back(self, number: int) -> None:
+        lease = self.leases[number]
+        for sample in range(lease.start, lease.start + lease.samples):
+            if self.place[sample] == number:
+                self.place[sample] = "free"
+
+    def trained(self, number: int) -> None:
+        """It is part of the global weights now. Its samples count, unless they have gone to others meanwhile."""
+        lease = self.leases[number]
+        if number in self.done:
+            return
+        self.done.add(number)
+        for sample in range(lease.start, lease.start + lease.samples):
+            if self.place[sample] in (number, "free"):
+                self.place[sample] = "trained"
+            else:
+                self.repeated += 1
+
+    @property
+    def committed(self) -> int:
+        return self.place.count("trained")
+
+    @property
+    def open(self) -> set[int]:
+        return {place for place in self.place if isinstance(place, int)}

@@ -1,0 +1,153 @@
+"""What a wrong run file is told: the key, its value, the rule, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from geotrain.config import ClusterConfig, ConfigError, OuterConfig, parse
+from geotrain.config.run import CheckpointConfig
+
+SYNC, HALOS = {"name": "sync"}, {"name": "halos"}
+
+
+def told(outer: dict[str, Any]) -> list[str]:
+    """The lines about this `outer` block, without the heading."""
+    with pytest.raises(ConfigError) as error:
+        parse(OuterConfig, outer, "run.json")
+    heading, *lines = str(error.value).split("\n")
+    assert heading == "run.json: not a valid OuterConfig"
+    return [line.removeprefix("  ") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("outer", "line"),
+    [
+        ({"levls": 2}, "levls: unknown key; did you mean 'levels'?"),
+        ({"rule": {"name": "hallos"}}, "rule.name = \"hallos\": did you mean 'halos'?"),
+        ({"rule": {"name": "x"}}, 'rule.name = "x": known: sync, halos, region_momentum'),
+        ({"rule": {"lr": 1.0}}, 'rule.name: this key is required; known: sync, halos, region_momentum'),
+        ({"rule": {**HALOS, "legder": True}}, "rule.legder: unknown key; did you mean 'ledger'?"),
+        ({"rule": {**SYNC, "lr": -1.0}}, "rule.lr = -1.0: Input should be greater than 0"),
+        (
+            {"rule": {**HALOS, "global": {"lr_per_update": 1.0, "bta": 0.5, "beta": 0.5, "buffer": 1}}},
+            "rule.global.bta: unknown key; did you mean 'beta'?",
+        ),
+        ({"up": {"name": "int4", "block": 100}}, "up.block = 100: Input should be 32, 64, 128"),
+        ({"up": "int4"}, 'up = "int4": write {"name": "int4"}'),
+        ({"rule": "x"}, 'rule = "x": write {"name": …}; known: sync, halos, region_momentum'),
+        ({"fragments": 3}, "fragments = 3: Input should be an object"),
+    ],
+)  # fmt: skip
+def test_faults_inside_unions_are_told_like_any_other(outer: dict[str, Any], line: str) -> None:
+    (found,) = told(outer)
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("outer", "lines"),
+    [
+        ({"rule": "sync"}, ['rule = "sync": write {"name": "sync"}; ']),
+        ({"sync_lr": 0.5}, ['sync_lr: this key has moved into the rule: write "rule": {"name": "sync", "lr": 0.5}']),
+        ({"sync_momentum": 0.5}, ['"rule": {"name": "sync", "momentum": 0.5}']),
+        ({"momentum_gain": 2.0}, ['"rule": {"name": "region_momentum", "gain": 2.0}']),
+        ({"momentum_decay": 0.9}, ['"rule": {"name": "region_momentum", "momentum_share": 0.1}']),
+        (
+            {"rule": "halos", "updates_per_send": 2, "merge_alpha": 0.25, "ledger": False},
+            ['rule = "halos": write', '"updates_per_send": 2}', '"merge_alpha": 0.25}', '"ledger": false}'],
+        ),
+        ({"region": {"buffer": 1}, "global": {}}, ['"region": {"buffer": 1}}', '"global": {}}']),
+        ({"up": {"name": "int4", "error_feedback": True}}, ["up.error_feedback: this key did nothing and is gone"]),
+        ({"local": {"name": "fp32", "error_feedback": False}}, ["local.error_feedback: this key did nothing"]),
+    ],
+)
+def test_keys_of_older_versions_say_what_to_write_instead(outer: dict[str, Any], lines: list[str]) -> None:
+    found = told(outer)
+    assert len(found) == len(lines)
+    for part, line in zip(lines, found, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("outer", "line"),
+    [
+        ({"rule": {**HALOS, "lr": 0.7}}, 'rule.lr: a setting of "sync", not of this one; leave it out'),
+        ({"rule": {**SYNC, "gain": 1.0}}, 'rule.gain: a setting of "region_momentum", not of this one'),
+        ({"up": {"name": "fp32", "density": 0.1}}, 'up.density: a setting of "topk2", not of this one'),
+        ({"up": {"name": "int4", "density": 0.1}}, 'up.density: a setting of "topk2", not of this one'),
+        ({"rule": SYNC, "lease_reserve": 2}, "lease_reserve: without effect with rule 'sync'"),
+        ({"levels": 1, "local": {"name": "bf16"}}, "local: without effect with levels = 1"),
+        ({"levels": 1, "lease_reserve": 2}, "lease_reserve: without effect with levels = 1"),
+        (
+            {"levels": 1, "rule": {**HALOS, "updates_per_send": 8, "merge_alpha": 1.0}},
+            "rule.updates_per_send, rule.merge_alpha: without effect with levels = 1",
+        ),
+        ({"levels": 1, "rule": {**HALOS, "ledger": False}}, "rule.ledger: without effect with levels = 1"),
+        (
+            {"levels": 1, "rule": {"name": "region_momentum", "gain": 2.0, "momentum_share": 0.2}},
+            "rule.gain, rule.momentum_share: without effect with levels = 1",
+        ),
+        ({"overlap": {"mix": 0.25}}, "mix = 0.25 does nothing with adopt = 'replace'; leave it out, or adopt 'mix'"),
+        ({"down": {"name": "int4", "error_decay": 0.5}}, "down.error_decay = 0.5: weights that come down"),
+    ],
+)
+def test_a_setting_without_effect_is_an_error(outer: dict[str, Any], line: str) -> None:
+    (found,) = told(outer)
+    assert line in found
+
+
+def test_every_default_may_be_written_down() -> None:
+    for outer in ({}, {"levels": 1}, {"rule": SYNC}, {"rule": HALOS, "levels": 1}):
+        whole = parse(OuterConfig, outer, "r").model_dump(by_alias=True, mode="json")
+        assert parse(OuterConfig, whole, "r") == parse(OuterConfig, outer, "r")
+
+
+def a_cluster(**changes: Any) -> dict[str, Any]:
+    host = {"host": changes.pop("host", "h"), "slots": 1}
+    worker = {"name": "w", "hosts": [host], "env": changes.pop("env", {})}
+    region = {"name": "eu", "workers": [worker], **changes.pop("region", {})}
+    return {"name": "c", "regions": [region], **changes}
+
+
+OPTION = "-oProxyCommand=touch /tmp/x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        *(
+            (changes, key)
+            for bad in (OPTION, "", "-h", "a b", "a;b", "$(x)", "a\nb", "a'b", "é", "a" * 256)
+            for changes, key in (
+                ({"global_ssh": bad}, "global_ssh"),
+                ({"region": {"ssh": bad}}, "regions.0.ssh"),
+                ({"host": bad}, "regions.0.workers.0.hosts.0.host"),
+                ({"global_server": {"host": bad}}, "global_server.host"),
+                ({"region": {"server": {"host": bad}}}, "regions.0.server.host"),
+                ({"region": {"hosts": [{"host": bad, "slots": 1}]}}, "regions.0.hosts.0.host"),
+            )
+        ),
+        ({"global_ssh": "-l@host"}, "global_ssh"),
+        ({"global_ssh": "me@-oX"}, "global_ssh"),
+        ({"host": "me@host"}, "regions.0.workers.0.hosts.0.host"),
+        *(({"env": {bad: "1"}}, "regions.0.workers.0.env") for bad in ("-u", "A B", "A=B", "", "1A", "A\n")),
+    ],
+)
+def test_hosts_and_environment_keys_are_names_and_nothing_else(changes: dict[str, Any], key: str) -> None:
+    """They stand in command lines, where "-oProxyCommand=…" is an option."""
+    with pytest.raises(ConfigError, match="(?s)" + re.escape(key) + r".*must be a (host|variable)'s name"):
+        parse(ClusterConfig, a_cluster(**changes), "cluster.json")
+
+
+@pytest.mark.parametrize("host", ["h", "n-1.example.org", "10.0.0.1", "::1", "[fe80::1%eth0]", "GPU_7"])
+def test_names_and_addresses_are_taken(host: str) -> None:
+    region = {"ssh": f"me.too@{host}", "server": {"host": host}}
+    made = parse(ClusterConfig, a_cluster(host=host, region=region, env={"NCCL_DEBUG": "-x $y"}), "cluster.json")
+    assert made.regions[0].server.host == host
+
+
+def test_how_often_servers_snapshot_is_said_in_minutes() -> None:
+    with pytest.raises(ConfigError, match=r'every_updates: this key is gone.*"every_minutes": 15'):
+        parse(CheckpointConfig, {"every_updates": 64}, "run.json")

@@ -1,0 +1,128 @@
+"""Runs, clipping, layouts: against brute force."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geotrain.config import UnsupportedModelError, architecture_from_hf
+from geotrain.layout import (
+    Layout,
+    LayoutError,
+    Parameter,
+    StridedSlice,
+    canonical_parameters,
+    clip_runs,
+    fragments_due,
+    gather,
+    numel,
+    parameter_count,
+    scatter,
+)
+
+
+def elements(runs):
+    return [
+        (r.parameter, r.start + row * r.stride + i) for r in runs for row in range(r.count) for i in range(r.length)
+    ]
+
+
+runs_strategy = st.lists(
+    st.builds(
+        lambda start, length, gap, count: StridedSlice(
+            start, length, length + gap if count > 1 else 0, count, parameter="p"
+        ),
+        st.integers(0, 50), st.integers(1, 7), st.integers(0, 5), st.integers(1, 6),
+    ),
+    max_size=5,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(runs_strategy, st.integers(0, 80), st.integers(0, 80))
+def test_clipping_equals_slicing_the_elements(runs, begin, length):
+    assert elements(clip_runs(runs, begin, begin + length)) == elements(runs)[begin : begin + length]
+
+
+def test_gather_and_scatter_are_inverse():
+    vector = torch.arange(100.0)
+    slices = (StridedSlice(3, 4), StridedSlice(20, 2, 5, 6), StridedSlice(90, 10))
+    picked = gather(vector, slices)
+    assert picked.tolist() == [
+        *range(3, 7), *(20 + 5 * r + i for r in range(6) for i in range(2)), *range(90, 100)
+    ]  # fmt: skip
+    target = torch.full((100,), -1.0)
+    scatter(picked, slices, target)
+    assert numel(slices) == 26 and int((target >= 0).sum()) == 26
+    assert torch.equal(gather(target, slices), picked)
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def test_fragments_are_strided_and_hold_everything_once():
+    parameters = canonical_parameters(architecture_from_hf(LLAMA))
+    layout = Layout(parameters, layers_per_fragment=3)
+    assert [f.name for f in layout.fragments] == ["layers-0", "layers-1", "layers-2", "embedding", "head"]
+    layers = {f.name: sorted({p.layer for p in f.parameters}) for f in layout.fragments[:3]}
+    assert layers == {"layers-0": [0, 3, 6], "layers-1": [1, 4], "layers-2": [2, 5]}
+    assert [p.name for p in layout.fragments[4].parameters] == ["model.norm.weight", "lm_head.weight"]
+    assert sum(f.numel for f in layout.fragments) == sum(p.numel for p in parameters) == layout.numel
+    vector = torch.arange(float(layout.fragments[1].numel))
+    together = torch.cat([t.reshape(-1) for _, t in layout.split(1, vector)])
+    assert torch.equal(together, vector)
+
+
+def test_layout_errors():
+    layout = Layout([Parameter("a", (4, 4), 0, "normal"), Parameter("b", (4,), None, "ones")])
+    with pytest.raises(LayoutError, match="no parameter 'c'"):
+        layout.slices([StridedSlice(0, 1, parameter="c")], 0)
+    with pytest.raises(LayoutError, match="reaches beyond its 16 elements"):
+        layout.slices([StridedSlice(0, 4, 5, 4, parameter="a")], 0)
+    with pytest.raises(LayoutError, match="element 16 of 20 is covered by no rank"):
+        layout.check_cover(0, [StridedSlice(0, 16)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40))
+def test_every_fragment_leaves_once_a_period(fragments, period):
+    for begin in (1, period + 1):
+        sent = [p for step in range(begin, begin + period) for p in fragments_due(fragments, period, step)]
+        assert sorted(sent) == list(range(fragments))
+    assert fragments - 1 in fragments_due(fragments, period, period)
+
+
+def test_parameter_counts_of_known_models():
+    llama3_8b = {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }  # fmt: skip
+    assert parameter_count(architecture_from_hf(llama3_8b)) == 8_030_261_248
+    qwen3_06b = {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert parameter_count(architecture_from_hf(qwen3_06b)) == 596_049_920
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3'"),
+        ({"hidden_size": 30, "num_attention_heads": 4}, "hidden_size = 30 is not a multiple"),
+    ],
+)
+def test_unsupported_models_say_why(change, message):
+    config = {k: v for k, v in {**LLAMA, **change}.items() if v is not None}
+    with pytest.raises(UnsupportedModelError, match=message):
+        architecture_from_hf(config)
