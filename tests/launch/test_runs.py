@@ -47,7 +47,7 @@ def start(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.Pope
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> None:
-    """One region on "another machine", its worker started host by host: launcher and region are killed, then resume."""
+    """One region on "another machine", its worker started host by host: both launchers are killed, and resume."""
     raw = small_run(tmp_path, steps=128, local_steps=4)  # so that it is not over when the launcher is killed
     (tmp_path / "text.txt").write_text("".join(f"the number {i} and the next\n" for i in range(20_000)))
     prepare_files([str(tmp_path / "text.txt")], tmp_path / "data", None, None, True, 0.0, processes=1)
