@@ -94,7 +94,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
 
 def check_data(run: RunConfig) -> None:
     """Check that the prepared data is on this machine, is whole and fits the model. Raises DataError."""
-    for prefix in filter(None, (run.data.train, run.data.validation)):
+    for prefix in run.data.prefixes:
         check_split(run, prefix)
     check_tokenizer(run)
 

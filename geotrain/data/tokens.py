@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geotrain.config import Block, ConfigError, PositiveInt, parse
+from geotrain.config import Block, ConfigError, DataConfig, PositiveInt, parse
 from geotrain.files import sync
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -262,3 +262,11 @@ def open_dataset(prefix: Path, model_vocab_size: int, verify: bool = False) -> t
                 f"{prefix}.bin: its content does not match the digest in its manifest; prepare the data again"
             )
     return manifest, file
+
+
+def training_digest(data: DataConfig) -> str:
+    """Digest of a run's training data: of one set, that in its manifest; of several, the digest of theirs, in order.
+
+    Raises DataError."""
+    digests = [read_manifest(Path(each.prefix)).sha256 for each in data.train]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from geotrain.commands.prepare import prepare_files
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import Address, ClusterConfig, ConfigError, DataSet, RunConfig, load_cluster, load_run
 from geotrain.data.tokens import DataError
 from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
@@ -31,7 +31,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_on(data: Path, **model: Any) -> RunConfig:
     run = load_run(CONFIGS / "runs/quickstart.json")
     block = run.data.model_copy(
-        update={"train": str(data / "train"), "validation": None, "tokenizer": str(data / "tokenizer")}
+        update={
+            "train": (DataSet(prefix=str(data / "train")),),
+            "validation": None,
+            "tokenizer": str(data / "tokenizer"),
+        }
     )
     monitor = run.monitor.model_copy(update={"validate_every_samples": None})
     architecture = run.model.model_copy(update={"config": {**run.model.config, **model}})
