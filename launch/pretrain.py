@@ -74,8 +74,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
     # right.
+    from geotrain.data.dataset import end_of_document, training_digest
     from geotrain.data.loader import LeasedLoader, open_source, open_training, validation_batches
-    from geotrain.data.tokens import training_digest
     from geotrain.inner.build import build_engine
     from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
     from geotrain.monitor.utilization import peak_flops, training_flops_per_token
@@ -86,7 +86,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
     setup, site = topology.workers[worker.name], topology.server_of(worker.name)
     server, folder = topology.servers[site], run.run_folder
-    engine = build_engine(run, setup.parallel, setup.deepspeed)
+    engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end_of_document(run.data))
     _say(_place(engine.mesh, server), sys.stdout)
     vocab_size = engine.architecture.vocab_size
     source = open_training(run.data, vocab_size, run.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -62,6 +62,11 @@ class DataConfig(Block):
     sequence_length: PositiveInt
     train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
     validation_samples: PositiveInt = 64
+    attention: Literal["sample", "document"] = Field(
+        "sample",
+        description="How far back a token looks: to the beginning of its sample, into which documents are packed, or "
+        "of its document.",
+    )
 
     @model_validator(mode="after")
     def _weights_are_stated_once(self) -> DataConfig:

@@ -22,9 +22,10 @@ import numpy.typing as npt
 import torch
 
 from geotrain.config import DataConfig
+from geotrain.data.dataset import open_dataset
 from geotrain.data.mixture import Mixture
 from geotrain.data.order import SampleOrder
-from geotrain.data.tokens import DataError, open_dataset
+from geotrain.data.tokens import DataError
 
 STEPS_AHEAD = 1  # read while the caller trains
 READ_DEADLINE_S = 300.0  # a batch takes milliseconds, but a network file system may hang without an error

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import ConfigError, DataConfig, config_digest, parse
+from geotrain.data.dataset import Manifest, manifest_path, training_digest
 from geotrain.data.loader import LeasedLoader, open_source, open_training
 from geotrain.data.mixture import MOST_PARTS, Mixture, parts_of
-from geotrain.data.tokens import Manifest, TokenWriter, manifest_path, training_digest
+from geotrain.data.tokens import TokenWriter
 from tests.support.inner_worlds import LLAMA, deepspeed_block, run_config
 
 SEQUENCE = 4
