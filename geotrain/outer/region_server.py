@@ -268,8 +268,10 @@ class RegionServer(Server):
             for weights, vector in zip(answer.weights, vectors, strict=True):
                 self.newest[weights.fragment] = vector.clone()  # the vector may be the mirror, which goes on changing
         if first:
-            self.set_weights([v.clone() for v in vectors])
-            self.global_versions = [w.version for w in answer.weights]
+            # Not in order: fragments that a former life of this region has sent come when their round has ended.
+            by_fragment = sorted(range(len(vectors)), key=lambda i: answer.weights[i].fragment)
+            self.set_weights([vectors[i].clone() for i in by_fragment])
+            self.global_versions = [answer.weights[i].version for i in by_fragment]
             for state in self.fragments:
                 self.rule.start(state)
         else:
