@@ -59,7 +59,7 @@ class DataConfig(Block):
     sha256: str | None = Field(
         None,
         description="Digest of the training .bin, as its manifest states it: who trains on other data is refused. "
-        "Without it, the first to join decides which data is the run's.",
+        "Without it, `launch` takes that of the data on its machine; where there is none, the first to join decides.",
     )
     validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
     tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
@@ -267,5 +267,6 @@ def config_digest(run: RunConfig) -> str:
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
     shared["data"].pop("train_samples")  # a finished run may be extended
+    shared["data"].pop("sha256")  # compared by itself: not every machine knows it
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

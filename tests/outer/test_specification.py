@@ -34,14 +34,14 @@ from tests.support.outer_configs import outer_config
 from tests.support.specified_world import REGIONS, SpecifiedWorld
 
 LIVES = int(os.environ.get("GEOTRAIN_SPECIFICATION", "0"))
-LIVES_PLAYED, STEPS_PLAYED = (LIVES, 400) if LIVES else (40, 40)
+LIVES_PLAYED, STEPS_PLAYED = (LIVES, 400) if LIVES else (60, 40)
 NAMES = st.sampled_from("abc")
 PLACES = st.sampled_from(list(REGIONS))
 GOOD = (10 * ["turn"], 3 * ["ask", "train", "leases", "update", "pull", "leave"], 2 * ["early"])
 STEPS = [
     *(step for steps in GOOD for step in steps),
     *("snapshot", "die", "die half way", "early, then die", "silent", "slow", "region silent", "restart"),
-    *("refuse", "hang", "offend", "pardon", "pause", "resume", "resume", "drain"),
+    *("refuse", "hang", "hang", "offend", "pardon", "pause", "resume", "resume", "drain"),
 ]
 NESTEROV = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=3)
 
@@ -55,7 +55,7 @@ class Lives(RuleBasedStateMachine):
         down=st.sampled_from(["fp32", "bf16", "int4"]),
         every=st.integers(1, 3),
         reserve=st.integers(0, 2),
-        samples=st.integers(4, 24),
+        samples=st.integers(4, 40),
         layers=st.sampled_from([None, 1]),
     )
     def begin(
