@@ -18,7 +18,8 @@ from geotrain.config import (
     WorkerConfig,
     WorkerSetup,
 )
-from geotrain.data.tokens import DataError, read_manifest
+from geotrain.data.dataset import open_dataset, training_digest
+from geotrain.data.tokens import DataError
 from geotrain.launch.worker_command import regions_of
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
@@ -94,7 +95,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
 
 def check_data(run: RunConfig) -> None:
     """Check that the data is on this machine, is whole, is the run's and fits the model. Raises DataError."""
-    for prefix in filter(None, (run.data.train, run.data.validation)):
+    for prefix in run.data.prefixes:
         check_split(run, prefix)
     check_digest(run)
     check_tokenizer(run)
@@ -102,11 +103,11 @@ def check_data(run: RunConfig) -> None:
 
 def check_digest(run: RunConfig) -> None:
     """As `check_data`, of which data it is."""
-    found = read_manifest(Path(run.data.train)).sha256
+    found = training_digest(run.data)
     if run.data.sha256 is not None and run.data.sha256 != found:
         raise DataError(
-            f"{run.data.train}: is other data than data.sha256 = {run.data.sha256!r} asks for: its digest is "
-            f"{found!r}"
+            f"{', '.join(each.prefix for each in run.data.train)}: is other data than data.sha256 = "
+            f"{run.data.sha256!r} asks for: its digest is {found!r}"
         )
 
 
@@ -116,26 +117,13 @@ def with_data_digest(run: RunConfig, before: RunConfig | None = None) -> RunConf
     known = run.data.sha256 or (before.data.sha256 if before else None)
     if known is None:
         with contextlib.suppress(DataError, OSError):  # the launcher's machine need not have the data
-            known = read_manifest(Path(run.data.train)).sha256
+            known = training_digest(run.data)
     return run.model_copy(update={"data": run.data.model_copy(update={"sha256": known})})
 
 
 def check_split(run: RunConfig, prefix: str) -> None:
     """As `check_data`, of one .bin/.idx pair."""
-    manifest, vocab_size = read_manifest(Path(prefix)), run.architecture.vocab_size
-    data = Path(f"{prefix}.bin")
-    size_bytes = data.stat().st_size if data.exists() else 0
-    stated_bytes = manifest.tokens * (2 if manifest.dtype == "uint16" else 4)
-    if not Path(f"{prefix}.idx").exists() or size_bytes != stated_bytes:
-        raise DataError(
-            f"{data}: {size_bytes} bytes, its manifest states {stated_bytes} (and an .idx beside it); "
-            "prepare the data again"
-        )
-    if manifest.vocab_size > vocab_size:
-        raise DataError(
-            f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, the model's vocab_size is "
-            f"{vocab_size}; raise it or use another tokenizer"
-        )
+    open_dataset(Path(prefix), run.architecture.vocab_size)
 
 
 def check_tokenizer(run: RunConfig) -> None:

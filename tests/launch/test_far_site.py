@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from geotrain.config import EXIT_FOR_GOOD, RestartConfig, config_digest, load_cluster, load_run
-from geotrain.data.tokens import read_manifest
+from geotrain.data.dataset import read_manifest
 from geotrain.launch.check import with_data_digest
 from geotrain.launch.control import attach
 from geotrain.launch.far_site import EXIT_HELD

@@ -13,7 +13,7 @@ import pytest
 
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import load_cluster, load_run
-from geotrain.data.tokens import read_manifest
+from geotrain.data.dataset import read_manifest
 from geotrain.emulate import wan
 from geotrain.launch.terminal import ask
 from tests.support.process_trees import marked, new_mark, until
