@@ -136,10 +136,15 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
             parameters += [norm(f"{at}self_attn.{kind}_norm.weight", a.head_dim, i) for kind in "qk"]
         parameters += [
             norm(at + "post_attention_layernorm.weight", h, i),
-            matrix(at + "mlp.gate_proj.weight", a.ffn_size, h, i, std),
-            matrix(at + "mlp.up_proj.weight", a.ffn_size, h, i, std),
-            matrix(at + "mlp.down_proj.weight", h, a.ffn_size, i, residual_std),
         ]
+        if a.router is not None:
+            parameters.append(matrix(at + a.router, len(a.mlps), h, i, std))
+        for gate, up, down in a.mlps:
+            parameters += [
+                matrix(at + gate, a.ffn_size, h, i, std),
+                matrix(at + up, a.ffn_size, h, i, std),
+                matrix(at + down, h, a.ffn_size, i, residual_std),
+            ]
     parameters.append(norm("model.norm.weight", h, None))
     if not a.tied_embeddings:
         parameters.append(matrix("lm_head.weight", a.vocab_size, h, None, std))

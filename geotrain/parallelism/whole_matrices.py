@@ -124,7 +124,7 @@ def _part_of_head(head: int, rank: int, shard: int) -> int:
 @dataclass(frozen=True)
 class ShardSize:
     """Elements of the fullest data-parallel rank's shard: those that AdamW steps, and those of Muon's matrices with
-    the gaps between them. total: of all shards together."""
+    the gaps between them. total: what the shards of one replica's parameters hold together."""
 
     adamw: int
     matrices: int
@@ -138,17 +138,28 @@ def shard_size(
     """Of a rank on that pipeline stage. together: all groups are one sequence, as ACCO has them, where DeepSpeed
     shards each by itself."""
     places = local_parameters(a, parallel, 0, stage)
-    sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
-    others = sum(p.numel for p in places) - sum(sizes)
-    if not sizes:
-        return ShardSize(-(-others // dp), 0, others)
     if together:
+        sizes, others = _matrices_and_others(places, muon)
+        if not sizes:
+            return ShardSize(-(-others // dp), 0, others)
         head = -(-others // ALIGNED) * ALIGNED
         shard = pack(sizes, dp, head, ALIGNED).shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
         return ShardSize(adamw, shard - adamw, dp * shard)
-    matrices = pack(sizes, dp, 0, ALIGNED).shard_numel
-    return ShardSize(-(-others // dp), matrices, others + dp * matrices)
+    adamw = matrices = total = 0
+    for expert in (False, True):
+        sizes, others = _matrices_and_others([p for p in places if p.expert == expert], muon)
+        ranks = max(1, dp // parallel.expert) if expert else dp  # that hold the same ones, and divide them
+        shard = pack(sizes, ranks, 0, ALIGNED).shard_numel if sizes else 0
+        adamw, matrices = adamw - (-others // ranks), matrices + shard
+        total += others + ranks * shard
+    return ShardSize(adamw, matrices, total)
+
+
+def _matrices_and_others(places: Sequence[LocalParameter], muon: bool) -> tuple[list[int], int]:
+    """Elements of each parameter that Muon steps, and of all others together."""
+    sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
+    return sizes, sum(p.numel for p in places) - sum(sizes)
 
 
 def merged_spans(bounds: Sequence[int], least: int) -> list[tuple[int, int]]:
