@@ -156,6 +156,11 @@ def parameter_count(architecture: Architecture) -> int:
     return sum(p.numel for p in canonical_parameters(architecture))
 
 
+def active_parameter_count(a: Architecture) -> int:
+    """Elements that a token meets: all but the matrices of experts that it is not sent to."""
+    return parameter_count(a) - 3 * a.layers * (len(a.mlps) - a.active_mlps) * a.hidden_size * a.ffn_size
+
+
 class LayoutError(ValueError):
     """Slices that do not fit the layout. The message names the fragment and what is wrong."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from geotrain.config import Architecture, ClusterConfig, WorkerConfig
-from geotrain.layout import parameter_count
+from geotrain.layout import active_parameter_count
 
 
 class PhaseTimer:
@@ -41,9 +41,8 @@ def training_flops_per_token(architecture: Architecture, sequence_length: int) -
     Recomputation does not count.
     """
     a = architecture
-    unused = 0 if a.tied_embeddings else a.vocab_size * a.hidden_size
-    unused += 3 * a.layers * (len(a.mlps) - a.active_mlps) * a.hidden_size * a.ffn_size
-    return 6.0 * (parameter_count(a) - unused) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
+    looked_up = 0 if a.tied_embeddings else a.vocab_size * a.hidden_size
+    return 6.0 * (active_parameter_count(a) - looked_up) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
 
 
 def peak_flops(cluster: ClusterConfig, worker: WorkerConfig) -> float | None:

@@ -133,7 +133,13 @@ def local_parameters(
     return found
 
 
+@lru_cache(maxsize=64)  # the planner asks for the same stages again and again
+def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple[LocalParameter, ...]:
+    """The parameters of one rank of a pipeline stage: those of its other tensor and expert ranks are as large."""
+    return tuple(local_parameters(a, parallel, 0, stage))
+
+
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
 def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of any rank of a pipeline stage: tensor and expert ranks hold equally many."""
-    return sum(p.numel for p in local_parameters(a, parallel, 0, stage))
+    return sum(p.numel for p in any_of_stage(a, parallel, stage))
