@@ -45,7 +45,8 @@ class WhatIf:
 
 
 def step_seconds(run: RunConfig, cluster: ClusterConfig, tflops: float) -> dict[str, float]:
-    """Seconds of an inner step of each worker: 6 · parameters that a token meets · tokens over its ranks' useful speed.
+    """Seconds of an inner step of each worker: 6 · parameters · tokens over its ranks' useful speed. Of experts, only
+    the parameters of those that a token is sent to count.
 
     tflops: what one rank really reaches (its peak times the utilization that your model gets there).
     """

@@ -24,6 +24,7 @@ from geotrain.config.block import (
     parse,
     read_json,
 )
+from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
 from geotrain.config.outer import OuterConfig
 
@@ -59,20 +60,6 @@ class ParallelConfig(Block):
         "alltoall",
         description="How tokens reach the ranks of their experts: each to those only, or all tokens to all ranks.",
     )
-
-
-class DataConfig(Block):
-    train: str = Field(description="Prefix of the training .bin/.idx pair written by `geotrain prepare`.")
-    sha256: str | None = Field(
-        None,
-        description="Digest of the training .bin, as its manifest states it: who trains on other data is refused. "
-        "Without it, the first to join decides which data is the run's.",
-    )
-    validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
-    tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
-    sequence_length: PositiveInt
-    train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
-    validation_samples: PositiveInt = 64
 
 
 class AccoConfig(Block):
@@ -272,6 +259,7 @@ def config_digest(run: RunConfig) -> str:
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
-    shared["data"].pop("train_samples")  # a finished run may be extended
+    if run.data.curriculum is None:
+        shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
