@@ -53,6 +53,13 @@ class ParallelConfig(Block):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
+    expert: PositiveInt = Field(
+        1, description="So many neighbouring data-parallel ranks divide a layer's experts among them."
+    )
+    dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall",
+        description="How tokens reach the ranks of their experts: each to those only, or all tokens to all ranks.",
+    )
 
 
 class AccoConfig(Block):
