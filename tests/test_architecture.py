@@ -19,11 +19,13 @@ PRODUCT = ("geotrain", "kernels", "launch")  # its folders
 # Lowest first. A module may import its own layer and every lower one.
 LAYERS = [
     {"config", "files", "kernels"},
+    {"parameter_file"},
     {"layout"},
     {"initial", "parallelism"},
     {"outer", "optimizers"},
     {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate"},
-    {"trainer", "launch", "commands"},
+    {"worker_loop"},
+    {"trainer", "own_loop", "launch", "commands"},
     {"cli", "cli_operate", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -33,7 +35,7 @@ ONLY_IN = {  # who may import these
     "grpc": {"net"},
 }
 # What a newcomer reads first, to know how a run trains.
-GROUND_FLOOR = {"config", "layout", "trainer", "outer", "inner"}
+GROUND_FLOOR = {"config", "layout", "worker_loop", "trainer", "outer", "inner"}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     "__init_subclass__",  # Python itself

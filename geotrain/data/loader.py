@@ -76,6 +76,24 @@ def open_source(prefix: Path, sequence_length: int, model_vocab_size: int, seed:
     return SampleSource(file.tokens, sequence_length, seed, model_vocab_size, str(prefix))
 
 
+class TokenDataset:
+    """A prepared data set as torch's loaders take one: map-style, for a loop of the user's own.
+
+    Sample i is int64 [sequence_length + 1], the i-th of the file. prefix: of the .bin/.idx pair. vocab_size: of the
+    model. Given out by `OuterLoop.batches`, the samples come in the order in which GeoTrain's own trainer takes them.
+    Raises DataError.
+    """
+
+    def __init__(self, prefix: str | Path, sequence_length: int, vocab_size: int) -> None:
+        self._source = open_source(Path(prefix), sequence_length, vocab_size, None)
+
+    def __len__(self) -> int:
+        return self._source.samples_per_epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._source.batch(np.array([index]))[0]
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """The batch of one inner step (`geotrain.inner.engine.StepReader`).
