@@ -50,6 +50,9 @@ class LoopRank(exchange.Rank, Protocol):
     def from_rank_0(self, text: str) -> str:
         """Rank 0's text, on every rank. A collective."""
 
+    def mean_loss(self, loss: float) -> float:
+        """The worker's loss, from that of this rank's part of the batch. A collective."""
+
 
 class StepNumbers(Protocol):
     """The numbers of one optimizer step (`geotrain.inner.engine.StepResult`). Reading them may wait for the step."""
@@ -136,8 +139,9 @@ class WorkerLoop:
         self.laps.lap("communication")
         if self.step < self.lease.steps:
             return
+        metrics = self._metrics()
         if self.rank.is_metrics_rank:
-            self.report({"job": self.lease.job, "start": self.lease.start, **self._metrics()})
+            self.report({"job": self.lease.job, "start": self.lease.start, **metrics})
         self.laps.restart()
         if self.lease.job % self.run.checkpoint.every_jobs == 0:
             self.save(self.lease.job)
@@ -203,12 +207,12 @@ class WorkerLoop:
             self.client.validated(Validated(self.name, number, version, loss, seconds))
 
     def _metrics(self) -> dict[str, float]:
-        """Metrics of the job so far, as in `geotrain.monitor.events.JobTrained`. Where ACCO's last step is still
+        """Metrics of the job so far, as in `geotrain.monitor.events.JobTrained`. A collective. Where ACCO's last step is still
         under way, this waits for it: so it is called only where a delta leaves, and at the end of a job."""
         results: Sequence[StepNumbers] = self._results
         tokens, spent = sum(r.tokens for r in results), self.laps.seconds
         metrics = {
-            "loss": sum(r.loss for r in results) / len(results),
+            "loss": self.rank.mean_loss(sum(r.loss for r in results) / len(results)),
             "lr": results[-1].lr,
             "grad_norm": results[-1].grad_norm,
             "tokens": float(tokens),

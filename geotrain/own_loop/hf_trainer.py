@@ -29,6 +29,8 @@ class OuterLoopCallback(TrainerCallback):
         if options.get("cluster") is None:
             self.options["cluster"] = Path(run).parent / "cluster.json"
         self.outer: OuterLoop | None = None
+        self._loss: Any = 0.0  # of the micro-batches of this step so far
+        self._share = 1.0  # of a micro-batch in a step
 
     @property
     def total_steps(self) -> int:
@@ -51,6 +53,8 @@ class OuterLoopCallback(TrainerCallback):
             )
         states = {"optimizer": kwargs["optimizer"], **self.options.pop("state", {})}
         self.outer = OuterLoop(self.run, self.region, kwargs["model"], state=states, **self.options)
+        self._share = 1 / args.gradient_accumulation_steps
+        kwargs["model"].register_forward_hook(self._note_loss, with_kwargs=True)
         self._follow(kwargs.get("lr_scheduler"))
         control.should_training_stop = self.outer.finished
 
@@ -58,7 +62,8 @@ class OuterLoopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self.outer is not None
-        self.outer.after_step(self._loss(state), lr=kwargs["optimizer"].param_groups[0]["lr"])
+        self.outer.after_step(self._loss, lr=kwargs["optimizer"].param_groups[0]["lr"])
+        self._loss = 0.0
         self._follow(kwargs.get("lr_scheduler"))
         control.should_training_stop |= self.outer.finished
 
@@ -76,11 +81,12 @@ class OuterLoopCallback(TrainerCallback):
             scheduler.last_epoch = self.outer.step - 1
             scheduler.step()
 
-    @staticmethod
-    def _loss(state: TrainerState) -> float:
-        """The newest that Trainer has logged: it says none at the end of a step."""
-        logged = (line["loss"] for line in reversed(state.log_history) if "loss" in line)
-        return float(next(logged, float("nan")))
+    def _note_loss(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A forward's loss, for `report`: Trainer says none at the end of a step. Where it hands the model the number
+        of tokens in all micro-batches, theirs add up to the step's."""
+        loss = getattr(output, "loss", None)
+        if model.training and loss is not None:
+            self._loss = self._loss + loss.detach() * (1 if "num_items_in_batch" in kwargs else self._share)
 
 
 class _Leased(IterableDataset[Any]):

@@ -97,6 +97,7 @@ class OuterLoop:
         self.rank = TorchRank()
         self._masters = self.rank.masters = Masters(layout, parameters, self.rank.rank, self.rank.world_size)
         self._validate, self._report = validate, report
+        self._steps = 0  # how often `after_step` was called
         folder = run.run_folder
         saves = folder / run.checkpoint.folder / self.name
         self._files = StateFiles(saves, self.rank, state or {}, layout.digest, run.checkpoint.keep)
@@ -215,15 +216,13 @@ class OuterLoop:
         """Call it after each step of the optimizer: deltas leave, answers are written into the parameters, the state
         is saved, when these are due. After the last step everything is sent, and the worker leaves.
 
-        loss, lr, grad_norm: for people; of rank 0. The loss is read only when a delta leaves. tokens: that the worker
+        loss, lr, grad_norm: for people. The loss is of this rank's part of the batch, and read only when a delta leaves. tokens: that the worker
         trained on in this step; by default, as the run file says.
         """
         told = loss.detach() if isinstance(loss, Tensor) else loss
         usual = self.run.samples_per_step * self.run.data.sequence_length
         self._steps += 1
         self.loop.after_step(Step(told, lr, grad_norm, usual if tokens is None else tokens))
-
-    _steps = 0  # how often `after_step` was called
 
     def _on_job(self, numbers: dict[str, Any]) -> None:
         self._events.write(JobTrained(worker=self.name, retries=float(self._client.retries), **numbers))

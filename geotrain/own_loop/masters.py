@@ -45,11 +45,14 @@ class Masters:
         optimizer = None if self.engine is None else self.engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
-        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
+        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3, as when it has loaded a checkpoint
+            timers: set[str] = set()
+            optimizer._partition_all_parameters()
             for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._prepare_sub_group(group, timers)
                 optimizer._reassign_or_swap_out_partitioned_parameters(group)
-            if optimizer.persistent_parameters:  # small ones that are whole on every rank
-                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+                optimizer._release_sub_group(group, timers)
+            optimizer._post_step(timers)  # gathers the small ones that every rank keeps whole
 
     def check_place(self) -> None:
         """Raises RuntimeError where a parameter has got other memory, so that answers would be written to where the

@@ -41,6 +41,9 @@ class TorchRank:
     def from_rank_0(self, text: str) -> str:
         return str(self.gather(text)[0])
 
+    def mean_loss(self, loss: float) -> float:
+        return sum(self.gather(loss)) / self.world_size
+
     def settle(self) -> None:
         """Optimizer steps are done when they return. But parameters may have been moved."""
         assert self.masters is not None
