@@ -1,16 +1,14 @@
-"""A vision model as a worker. `python examples/vision.py save` writes its initial weights beside examples/vision.json;
-then `python examples/vision.py REGION [RUN.json]` trains in a region. Nothing of it is downloaded: images are made.
+"""A vision model as a worker: python examples/vision.py examples/vision.json REGION
+
+First `python examples/vision.py save` writes its initial weights, which the run file names. Its images are made up.
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import geotrain
-
-RUN = Path(__file__).parent / "vision.json"
 
 
 class Stripes:
@@ -35,10 +33,10 @@ def network() -> nn.Module:
     )
 
 
-def train(run: Path, region: str) -> None:
+def main(run_file: str, region: str) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with geotrain.OuterLoop(run, region, model.named_parameters(), state={"adam": optimizer}) as outer:
+    with geotrain.OuterLoop(run_file, region, model.named_parameters(), state={"adam": optimizer}) as outer:
         for images, labels in outer.batches(Stripes()):
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
@@ -51,6 +49,6 @@ def train(run: Path, region: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "save":
         torch.manual_seed(1)
-        geotrain.save_parameters(RUN.with_name("vision.safetensors"), network())
+        geotrain.save_parameters("examples/vision.safetensors", network())
     else:
-        train(Path(sys.argv[2]) if len(sys.argv) > 2 else RUN, sys.argv[1])
+        main(*sys.argv[1:])

@@ -11,8 +11,8 @@ from geotrain.net.snapshots import read_weights
 
 
 def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16") -> None:
-    """Write the newest global weights of a run, which may be running, resting or finished, as a checkpoint folder; of a
-    model that `model.weights` names, as model.safetensors in it, under the same names.
+    """Write the newest global weights of a run, which may be running, resting or finished, as a checkpoint folder. Of
+    a model that `model.weights` names, it holds a model.safetensors with the same names.
 
     Raises ConfigError (no run there), StoreError (no whole snapshot), LayoutError, and what `write_checkpoint` does.
     """

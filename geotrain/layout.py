@@ -1,10 +1,11 @@
 """The canonical address space: the names of a model's parameters, and where in them the pieces that ranks own lie.
 
-Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), or, for a
-model that only a user's own loop knows, those of the file that `model.weights` names; never those of a parallel layout. Servers, exports and checkpoints speak only of them, so regions may differ in tensor,
-pipeline and data parallelism. A *fragment* is a set of whole parameters that is synchronized together; its vector is
-those parameters, flattened and laid end to end in canonical order. Everything here is plain data, except `gather` and
-`scatter`, which move elements between a fragment's vector and a rank's payload.
+Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), or of
+the file that `model.weights` names; never those of a parallel layout. Servers, exports and checkpoints speak only of
+them, so regions may differ in tensor, pipeline and data parallelism. A *fragment* is a set of whole parameters that
+is synchronized together; its vector is those parameters, flattened and laid end to end in canonical order.
+Everything here is plain data, except `gather` and `scatter`, which move elements between a fragment's vector and a
+rank's payload.
 """
 
 from __future__ import annotations
@@ -328,8 +329,8 @@ def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | Non
         layers = 1 + max((p.layer for p in parameters if p.layer is not None), default=-1)
         if not layers:
             raise ConfigError(
-                "outer.fragments.layers_per_fragment: no parameter of this model has a number in its name, so it has no "
-                "layers; leave it out: the whole model is one fragment"
+                "outer.fragments.layers_per_fragment: no parameter of this model has a number in its name, so it has "
+                "no layers; leave it out: the whole model is one fragment"
             )
         count = -(-layers // layers_per_fragment)  # rounded up
         groups = {f"layers-{i}": [] for i in range(count)}

@@ -70,11 +70,11 @@ class StepNumbers(Protocol):
 class WorkerLoop:
     """One rank of a worker in the outer loop. All ranks make the same calls, which contain collectives.
 
-    name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns, on `device`.
-    validate: called with the number of a validation that a lease asks for, before the lease is trained. save: called
-    with a job's number when the worker's own state is to be saved. report: called on the metrics rank after every job,
-    with what `geotrain.monitor.events.JobTrained` has. peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs
-    of one token, in tokens a second, for the utilization (MFU); None: not known.
+    name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns, on
+    `device`. validate: called with the number of a validation that a lease asks for, before the lease is trained.
+    save: called with a job's number when the worker's own state is to be saved. report: called on the metrics rank
+    after every job, with what `geotrain.monitor.events.JobTrained` has. peak_flops_per_token_s: the worker's peak
+    FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class WorkerLoop:
             self.client.validated(Validated(self.name, number, version, loss, seconds))
 
     def _metrics(self) -> dict[str, float]:
-        """Metrics of the job so far, as in `geotrain.monitor.events.JobTrained`. A collective. Where ACCO's last step is still
-        under way, this waits for it: so it is called only where a delta leaves, and at the end of a job."""
+        """Metrics of the job so far, as in `geotrain.monitor.events.JobTrained`. A collective. Where ACCO's last step
+        is still under way, this waits for it: so it is called only where a delta leaves, and at the end of a job."""
         results: Sequence[StepNumbers] = self._results
         tokens, spent = sum(r.tokens for r in results), self.laps.seconds
         metrics = {

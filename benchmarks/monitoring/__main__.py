@@ -37,7 +37,6 @@ from geotrain.monitor.events import EventLog, JobTrained
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
-from geotrain.outer.messages import Lease, LeaseRequest
 
 READER = """
 import itertools, json, sys, time, urllib.request

@@ -41,11 +41,11 @@ class ModelConfig(Block):
         dict[str, Any],
         Field(description="A Hugging Face config: inline, or the path of a config.json (relative to the run file)."),
         WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "string"}]}),
-    ] = {}  # a path may stand in the file only: `load_run` puts what it names in its place
+    ] = Field({})  # a path may stand in the file only: `load_run` puts what it names in its place
     weights: str | None = Field(
         None,
-        description="In place of `config`, for a loop of your own and any model: a safetensors file of its parameters "
-        "with their initial values (relative to the run file), as `geotrain.save_parameters` writes it.",
+        description="In place of `config`, for a loop of your own with any model: a safetensors file of its "
+        "parameters with initial values (relative to the run file), as `geotrain.save_parameters` writes it.",
     )
     init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
@@ -88,7 +88,7 @@ class DataConfig(Block):
     train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
     samples_per_step: PositiveInt | None = Field(
         None,
-        description="Samples of one inner step of a worker, for a loop of your own; null: deepspeed.train_batch_size.",
+        description="Samples of a worker's inner step, for a loop of your own; null: deepspeed.train_batch_size.",
     )
     validation_samples: PositiveInt = 64
 

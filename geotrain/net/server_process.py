@@ -109,8 +109,8 @@ def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
         for name, tensor in read_values(Path(run.model.weights)):
             places[name].copy_(tensor)
         for fragment in layout.fragments:
-            if (name := layout.not_finite(fragment.index, vectors[fragment.index])) is not None:
-                raise ConfigError(f"model.weights: {run.model.weights}: {name} holds infinities or NaN")
+            if (bad := layout.not_finite(fragment.index, vectors[fragment.index])) is not None:
+                raise ConfigError(f"model.weights: {run.model.weights}: {bad} holds infinities or NaN")
         return vectors
     if run.model.init_from is None:
         for parameter in layout.parameters:

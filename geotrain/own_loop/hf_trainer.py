@@ -48,8 +48,8 @@ class OuterLoopCallback(TrainerCallback):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         if batch != self.run.samples_per_step:
             raise ConfigError(
-                f"Trainer trains {batch} samples in a step (per_device_train_batch_size × gradient_accumulation_steps "
-                f"× processes), the run {self.run.samples_per_step} (data.samples_per_step); make them equal"
+                f"Trainer trains {batch} samples in a step (per_device_train_batch_size × "
+                f"gradient_accumulation_steps × processes), the run {self.run.samples_per_step}; make them equal"
             )
         states = {"optimizer": kwargs["optimizer"], **self.options.pop("state", {})}
         self.outer = OuterLoop(self.run, self.region, kwargs["model"], state=states, **self.options)

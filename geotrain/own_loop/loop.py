@@ -23,7 +23,7 @@ from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.server import identity_of
 from geotrain.own_loop.masters import Masters
 from geotrain.own_loop.rank import TorchRank
-from geotrain.own_loop.state import Stateful, StateFiles
+from geotrain.own_loop.state import StateFiles, Stateful
 from geotrain.worker_loop import WorkerLoop
 
 
@@ -63,6 +63,8 @@ class OuterLoop:
     validate: returns the loss of the validation set, on every rank; called when `monitor.validate_every_samples` says
     so, while the parameters hold the global weights. report: called on rank 0 after each job, with its numbers.
     connect_s: how long to try to reach the server at the beginning.
+
+    resumed_job: the job after which the state was saved that this began with; 0: it began without.
 
     Raises ConfigError: the files are wrong, or do not go with the model; `geotrain.outer.messages.Refused`: the
     server does not take this worker; TimeoutError or OSError: it cannot be reached.
@@ -119,8 +121,7 @@ class OuterLoop:
                 save=self._save,
                 report=self._on_job,
             )
-            if resume:
-                self._files.load()
+            self.resumed_job = self._files.load() if resume else 0
             self.loop.start()
             self._opened = opened.pop_all()
 
@@ -192,16 +193,14 @@ class OuterLoop:
         options: of torch's DataLoader, such as `collate_fn`, `num_workers`, `pin_memory`. Raises ConfigError; and
         RuntimeError where `after_step` was not called after each step.
         """
-        loader = DataLoader(data, batch_sampler=self.indices(len(data), parts), **options)  # type: ignore[arg-type]
-        given = 0
+        loader: Any = DataLoader(data, batch_sampler=self.indices(len(data), parts), **options)  # type: ignore[arg-type]
         trained = self._steps
-        for batch in loader:
+        for given, batch in enumerate(loader):
             if given // parts != self._steps - trained:
                 raise RuntimeError(
                     f"{given} batches of {parts} to a step were given, but after_step was called "
                     f"{self._steps - trained} times: call it once after each step"
                 )
-            given += 1
             self.loop.laps.lap("waiting")
             yield batch
 
@@ -216,8 +215,8 @@ class OuterLoop:
         """Call it after each step of the optimizer: deltas leave, answers are written into the parameters, the state
         is saved, when these are due. After the last step everything is sent, and the worker leaves.
 
-        loss, lr, grad_norm: for people. The loss is of this rank's part of the batch, and read only when a delta leaves. tokens: that the worker
-        trained on in this step; by default, as the run file says.
+        loss, lr, grad_norm: for people. The loss is of this rank's part of the batch, and read only when a delta
+        leaves. tokens: that the worker trained on in this step; by default, as the run file says.
         """
         told = loss.detach() if isinstance(loss, Tensor) else loss
         usual = self.run.samples_per_step * self.run.data.sequence_length

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,28 +31,27 @@ class Masters:
         self.engine = parameters if hasattr(parameters, "module") and hasattr(parameters, "optimizer") else None
         self._rank, self._world_size = rank, world_size
         self.named = self._check_names(layout, _named(parameters if self.engine is None else self.engine.module))
-        self.device = next(iter(self.named.values())).device
         self.shards: list[OwnedShard] = []
         self._views: list[Callable[[], Tensor]] = []  # one for each parameter: its masters, as they lie now
         self._where: list[int] = []  # the address of each at the beginning
         for name, parameter in self.named.items():
             self.shards += self._owned(name, parameter)
+        # Where ZeRO offloads masters, they and their deltas stay on the host.
+        self.device = self.shards[0].master.device if self.shards else next(iter(self.named.values())).device
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the next forward use masters that were overwritten. Collective with ZeRO; elsewhere parameters are
         their own masters."""
-        optimizer = None if self.engine is None else self.engine.optimizer
+        optimizer: Any = None if self.engine is None else self.engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
-        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3, as when it has loaded a checkpoint
-            timers: set[str] = set()
+        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
             optimizer._partition_all_parameters()
             for group in range(len(optimizer.fp32_partitioned_groups_flat)):
-                optimizer._prepare_sub_group(group, timers)
                 optimizer._reassign_or_swap_out_partitioned_parameters(group)
-                optimizer._release_sub_group(group, timers)
-            optimizer._post_step(timers)  # gathers the small ones that every rank keeps whole
+            if optimizer.persistent_parameters:  # small ones, of which every rank keeps the whole
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def check_place(self) -> None:
         """Raises RuntimeError where a parameter has got other memory, so that answers would be written to where the
@@ -60,8 +59,8 @@ class Masters:
         for (name, _), view, where in zip(self.named.items(), self._views, self._where, strict=True):
             if view().data_ptr() != where:
                 raise RuntimeError(
-                    f"parameter {name} was moved after the OuterLoop was made (by model.to, load_state_dict(assign=True)"
-                    " or the like): make the OuterLoop after that"
+                    f"parameter {name} was moved after the OuterLoop was made (by model.to, "
+                    "load_state_dict(assign=True) or the like): make the OuterLoop after that"
                 )
 
     # -- inside
@@ -72,12 +71,14 @@ class Masters:
         for name, parameter in named.items():
             if name not in known and parameter.requires_grad:
                 raise ConfigError(
-                    f"the model's parameter {name} is not one of the run's (model.weights or model.config); give the run "
-                    "the same model, or set requires_grad to False where it is not trained"
+                    f"the model's parameter {name} is not one of the run's (model.weights or model.config); give the "
+                    "run the same model, or set requires_grad to False where it is not trained"
                 )
         for name, shape in known.items():
             if name not in named:
-                raise ConfigError(f"the run has a parameter {name} (model.weights or model.config), the model has none")
+                raise ConfigError(
+                    f"the model has no parameter {name}, which the run's has (model.weights or model.config)"
+                )
             if (here := _shape(named[name])) != shape:
                 raise ConfigError(f"the model's parameter {name} has shape {list(here)}, the run's {list(shape)}")
         return {p.name: named[p.name] for p in layout.parameters}
@@ -102,8 +103,8 @@ class Masters:
         if local.dtype != torch.float32 or not local.is_contiguous():
             raise ConfigError(
                 f"parameter {name} is {str(local.dtype).removeprefix('torch.')}"
-                f"{'' if local.is_contiguous() else ', not contiguous'}: its fp32 masters cannot be reached; keep the "
-                "parameters in fp32, contiguous, and compute in bf16 by autocast, FSDP2's MixedPrecisionPolicy or ZeRO"
+                f"{'' if local.is_contiguous() else ', not contiguous'}: its fp32 masters cannot be reached; keep "
+                "it fp32 and contiguous, and compute in bf16 by autocast, FSDP2's MixedPrecisionPolicy or ZeRO"
             )
         self._views.append(view)
         self._where.append(local.data_ptr())
@@ -142,7 +143,12 @@ class Masters:
             )
         if 0 in shape:
             return None
-        return box_runs(name, tuple(parameter.shape), box), lambda: parameter.detach().to_local(), replica, replicas
+        return (
+            box_runs(name, tuple(parameter.shape), box),
+            lambda: cast(DTensor, parameter.detach()).to_local(),
+            replica,
+            replicas,
+        )
 
     def _of_zero_1_and_2(self, name: str, parameter: nn.Parameter) -> Any:
         """DeepSpeed links a parameter to its piece of this rank's fp32 partition, if it has one."""
@@ -158,6 +164,10 @@ class Masters:
         """A rank's part of each parameter lies in one of its flat fp32 groups; the last one is filled up."""
         self._need_engine(name)
         optimizer: Any = self.engine.optimizer  # type: ignore[union-attr]
+        if getattr(optimizer, "swap_optimizer", False):
+            raise ConfigError(
+                f"parameter {name}: its masters are on NVMe, which is not supported; offload to the CPU"
+            )
         group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = self._rank * numel
         length = min(numel, parameter.ds_numel - start)
@@ -171,7 +181,9 @@ class Masters:
 
     def _need_engine(self, name: str) -> None:
         if self.engine is None:
-            raise ConfigError(f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters")
+            raise ConfigError(
+                f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters"
+            )
 
 
 def box_runs(name: str, shape: tuple[int, ...], box: list[tuple[int, int]]) -> tuple[StridedSlice, ...]:

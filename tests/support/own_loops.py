@@ -107,6 +107,11 @@ class OwnRun:
             return ask_status(f"127.0.0.1:{port}", 5) or {}
         return {}
 
+    def status_file(self, site: str) -> dict[str, Any]:
+        """What the server last wrote of itself."""
+        found: dict[str, Any] = json.loads((self.folder / "out/servers" / site / "status.json").read_text())
+        return found
+
     def until(self, what: Any, timeout_s: float = 90.0) -> None:
         assert until(what, timeout_s), self.said()
 
