@@ -18,7 +18,6 @@ def batch(samples: list) -> dict:
 def main(run_file: str, region: str) -> None:
     run = load_run(run_file)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**run.model.config))
-    data = geotrain.TokenDataset(run.data.train, run.data.sequence_length, model.config.vocab_size)
     outer = geotrain.OuterLoopCallback(run_file, region)
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
@@ -32,7 +31,7 @@ def main(run_file: str, region: str) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    Trainer(model, settings, batch, train_dataset=outer.stream(data), callbacks=[outer]).train()
+    Trainer(model, settings, batch, train_dataset=outer.stream(), callbacks=[outer]).train()
 
 
 if __name__ == "__main__":

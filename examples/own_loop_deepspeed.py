@@ -21,9 +21,8 @@ def main(run_file: str, region: str, stage: str = "1") -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**run.model.config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=block)
-    data = geotrain.TokenDataset(run.data.train, run.data.sequence_length, run.architecture.vocab_size)
     with geotrain.OuterLoop(run_file, region, engine, state={"adam": engine.optimizer}) as outer:
-        for tokens in outer.batches(data):
+        for tokens in outer.batches():
             tokens = tokens.to(engine.device)
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)

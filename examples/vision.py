@@ -22,7 +22,7 @@ class Stripes:
         angle, phase = torch.tensor(index % 8 * torch.pi / 8), 6.3 * torch.rand(1, generator=random)
         y, x = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
         image = torch.sin(x * angle.cos() + y * angle.sin() + phase)
-        return (image + torch.randn(16, 16, generator=random))[None], index % 8
+        return (image + 0.5 * torch.randn(16, 16, generator=random))[None], index % 8
 
 
 def network() -> nn.Module:
@@ -35,7 +35,7 @@ def network() -> nn.Module:
 
 def main(run_file: str, region: str) -> None:
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with geotrain.OuterLoop(run_file, region, model.named_parameters(), state={"adam": optimizer}) as outer:
         for images, labels in outer.batches(Stripes()):
             loss = nn.functional.cross_entropy(model(images), labels)

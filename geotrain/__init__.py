@@ -1,6 +1,6 @@
 """GeoTrain: pretrain language models on GPU clusters in several regions, joined by slow links.
 
-For a training loop of your own: `OuterLoop`, `OuterLoopCallback` (Hugging Face), `save_parameters`, `TokenDataset`.
+For a training loop of your own: `OuterLoop`, `OuterLoopCallback` (Hugging Face), `save_parameters`.
 """
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geotrain.data.loader import TokenDataset
     from geotrain.own_loop.hf_trainer import OuterLoopCallback
     from geotrain.own_loop.loop import OuterLoop
     from geotrain.parameter_file import save_parameters
 
 __version__ = "0.1.0"
-__all__ = ["OuterLoop", "OuterLoopCallback", "TokenDataset", "save_parameters"]
+__all__ = ["OuterLoop", "OuterLoopCallback", "save_parameters"]
 _WHERE = {
     "OuterLoop": "own_loop.loop",
     "OuterLoopCallback": "own_loop.hf_trainer",
-    "TokenDataset": "data.loader",
     "save_parameters": "parameter_file",
 }
 

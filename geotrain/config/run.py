@@ -24,6 +24,7 @@ from geotrain.config.block import (
     parse,
     read_json,
 )
+from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
 from geotrain.config.outer import OuterConfig
 
@@ -67,30 +68,6 @@ class ParallelConfig(Block):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
-
-
-class DataConfig(Block):
-    train: str = Field(
-        "",
-        description="Prefix of the training .bin/.idx pair written by `geotrain prepare`; a loop of your own may "
-        "bring its own data.",
-    )
-    sha256: str | None = Field(
-        None,
-        description="Digest of the training .bin, as its manifest states it: who trains on other data is refused. "
-        "Without it, the first to join decides which data is the run's.",
-    )
-    validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
-    tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
-    sequence_length: PositiveInt = Field(
-        1, description="Tokens of a sample; with data of your own, what is counted as such."
-    )
-    train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
-    samples_per_step: PositiveInt | None = Field(
-        None,
-        description="Samples of a worker's inner step, for a loop of your own; null: deepspeed.train_batch_size.",
-    )
-    validation_samples: PositiveInt = 64
 
 
 class AccoConfig(Block):
@@ -203,9 +180,8 @@ class RunConfig(Block):
         elif not self.deepspeed:
             return self
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
-            value = self.deepspeed.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
+            if key not in self.deepspeed:
+                raise ValueError(f"deepspeed.{key} is missing: state it, a positive integer")
         if stated not in (None, batch := self.deepspeed["train_batch_size"]):
             raise ValueError(f"data.samples_per_step = {stated}, but deepspeed.train_batch_size = {batch}; state one")
         return self
@@ -323,8 +299,9 @@ def config_digest(run: RunConfig) -> str:
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
     shared["model"].pop("weights")  # a path of this machine; names and shapes are in the layout's digest
-    shared["data"].pop("train_samples")  # a finished run may be extended
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")
+    if run.data.curriculum is None:
+        shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

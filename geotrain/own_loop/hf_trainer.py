@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from geotrain.config import ConfigError, load_run
-from geotrain.data.order import SampleOrder
-from geotrain.own_loop.loop import MapStyle, OuterLoop
+from geotrain.data.loader import RunSamples
+from geotrain.own_loop.loop import MapStyle, OuterLoop, places_of
 
 
 class OuterLoopCallback(TrainerCallback):
@@ -37,9 +36,9 @@ class OuterLoopCallback(TrainerCallback):
         """Steps of the whole run, over all workers."""
         return self.run.total_steps
 
-    def stream(self, data: MapStyle) -> IterableDataset[Any]:
-        """The samples of a map-style data set that this worker is to train, as they are lent to it. Trainer's
-        processes share each step's among themselves."""
+    def stream(self, data: MapStyle | None = None) -> IterableDataset[Any]:
+        """The samples of a map-style data set that this worker is to train, as they are lent to it; without one, of
+        the run's own. Trainer's processes share each step's among themselves."""
         return _Leased(self, data)
 
     def on_train_begin(
@@ -90,7 +89,7 @@ class OuterLoopCallback(TrainerCallback):
 
 
 class _Leased(IterableDataset[Any]):
-    def __init__(self, callback: OuterLoopCallback, data: MapStyle) -> None:
+    def __init__(self, callback: OuterLoopCallback, data: MapStyle | None) -> None:
         self._callback, self._data = callback, data
 
     def __iter__(self) -> Iterator[Any]:
@@ -99,7 +98,8 @@ class _Leased(IterableDataset[Any]):
             raise ConfigError("dataloader_num_workers: leases come to the trainer's own process; set it to 0")
         if outer is None:
             raise ConfigError("train_dataset=callback.stream(data): give the callback to Trainer as well")
-        order = SampleOrder(len(self._data), outer.run.seed)
+        order = places_of(outer.run, None if self._data is None else len(self._data))
+        data = RunSamples(outer.run) if self._data is None else self._data
         for step in outer.samples():
-            for place in order.positions(np.arange(step.start, step.stop)).tolist():
-                yield self._data[place]
+            for place in order(step):
+                yield data[place]

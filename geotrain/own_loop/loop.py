@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
+from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
 from geotrain.layout import layout_of
 from geotrain.monitor.events import EventLog, JobTrained, Trouble
@@ -32,6 +33,15 @@ class MapStyle(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def places_of(run: RunConfig, length: int | None) -> Callable[[range], list[int]]:
+    """The function that gives the places in a data set of so many samples that samples of the run have. None: of the
+    run's own data set, which takes their numbers."""
+    if length is None:
+        return list
+    order = SampleOrder(length, run.seed)
+    return lambda samples: order.positions(np.arange(samples.start, samples.stop)).tolist()
 
 
 @dataclass
@@ -163,14 +173,14 @@ class OuterLoop:
             for start in range(lease.start, lease.start + lease.samples, size):
                 yield range(start, start + size)
 
-    def indices(self, length: int, parts: int = 1) -> Iterator[list[int]]:
+    def indices(self, length: int | None, parts: int = 1) -> Iterator[list[int]]:
         """As `samples`, for a data set of so many samples: their places in it, of this rank's share of each step.
 
-        The run's samples visit the places in an order that `seed` decides, each once in an epoch. parts: into which a
-        step is cut, for micro-batches. Use it as a DataLoader's `batch_sampler`. Raises ConfigError: a step does not
-        divide.
+        The run's samples visit the places in an order that `seed` decides, each once in an epoch; without a length,
+        they are given as they are. parts: into which a step is cut, for micro-batches. Use it as a DataLoader's
+        `batch_sampler`. Raises ConfigError: a step does not divide.
         """
-        order, size = SampleOrder(length, self.run.seed), self.run.samples_per_step
+        order, size = places_of(self.run, length), self.run.samples_per_step
         if size % (self.rank.world_size * parts):
             raise ConfigError(
                 f"a step's {size} samples do not divide into {parts} micro-batches on {self.rank.world_size} ranks"
@@ -181,19 +191,22 @@ class OuterLoop:
         def places() -> Iterator[list[int]]:
             for step in self.samples():
                 first = step.start + self.rank.rank * share
-                own = order.positions(np.arange(first, first + share)).tolist()
+                own = order(range(first, first + share))
                 yield from (own[at : at + micro_batch] for at in range(0, share, micro_batch))
 
         return places()
 
-    def batches(self, data: MapStyle, parts: int = 1, **options: Any) -> Iterator[Any]:
-        """This rank's batches of a map-style data set, until no data is left for this worker.
+    def batches(self, data: MapStyle | None = None, parts: int = 1, **options: Any) -> Iterator[Any]:
+        """This rank's batches of a map-style data set, until no data is left for this worker; without one, of the
+        run's own data (`data.train`), as int64 [samples, sequence_length + 1].
 
         Train each, then call `after_step`. parts: micro-batches of a step; then call it after every parts-th.
         options: of torch's DataLoader, such as `collate_fn`, `num_workers`, `pin_memory`. Raises ConfigError; and
         RuntimeError where `after_step` was not called after each step.
         """
-        loader: Any = DataLoader(data, batch_sampler=self.indices(len(data), parts), **options)  # type: ignore[arg-type]
+        indices = self.indices(None if data is None else len(data), parts)
+        source: Any = RunSamples(self.run) if data is None else data
+        loader: Any = DataLoader(source, batch_sampler=indices, **options)  # type: ignore[arg-type]
         trained = self._steps
         for given, batch in enumerate(loader):
             if given // parts != self._steps - trained:
