@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -17,14 +17,14 @@ import torch
 
 from geotrain.config import RunConfig
 from geotrain.inner.shards import OwnedShard
-from geotrain.inner.staging import CudaStaging
 from geotrain.layout import Layout, fragments_due
-from geotrain.monitor.utilization import PhaseTimer
+from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
 from geotrain.outer import exchange
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Finished, Lease, LeaseRequest, Validated
 from geotrain.outer.server import Identity
 from geotrain.outer.worker import OwnedSlices, SynchronousStaging, WorkerRank
+from geotrain.staging import CudaStaging
 
 
 class LoopClient(exchange.Client, Protocol):
@@ -52,19 +52,6 @@ class LoopRank(exchange.Rank, Protocol):
 
     def mean_loss(self, loss: float) -> float:
         """The worker's loss, from that of this rank's part of the batch. A collective."""
-
-
-class StepNumbers(Protocol):
-    """The numbers of one optimizer step (`geotrain.inner.engine.StepResult`). Reading them may wait for the step."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
 
 
 class WorkerLoop:
@@ -207,21 +194,9 @@ class WorkerLoop:
             self.client.validated(Validated(self.name, number, version, loss, seconds))
 
     def _metrics(self) -> dict[str, float]:
-        """Metrics of the job so far, as in `geotrain.monitor.events.JobTrained`. A collective. Where ACCO's last step
-        is still under way, this waits for it: so it is called only where a delta leaves, and at the end of a job."""
-        results: Sequence[StepNumbers] = self._results
-        tokens, spent = sum(r.tokens for r in results), self.laps.seconds
-        metrics = {
-            "loss": self.rank.mean_loss(sum(r.loss for r in results) / len(results)),
-            "lr": results[-1].lr,
-            "grad_norm": results[-1].grad_norm,
-            "tokens": float(tokens),
-            "tokens_per_s": tokens / (time.perf_counter() - self._begin_s),
-            "steps": float(len(results)),
-            "waited_s": self.exchange.waited_s,
-            **{f"{name}_s": seconds for name, seconds in spent.items()},
-            "memory_bytes": self.rank.peak_memory_bytes,
-        }
-        if self.peak_flops_per_token_s and spent["compute"] > 0:
-            metrics["mfu"] = tokens / spent["compute"] / self.peak_flops_per_token_s
-        return metrics
+        """Metrics of the job so far. A collective. Where ACCO's last step is still under way, this waits for it: so
+        it is called only where a delta leaves, and at the end of a job."""
+        seconds = time.perf_counter() - self._begin_s
+        numbers = job_metrics(self._results, self.laps, seconds, self.peak_flops_per_token_s)
+        mine = {"waited_s": self.exchange.waited_s, "memory_bytes": self.rank.peak_memory_bytes}
+        return {**numbers, **mine, "loss": self.rank.mean_loss(numbers["loss"])}

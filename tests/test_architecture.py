@@ -23,7 +23,7 @@ LAYERS = [
     {"layout"},
     {"initial", "parallelism"},
     {"outer", "optimizers"},
-    {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate"},
+    {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate", "staging"},
     {"worker_loop"},
     {"trainer", "own_loop", "launch", "commands"},
     {"cli", "cli_operate", "__main__"},
@@ -38,13 +38,14 @@ ONLY_IN = {  # who may import these
 GROUND_FLOOR = {"config", "layout", "worker_loop", "trainer", "outer", "inner"}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
-    "__init_subclass__",  # Python itself
+    *("__init_subclass__", "__getattr__"),  # Python itself
     # http.server
     *("do_GET", "log_message", "server_bind", "service_actions", "handle_error"),
     # DeepSpeed: of its engine, of an optimizer, of an `mpu`
     *("_configure_zero_optimizer", "checkpoint_event_prologue"),
     *("get_model_parallel_rank", "get_model_parallel_world_size"),
     *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
+    *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback
 ]
 CALLED_BY_DECORATORS = ["@*.command", "@command", "@*.callback", "@field_validator", "@model_validator"]
 

@@ -45,8 +45,8 @@ def places_of(run: RunConfig, length: int | None) -> Callable[[range], list[int]
 
 
 @dataclass
-class Step:
-    """The numbers of one step of a user's loop (`geotrain.worker_loop.StepNumbers`)."""
+class OwnStep:
+    """The numbers of one step of a user's loop (`geotrain.monitor.utilization.StepNumbers`)."""
 
     told: float | Tensor
     lr: float
@@ -234,7 +234,7 @@ class OuterLoop:
         told = loss.detach() if isinstance(loss, Tensor) else loss
         usual = self.run.samples_per_step * self.run.data.sequence_length
         self._steps += 1
-        self.loop.after_step(Step(told, lr, grad_norm, usual if tokens is None else tokens))
+        self.loop.after_step(OwnStep(told, lr, grad_norm, usual if tokens is None else tokens))
 
     def _on_job(self, numbers: dict[str, Any]) -> None:
         self._events.write(JobTrained(worker=self.name, retries=float(self._client.retries), **numbers))
