@@ -98,7 +98,6 @@ def write_checkpoint(
             _write_json(target / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
 
 
-<<<<<<< HEAD
 def _family_keys(architecture: Architecture) -> dict[str, Any]:
     """What only some families' configs have."""
     keys: dict[str, Any] = {}
@@ -109,7 +108,8 @@ def _family_keys(architecture: Architecture) -> dict[str, Any]:
     if experts is not None and architecture.model_type == "qwen3_moe":
         keys |= {"norm_topk_prob": experts.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return keys
-=======
+
+
 def write_parameters(
     tensors: Iterable[tuple[str, torch.Tensor]], parameters: Iterable[Parameter], folder: Path, dtype: DType
 ) -> None:
@@ -117,7 +117,6 @@ def write_parameters(
     Raises as `write_checkpoint`."""
     with whole_folder(folder, "export") as target:
         _write_shards(tensors, {_SINGLE: list(parameters)}, target, getattr(torch, dtype))
->>>>>>> api22
 
 
 def _plan_shards(parameters: list[Parameter], itemsize: int, max_shard_bytes: int) -> dict[str, list[Parameter]]:

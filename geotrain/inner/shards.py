@@ -75,19 +75,11 @@ def owned_shards(
         else:
             flat = parameter.data.view(-1)
             assert flat.dtype == torch.float32, "without a partition the parameters are their own masters"
-<<<<<<< HEAD
-            # Three pieces: before this rank's part, the part itself, after it. Only the middle one pushes.
             copies, rank = mesh.dp_size, mesh.dp_rank
             if place.expert:
                 copies, rank = copies // mesh.ep_size, rank // mesh.ep_size  # ep ranks are neighbours
-            bounds = [flat.numel() * i // copies for i in (0, rank, rank + 1, copies)]
-            for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
-                if begin < end:
-                    add(begin, flat[begin:end], mine, parameter, begin)
-=======
-            for begin, end, mine in replica_parts(flat.numel(), dp_rank, dp_size):
+            for begin, end, mine in replica_parts(flat.numel(), rank, copies):
                 add(begin, flat[begin:end], mine, parameter, begin)
->>>>>>> api22
     return tuple(shards)
 
 
