@@ -35,13 +35,13 @@ BUSY_S = 60.0
 KEEPER = """
 import sys
 from pathlib import Path
-from geotrain.launch.control import Control
+from geotrain.launch.control import ControlSocket
 from geotrain.launch.launcher import locked
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 
 folder, request = Path(sys.argv[1]), LaunchRequest.from_line(sys.stdin.buffer.readline())
-with locked(folder, request.sites), Control(folder, request) as control, Supervisor(folder / "logs") as supervisor:
+with locked(folder, request.sites), ControlSocket(folder, request) as control, Supervisor(folder / "logs") as supervisor:
     control.serve_in(supervisor)
     supervisor.start(ProcessSpec("eu", guarded(("sleep", "300"))))
     print("keeps", flush=True)
