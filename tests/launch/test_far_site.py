@@ -41,7 +41,11 @@ from geotrain.launch.site_processes import LaunchRequest
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 
 folder, request = Path(sys.argv[1]), LaunchRequest.from_line(sys.stdin.buffer.readline())
-with locked(folder, request.sites), ControlSocket(folder, request) as control, Supervisor(folder / "logs") as supervisor:
+with (
+        locked(folder, request.sites),
+        ControlSocket(folder, request) as control,
+        Supervisor(folder / "logs") as supervisor,
+    ):
     control.serve_in(supervisor)
     supervisor.start(ProcessSpec("eu", guarded(("sleep", "300"))))
     print("keeps", flush=True)
