@@ -141,10 +141,15 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
             parameters += [norm(f"{at}self_attn.{kind}_norm.weight", a.head_dim, i) for kind in "qk"]
         parameters += [
             norm(at + "post_attention_layernorm.weight", h, i),
-            matrix(at + "mlp.gate_proj.weight", a.ffn_size, h, i, std),
-            matrix(at + "mlp.up_proj.weight", a.ffn_size, h, i, std),
-            matrix(at + "mlp.down_proj.weight", h, a.ffn_size, i, residual_std),
         ]
+        if a.router is not None:
+            parameters.append(matrix(at + a.router, len(a.mlps), h, i, std))
+        for gate, up, down in a.mlps:
+            parameters += [
+                matrix(at + gate, a.ffn_size, h, i, std),
+                matrix(at + up, a.ffn_size, h, i, std),
+                matrix(at + down, h, a.ffn_size, i, residual_std),
+            ]
     parameters.append(norm("model.norm.weight", h, None))
     if not a.tied_embeddings:
         parameters.append(matrix("lm_head.weight", a.vocab_size, h, None, std))
@@ -154,6 +159,11 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
 def parameter_count(architecture: Architecture) -> int:
     """Elements of all parameters, each counted once."""
     return sum(p.numel for p in canonical_parameters(architecture))
+
+
+def active_parameter_count(a: Architecture) -> int:
+    """Elements that a token meets: all but the matrices of experts that it is not sent to."""
+    return parameter_count(a) - 3 * a.layers * (len(a.mlps) - a.active_mlps) * a.hidden_size * a.ffn_size
 
 
 class LayoutError(ValueError):

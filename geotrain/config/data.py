@@ -54,7 +54,8 @@ class DataConfig(Block):
     sha256: str | None = Field(
         None,
         description="Digest of the training .bin, as its manifest states it (of several sets: of their digests): who "
-        "trains on other data is refused. Without it, the first to join decides which data is the run's.",
+        "trains on other data is refused. Without it, `launch` takes that of the data on its machine; where there is "
+        "none, the first to join decides.",
     )
     validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
     tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")

@@ -68,6 +68,13 @@ class ParallelConfig(Block):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
+    expert: PositiveInt = Field(
+        1, description="So many neighbouring data-parallel ranks divide a layer's experts among them."
+    )
+    dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall",
+        description="How tokens reach the ranks of their experts: each to those only, or all tokens to all ranks.",
+    )
 
 
 class AccoConfig(Block):
@@ -298,6 +305,7 @@ def config_digest(run: RunConfig) -> str:
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
+    shared["data"].pop("sha256")  # compared by itself: not every machine knows it
     shared["model"].pop("weights")  # a path of this machine; names and shapes are in the layout's digest
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from geotrain.inner.parallel import RankMesh
 from geotrain.layout import StridedSlice, clip_runs
 from geotrain.optimizers.updates import moments
 from geotrain.parallelism.local_parameters import LocalParameter
@@ -47,14 +48,13 @@ def owned_shards(
     placed: Iterable[tuple[nn.Parameter, LocalParameter]],
     optimizer: Any,
     partitioned: bool,
-    dp_rank: int,
-    dp_size: int,
+    mesh: RankMesh,
 ) -> tuple[OwnedShard, ...]:
     """The shards of this rank, in canonical order.
 
     optimizer: the engine's. partitioned: whether it split the masters over data-parallel ranks (ZeRO 1 and 2,
-    BF16_Optimizer). If not, every data-parallel rank holds the same parameters whole; each then pushes one of dp_size
-    equal parts, so that the upload is shared among them.
+    BF16_Optimizer). If not, every data-parallel rank holds the same parameters whole; each then pushes one of as many
+    equal parts as there are ranks that hold them, so that the upload is shared among them.
     """
     shards: list[OwnedShard] = []
     for parameter, place in placed:
@@ -75,7 +75,10 @@ def owned_shards(
         else:
             flat = parameter.data.view(-1)
             assert flat.dtype == torch.float32, "without a partition the parameters are their own masters"
-            for begin, end, mine in replica_parts(flat.numel(), dp_rank, dp_size):
+            copies, rank = mesh.dp_size, mesh.dp_rank
+            if place.expert:
+                copies, rank = copies // mesh.ep_size, rank // mesh.ep_size  # ep ranks are neighbours
+            for begin, end, mine in replica_parts(flat.numel(), rank, copies):
                 add(begin, flat[begin:end], mine, parameter, begin)
     return tuple(shards)
 

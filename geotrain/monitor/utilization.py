@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from geotrain.config import Architecture, ClusterConfig, WorkerConfig
-from geotrain.layout import parameter_count
+from geotrain.layout import active_parameter_count
 
 
 class PhaseTimer:
@@ -74,11 +74,12 @@ def training_flops_per_token(architecture: Architecture, sequence_length: int) -
     B).
 
     That is 6·N + 12·layers·heads·head_dim·sequence_length. N: the number of parameters; an input embedding that is
-    not tied is left out, because it is looked up and not multiplied. Recomputation does not count.
+    not tied is left out, because it is looked up and not multiplied, and so are experts that a token is not sent to.
+    Recomputation does not count.
     """
     a = architecture
     looked_up = 0 if a.tied_embeddings else a.vocab_size * a.hidden_size
-    return 6.0 * (parameter_count(a) - looked_up) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
+    return 6.0 * (active_parameter_count(a) - looked_up) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
 
 
 def peak_flops(cluster: ClusterConfig, worker: WorkerConfig) -> float | None:
