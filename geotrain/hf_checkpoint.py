@@ -110,6 +110,15 @@ def _family_keys(architecture: Architecture) -> dict[str, Any]:
     return keys
 
 
+def write_parameters(
+    tensors: Iterable[tuple[str, torch.Tensor]], parameters: Iterable[Parameter], folder: Path, dtype: DType
+) -> None:
+    """Write the parameters of a model that is no Hugging Face family as model.safetensors, under their own names.
+    Raises as `write_checkpoint`."""
+    with whole_folder(folder, "export") as target:
+        _write_shards(tensors, {_SINGLE: list(parameters)}, target, getattr(torch, dtype))
+
+
 def _plan_shards(parameters: list[Parameter], itemsize: int, max_shard_bytes: int) -> dict[str, list[Parameter]]:
     """File name → its parameters, in canonical order. A parameter larger than a shard has one of its own."""
     shards: list[list[Parameter]] = []

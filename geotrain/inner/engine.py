@@ -366,6 +366,10 @@ class GeoEngine(DeepSpeedEngine):
         dist.broadcast_object_list(box, src=0, group=self.mesh.control_group)
         return box[0]
 
+    def mean_loss(self, loss: float) -> float:
+        """The worker's loss of steps whose losses have this mean: `train_step` gives it on every rank already."""
+        return loss
+
     # --------------------------------------------------------------------------------------------- shards
 
     def shards(self) -> tuple[OwnedShard, ...]:

@@ -5,7 +5,7 @@ Deltas and checkpoints are made from these parts directly, so no rank ever gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -75,15 +75,21 @@ def owned_shards(
         else:
             flat = parameter.data.view(-1)
             assert flat.dtype == torch.float32, "without a partition the parameters are their own masters"
-            # Three pieces: before this rank's part, the part itself, after it. Only the middle one pushes.
             copies, rank = mesh.dp_size, mesh.dp_rank
             if place.expert:
                 copies, rank = copies // mesh.ep_size, rank // mesh.ep_size  # ep ranks are neighbours
-            bounds = [flat.numel() * i // copies for i in (0, rank, rank + 1, copies)]
-            for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
-                if begin < end:
-                    add(begin, flat[begin:end], mine, parameter, begin)
+            for begin, end, mine in replica_parts(flat.numel(), rank, copies):
+                add(begin, flat[begin:end], mine, parameter, begin)
     return tuple(shards)
+
+
+def replica_parts(numel: int, rank: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """(begin, end, whether this rank pushes it) of the parts of a tensor of which `size` ranks have a copy: before
+    this rank's part, the part itself, after it. Empty ones are left out."""
+    bounds = [numel * i // size for i in (0, rank, rank + 1, size)]
+    for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
+        if begin < end:
+            yield begin, end, mine
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> int:

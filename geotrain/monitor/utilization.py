@@ -5,7 +5,8 @@ MFU is the arithmetic that the model needs over what the worker's accelerators c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from geotrain.config import Architecture, ClusterConfig, WorkerConfig
 from geotrain.layout import active_parameter_count
@@ -30,6 +31,42 @@ class PhaseTimer:
         now = self._clock()
         self.seconds[name] += now - self._last
         self._last = now
+
+
+class StepNumbers(Protocol):
+    """The numbers of one optimizer step (`geotrain.inner.engine.StepResult`). Reading them may wait for the step."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+def job_metrics(
+    steps: Sequence[StepNumbers], laps: PhaseTimer, seconds: float, peak_flops_per_token_s: float | None
+) -> dict[str, float]:
+    """What `geotrain.monitor.events.JobTrained` says of a job's steps so far, which took so many seconds.
+
+    peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, in tokens a second, for the MFU;
+    None: not known.
+    """
+    tokens, spent = sum(step.tokens for step in steps), laps.seconds
+    metrics = {
+        "loss": sum(step.loss for step in steps) / len(steps),
+        "lr": steps[-1].lr,
+        "grad_norm": steps[-1].grad_norm,
+        "tokens": float(tokens),
+        "tokens_per_s": tokens / seconds,
+        "steps": float(len(steps)),
+        **{f"{name}_s": spent_s for name, spent_s in spent.items()},
+    }
+    if peak_flops_per_token_s and spent["compute"] > 0:
+        metrics["mfu"] = tokens / spent["compute"] / peak_flops_per_token_s
+    return metrics
 
 
 def training_flops_per_token(architecture: Architecture, sequence_length: int) -> float:
