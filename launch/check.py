@@ -102,7 +102,7 @@ def check_data(run: RunConfig) -> None:
 
 def check_split(run: RunConfig, prefix: str) -> None:
     """As `check_data`, of one .bin/.idx pair."""
-    open_dataset(Path(prefix), run.architecture.vocab_size)
+    open_dataset(prefix, run.architecture.vocab_size)
 
 
 def check_tokenizer(run: RunConfig) -> None:

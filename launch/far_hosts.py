@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from geotrain.config import ConfigError
+from geotrain.data.remote import is_remote
 from geotrain.launch.site_processes import LaunchRequest, over_ssh
 from geotrain.launch.worker_command import hostfile_path
 
@@ -39,7 +40,8 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
             for host in worker.hosts if worker.launcher == "ssh" else ():
                 if (host.region or region.name) in request.sites:
                     wanted.setdefault(host.host, []).append(hostfile_path(worker.name))
-    data = [f"{each.prefix}{suffix}" for each in request.run.data.train for suffix in DATA_SUFFIXES]
+    prefixes = [each.prefix for each in request.run.data.train if not is_remote(each.prefix)]
+    data = [f"{prefix}{suffix}" for prefix in prefixes for suffix in DATA_SUFFIXES]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         prepared = [
             pool.submit(_prepare, host, folder, ["run.json", "cluster.json", *hostfiles], data)

@@ -252,6 +252,8 @@ def config_digest(run: RunConfig) -> str:
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
+    for key in ("cache_folder", "cache_gb"):
+        shared["data"].pop(key)
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))

@@ -175,7 +175,9 @@ def prepare(
                 dtype=writer.dtype.name,
                 sha256=writer.digest.hexdigest(),
                 tokenizer="tokenizer",
+                checksums=True,
             )
+            (folder / f"{split}.crc").write_bytes(writer.checksums.content())
             manifest_path(folder / split).write_text(manifests[split].model_dump_json(indent=1) + "\n")
         return manifests
 
