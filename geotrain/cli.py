@@ -162,11 +162,13 @@ def launch(
 
 
 @app.command("launch-site", hidden=True)
-def launch_site() -> None:
+def launch_site(
+    keep: Annotated[bool, typer.Option("--keep", help="Be the process that keeps the site.")] = False,
+) -> None:
     """What `launch` starts on another machine: reads what to do from standard input."""
-    from geotrain.launch.launcher import launch_site as start
+    from geotrain.launch.far_site import keep_site, launch_site
 
-    raise typer.Exit(start())
+    raise typer.Exit(keep_site() if keep else launch_site())
 
 
 @serve.callback()
