@@ -88,6 +88,7 @@ class Trainer:
             # One job ahead, so that no job begins with waiting for a round trip (through the region to the global
             # server). The speed that it tells is that of the job before.
             following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
+            following.add_done_callback(self._expect)
             self.train_job(lease)
             if lease.job % self.run.checkpoint.every_jobs == 0:
                 self.save(lease.job)
@@ -97,6 +98,13 @@ class Trainer:
         wait_for(self.exchange.finish())
         self.save(lease.job - 1)
         self.client.leave()
+
+    def _expect(self, answered: Future[Lease | Finished]) -> None:
+        """The next lease is known: what it needs of data that lie far away may come while this one is trained."""
+        if not answered.cancelled() and answered.exception() is None:
+            lease = answered.result()
+            if isinstance(lease, Lease):
+                self.loader.expect(lease.start, lease.samples)
 
     def train_job(self, lease: Lease) -> None:
         """Train the inner steps of one lease; deltas leave, and answers are adopted, when they are due."""

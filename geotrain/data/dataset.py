@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +27,16 @@ from geotrain.data.remote import (
 from geotrain.data.tokens import DataError, TokenFile, open_tokens
 from geotrain.files import write_whole
 
+SPLITS = ("train", "validation")
 _HASHED_TOKENS = 1 << 24  # tokens read at a time when a file is verified
+
+
+class Shard(Block):
+    """One of the pairs that make a data set. prefix: relative to the folder of the set's manifest."""
+
+    prefix: str
+    tokens: PositiveInt
+    sha256: str
 
 
 class Manifest(Block):
@@ -32,7 +45,8 @@ class Manifest(Block):
     text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document; None:
     they do not all end with the same. dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
     tokenizer: the tokenizer's folder, relative to the manifest; None: not known. checksums: whether `<prefix>.crc`
-    has those of the .bin's blocks (see `BlockChecksums`), for who reads the file from afar.
+    has those of the .bin's blocks (see `BlockChecksums`), for who reads the file from afar. shards: the pairs whose
+    tokens, one after another, are the data set's; it has no pair of its own then, and sha256 is of their digests.
     """
 
     tokens: PositiveInt
@@ -44,6 +58,7 @@ class Manifest(Block):
     sha256: str
     tokenizer: str | None
     checksums: bool = False
+    shards: tuple[Shard, ...] = ()
 
 
 def manifest_path(prefix: Path) -> Path:
@@ -90,6 +105,8 @@ def open_dataset(
             f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, but the model's vocab_size is "
             f"{model_vocab_size}; raise the model's vocab_size or prepare the data with another tokenizer"
         )
+    if manifest.shards:
+        return manifest, JoinedTokens(list(_open_shards(prefix, manifest, model_vocab_size, cache, verify)))
     if is_remote(prefix):
         cache = cache or open_cache(default_cache_folder(), 0)
         stated = manifest.tokens, manifest.dtype, manifest.sha256, manifest.checksums
@@ -105,6 +122,50 @@ def open_dataset(
     if verify:
         _verify(file, manifest)
     return manifest, file.tokens
+
+
+def _open_shards(
+    prefix: str | Path, manifest: Manifest, model_vocab_size: int, cache: BlockCache | None, verify: bool
+) -> Iterator[Tokens]:
+    folder = str(prefix).rpartition("/")[0] or "."
+    for shard in manifest.shards:
+        own, tokens = open_dataset(f"{folder}/{shard.prefix}", model_vocab_size, cache, verify)
+        if (own.tokens, own.sha256, own.dtype) != (shard.tokens, shard.sha256, manifest.dtype):
+            raise DataError(
+                f"{folder}/{shard.prefix}: is other data than {prefix}.json was made of; run `geotrain merge` again"
+            )
+        yield tokens
+
+
+class JoinedTokens:
+    """Arrays of tokens of one type, one after another, as one: `len` and slices."""
+
+    def __init__(self, parts: Sequence[Tokens]) -> None:
+        self._parts = parts
+        self._begins = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        start, stop, _ = part.indices(len(self))
+        pieces = [tokens[first:last] for tokens, first, last in self._within(start, stop)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._parts[0][:0]])
+
+    def fetch_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As `RemoteTokens.fetch_ahead`, of those parts that lie far away."""
+        for start, stop in ranges:
+            for tokens, first, last in self._within(start, stop):
+                if isinstance(tokens, RemoteTokens):
+                    tokens.fetch_ahead([(first, last)])
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
+        """The parts in which these tokens lie, each with its own numbers of them."""
+        number = bisect_right(self._begins, start) - 1
+        while start < stop:
+            begin, end = self._begins[number], min(self._begins[number + 1], stop)
+            yield self._parts[number], start - begin, end - begin
+            number, start = number + 1, end
 
 
 def _verify(file: TokenFile, manifest: Manifest) -> None:
@@ -125,6 +186,17 @@ def training_digest(data: DataConfig) -> str:
     Raises DataError."""
     digests = [read_manifest(each.prefix).sha256 for each in data.train]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def local_files(prefix: str) -> list[str]:
+    """The files of a data set that must be on a machine that reads it: none of one at a URL. Of a prefix whose
+    manifest is not here, those of a single pair."""
+    if is_remote(prefix):
+        return []
+    pairs = [prefix]
+    with suppress(DataError):
+        pairs = [f"{Path(prefix).parent / shard.prefix}" for shard in read_manifest(prefix).shards] or pairs
+    return [f"{prefix}.json", *(f"{pair}{suffix}" for pair in pairs for suffix in (".bin", ".idx"))]
 
 
 def end_of_document(data: DataConfig) -> int | None:
