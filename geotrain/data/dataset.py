@@ -201,7 +201,7 @@ def local_files(prefix: str) -> list[str]:
 
 def end_of_document(data: DataConfig) -> int | None:
     """The id behind which a run's attention begins anew; None: it does not. Raises DataError: the data do not say."""
-    if data.attention == "sample":
+    if data.attention == "sample" or not data.train:
         return None
     found = {prefix: read_manifest(prefix).end_of_document for prefix in data.prefixes}
     first = found[data.train[0].prefix]

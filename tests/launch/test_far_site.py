@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.config import EXIT_FOR_GOOD, RestartConfig, load_cluster, load_run
+from geotrain.config import EXIT_FOR_GOOD, RestartConfig, config_digest, load_cluster, load_run
+from geotrain.data.dataset import read_manifest
+from geotrain.launch.check import with_data_digest
 from geotrain.launch.control import attach
 from geotrain.launch.far_site import EXIT_HELD
 from geotrain.launch.launcher import locked, resolve
@@ -25,7 +27,7 @@ from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.monitor.events import ProcessDied, Trouble
 from geotrain.outer.events import Event
 from tests.support.process_trees import marked, new_mark, until
-from tests.support.small_runs import write_files
+from tests.support.small_runs import prepare_text, write_files
 
 BUSY_S = 60.0
 
@@ -148,6 +150,22 @@ def test_how_a_site_ended_while_nobody_was_connected_is_told(tmp_path: Path, cod
     if code:  # another launch is not told of it
         done = launch_site(replace(asked, launch="second"))
         assert done.returncode == EXIT_FOR_GOOD and b"data/train.json" in done.stderr
+
+
+def test_a_site_with_other_data_is_refused_before_it_begins(tmp_path: Path) -> None:
+    prepare_text(tmp_path)
+    asked = request(tmp_path)
+    mine = read_manifest(tmp_path / "data/train").sha256
+    launched = with_data_digest(asked.run)  # as on the launcher's machine, which has the data
+    assert launched.data.sha256 == mine and config_digest(launched) == config_digest(asked.run)
+    data = asked.run.data.model_copy(update={"sha256": "0" * 64})
+    begun = asked.run.model_copy(update={"data": data})
+    assert with_data_digest(asked.run, before=begun).data.sha256 == "0" * 64  # an earlier launch has decided it
+    done = launch_site(replace(asked, run=begun))
+    assert done.returncode == EXIT_FOR_GOOD
+    assert f"data/train: is other data than data.sha256 = '{'0' * 64}' asks for: its digest is '{mine}'" in str(
+        done.stderr
+    )
 
 
 # ------------------------------------------------------------------------------------------ the launcher's end
