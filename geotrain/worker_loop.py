@@ -61,7 +61,8 @@ class WorkerLoop:
     `device`. validate: called with the number of a validation that a lease asks for, before the lease is trained.
     save: called with a job's number when the worker's own state is to be saved. report: called on the metrics rank
     after every job, with what `geotrain.monitor.events.JobTrained` has. peak_flops_per_token_s: the worker's peak
-    FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known.
+    FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known. expect: called
+    with the lease after this one as soon as it is known, in another thread, for data that take long to come.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class WorkerLoop:
         validate: Callable[[int], None] = lambda number: None,
         save: Callable[[int], None] = lambda job: None,
         report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+        expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
     ) -> None:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.rank, self.client = rank, client
-        self.validate, self.save, self.report = validate, save, report
+        self.validate, self.save, self.report, self.expect = validate, save, report, expect
         self.peak_flops_per_token_s = peak_flops_per_token_s
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
@@ -158,7 +160,14 @@ class WorkerLoop:
         self._unread.append(lease)
         self._untrained.append(lease)
         self._following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
+        self._following.add_done_callback(self._expect)
         return True
+
+    def _expect(self, answered: Future[Lease | Finished]) -> None:
+        if not answered.cancelled() and answered.exception() is None:
+            lease = answered.result()
+            if isinstance(lease, Lease):
+                self.expect(lease)
 
     def _begin_or_finish(self) -> None:
         if not self._untrained and not self._fetch():
