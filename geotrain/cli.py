@@ -81,17 +81,21 @@ def main() -> None:
 @app.command(epilog="Example: geotrain quickstart")
 def quickstart(
     resume: Resume = False,
-    run: RunOption = Path("configs/runs/quickstart.json"),
-    cluster: Annotated[Path, typer.Option(help="The cluster file.")] = Path(
-        "configs/clusters/local-two-regions.json"
-    ),
+    moe: Annotated[bool, typer.Option("--moe", help="A model with experts, which one region divides.")] = False,
+    run: Annotated[Path | None, typer.Option(help="The run file; else configs/runs/quickstart.json.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="The cluster file; else configs/clusters/local-two-regions.json.")
+    ] = None,
 ) -> None:
     """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
 
-    Leaves logs, a checkpoint, the export and summary.json in runs/quickstart.
+    Leaves logs, a checkpoint, the export and summary.json in runs/quickstart; with --moe in runs/quickstart-moe.
     """
     from geotrain.commands.quickstart import quickstart as start
 
+    kind, configs = "-moe" if moe else "", Path("configs")
+    run = run or configs / f"runs/quickstart{kind}.json"
+    cluster = cluster or configs / f"clusters/local-two-regions{kind}.json"
     raise typer.Exit(start(run, cluster, resume))
 
 

@@ -71,6 +71,7 @@ def _say(what: str, where: TextIO) -> None:
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
     """Build everything, train, close everything."""
+    run.check_for_trainer()
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
     # right.
@@ -135,7 +136,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             peak_flops_per_token_s=None if peak is None else peak / per_token,
         )
         client.on_acknowledged = lambda sequence: events.write(
-            Acknowledged(worker.name, trainer.exchange.incarnation, sequence)
+            Acknowledged(worker.name, trainer.loop.exchange.incarnation, sequence)
         )
         trainer.train(resume)
     engine.close()

@@ -37,17 +37,16 @@ def _as_sets(raw: Any) -> Any:
 
 DataSets = Annotated[
     tuple[DataSet, ...],
-    Field(
-        min_length=1, max_length=MOST_SETS, strict=False
-    ),  # behind a function, JSON's list is no longer known as one
+    Field(max_length=MOST_SETS, strict=False),  # behind a function, JSON's list is no longer known as one
     BeforeValidator(_as_sets, json_schema_input_type=str | tuple[DataSet, ...]),
 ]
 
 
 class DataConfig(Block):
     train: DataSets = Field(
+        (),
         description="Prefix of the training .bin/.idx pair written by `geotrain prepare`, or a list of data sets, "
-        "each with `prefix` and `weight`."
+        "each with `prefix` and `weight`; a loop of your own may bring its own data.",
     )
     curriculum: tuple[Phase, ...] | None = Field(
         None, description="Weights that change in the course of the run; the last phase ends at 1."
@@ -60,8 +59,14 @@ class DataConfig(Block):
     )
     validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
     tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
-    sequence_length: PositiveInt
+    sequence_length: PositiveInt = Field(
+        1, description="Tokens of a sample; with data of your own, what is counted as such."
+    )
     train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
+    samples_per_step: PositiveInt | None = Field(
+        None,
+        description="Samples of a worker's inner step, for a loop of your own; null: deepspeed.train_batch_size.",
+    )
     validation_samples: PositiveInt = 64
     attention: Literal["sample", "document"] = Field(
         "sample",

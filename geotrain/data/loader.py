@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from geotrain.config import DataConfig
+from geotrain.config import DataConfig, RunConfig
 from geotrain.data.dataset import open_dataset
 from geotrain.data.mixture import Mixture
 from geotrain.data.order import SampleOrder
@@ -117,6 +117,26 @@ def open_training(data: DataConfig, model_vocab_size: int, seed: int) -> MixedSo
     ]
     ends = [floor(Fraction(repr(phase.until)) * data.train_samples) for phase in data.phases]
     return MixedSource(sources, Mixture([(end, p.weights) for end, p in zip(ends, data.phases, strict=True)]))
+
+
+class RunSamples:
+    """The run's training data as torch's loaders take one: map-style, for a loop of the user's own.
+
+    Sample i is the i-th of the run, int64 [sequence_length + 1]: which place of which data set that is, has been
+    decided. Raises DataError.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        if not run.data.train:
+            raise DataError("data.train: the run file names no training data; give your own, or prepare some")
+        vocab_size = run.architecture.vocab_size if run.model.config else np.iinfo(np.int64).max
+        self._source, self._samples = open_training(run.data, int(vocab_size), run.seed), run.data.train_samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        return self._source.batch(np.array([sample]))[0]
 
 
 def _seed_of(seed: int, number: int) -> int:
