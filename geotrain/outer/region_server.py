@@ -195,18 +195,17 @@ class RegionServer(Server):
         restart. What it holds is given up, and its data goes back to be trained again: in synchronous rounds by the
         same workers, for whose deltas the round waits.
         """
-        if not self.in_flight:  # it was said twice
-            return
-        if self.rule.in_rounds:
-            self._begin_round_again([u for s, u in self.in_flight.items() if s >= rejected.sequence])
-        self._start_over(rejected.reason)
+        untaken = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
+        if self.rule.in_rounds and untaken:
+            self._begin_round_again(untaken)
+        if untaken:  # otherwise it was said twice
+            self._start_over(rejected.reason)
 
     def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
         """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
-        those that wait here for other workers'. Leases whose training that was are the workers' again.
-
-        A worker of which any was taken finds its acknowledged update unknown when it joins: so it begins a new life,
-        with the first job that is not trained.
+        those that wait here for other workers'. Leases whose training that was are the workers' again. A worker that
+        is concerned finds its acknowledged update unknown when it joins: so it begins a new life, with the first job
+        that is not trained.
         """
         refused = {delta.fragment for update in untaken for delta in update.deltas}
         again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
@@ -230,9 +229,8 @@ class RegionServer(Server):
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
-        for table in (self.in_flight, self.trained, self.residuals, self.downlink.mirror):
+        for table in (self.in_flight, self.trained, self.leases.up, self.residuals, self.downlink.mirror):
             table.clear()
-        self.leases.up.clear()
         for name, member in self.members.items():
             member.forget()
             member.owed.clear()
