@@ -89,7 +89,7 @@ class ServerSubject:
 
     def _snapshot(self, recovered: Any) -> None:
         try:
-            copy = begin_snapshot(recovered.server, recovered.journal, ended=False)
+            copy = begin_snapshot(recovered.server, recovered.store, recovered.journal, ended=False)
             finish_snapshot(recovered.store, recovered.journal, *copy)
         except OSError as error:
             if not out_of_room(error):  # without room the server goes on, and tries again later

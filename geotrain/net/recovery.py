@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from geotrain.net.frozen_state import FrozenState
 from geotrain.net.journal import Journal
 from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
@@ -98,14 +97,19 @@ def _restarted(build: Callable[[], Server], server: Server) -> Server:
     return fresh
 
 
-def begin_snapshot(server: Server, journal: Journal, ended: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copy the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes.
+def begin_snapshot(
+    server: Server, store: SnapshotStore, journal: Journal, ended: bool
+) -> tuple[FrozenState, dict[str, Any]]:
+    """Freeze the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes,
+    which must be called: until then the server copies what it changes.
 
     It must be called on the server's thread, between two messages. ended: the run has ended in good order, everyone
-    having left. Raises JournalFull.
+    having left. Raises JournalFull, and StoreError where the snapshot cannot fit.
     """
     tensors, state = server.state()
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    # Without room nothing is begun: a snapshot that fails halfway would take the room that updates still find, and
+    # leave another segment of the journal behind.
+    store.check_room(sum(tensor.nbytes for tensor in tensors.values()))
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
     for name, member in server.members.items():
@@ -119,15 +123,18 @@ def begin_snapshot(server: Server, journal: Journal, ended: bool) -> tuple[dict[
             for part in parts.values():
                 journal.append(part)
     journal.flush()
-    return tensors, {"state": state, "segment": segment, "ended": ended}
+    frozen = FrozenState(tensors, largest_share=max(f.numel for f in server.layout.fragments) / server.layout.numel)
+    # The one before may still be written, if its caller was cancelled.
+    server.watchers = [*(watcher for watcher in server.watchers if watcher.open), frozen]
+    return frozen, {"state": state, "segment": segment, "ended": ended}
 
 
-def finish_snapshot(store: SnapshotStore, journal: Journal, tensors: dict[str, Tensor], meta: dict[str, Any]) -> int:
+def finish_snapshot(store: SnapshotStore, journal: Journal, state: FrozenState, meta: dict[str, Any]) -> int:
     """Write the snapshot and return its number; then drop segments of the journal that no snapshot needs any more.
 
     Raises StoreError.
     """
     # An older snapshot has to be good for a recovery, too, should the newest be damaged: hence the minimum of all.
-    number = store.save(tensors, meta)
+    number = store.save(state, meta)
     journal.drop_before(min(meta["segment"] for meta in store.metas()))
     return number

@@ -11,14 +11,12 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from geotrain.config import (
     Address,
@@ -272,30 +270,29 @@ class ServerHost:
         return (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
 
     async def _snapshot(self, ended: bool = False) -> str:
-        """Copy the state between two messages, then write the copy while the server goes on. Returns where it is.
+        """Freeze the state between two messages, then write it while the server goes on. Returns where it is.
 
         Raises StoreError.
         """
         async with self.saving:
             began_s, updates = time.monotonic(), self._updates()
             try:
-                tensors, meta = await self.server_thread.alone(partial(self._copy_state, ended))
+                writing = await self.server_thread.alone(partial(self._begin_snapshot, ended))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
-            self.carried_bytes = self.journal.segment_bytes
-            write = partial(finish_snapshot, self.store, self.journal, tensors, meta)
-            number = await asyncio.get_running_loop().run_in_executor(self.disk, write)
+            number = await asyncio.shield(asyncio.wrap_future(writing))
             self.saved_updates, self.saved_s = updates, began_s
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
             if self.uploader is not None:
                 self.uploader.wake()
             return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
-    def _copy_state(self, ended: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        # Without room nothing is begun: a snapshot that fails halfway would take the room that updates still find,
-        # and leave another segment of the journal behind.
-        self.store.check_room(sum(tensor.nbytes for tensor in self.server.state()[0].values()))
-        return begin_snapshot(self.server, self.journal, ended)
+    def _begin_snapshot(self, ended: bool) -> Future[int]:
+        """Freeze the state, on the server's thread. It is written even if the caller is cancelled: what is frozen and
+        never written would be copied in vain."""
+        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended)
+        self.carried_bytes = self.journal.segment_bytes
+        return self.disk.submit(finish_snapshot, self.store, self.journal, frozen, meta)
 
     def _updates(self) -> int:
         return sum(member.updates for member in self.server.members.values())

@@ -7,6 +7,7 @@ the receiver will. What coding lost is therefore part of the next difference: er
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -130,7 +131,12 @@ def to_bytes(payload: Tensor) -> bytes:
     return payload.cpu().numpy().tobytes()
 
 
+# Payloads are only read, so a tensor over a message's memory need not be writable. torch warns once, here.
+with warnings.catch_warnings(action="ignore"):
+    torch.frombuffer(b"0", dtype=torch.uint8)
+
+
 def from_bytes(payload: bytes) -> Tensor:
-    """A message's payload as a tensor (uint8, 1-D, CPU), copied: torch wants writable memory, and bytes are not.
+    """A message's payload as a tensor (uint8, 1-D, CPU) over the same memory, which must not be written to.
     `frombuffer` refuses an empty buffer, which a part that holds nothing of a fragment sends."""
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

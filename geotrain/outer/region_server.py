@@ -259,6 +259,7 @@ class RegionServer(Server):
             for weights, vector in zip(answer.weights, vectors, strict=True):
                 self.global_versions[weights.fragment] = weights.version
                 state = self.fragments[weights.fragment]
+                self.will_change(*state.vectors())
                 self.answer_members(self.rule.on_global_weights(state, vector), weights.fragment)
         size = sum(len(weights.payload) for weights in answer.weights)
         self._events.append(Merged(answer.sequence, list(self.global_versions), size))
@@ -413,6 +414,7 @@ class RegionServer(Server):
             if fragment not in self.residuals:
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
+            self.will_change(residual)
         try:
             seed = rounding_seed(self.name, 0, self.sequence, fragment)
             return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
@@ -429,6 +431,8 @@ class RegionServer(Server):
             raise Refused(f"{self.name}: fragment {weights.fragment} of the global server: {error}") from None
 
     def decode_weights(self, weights: FragmentWeights) -> Tensor:
+        if weights.fragment in self.downlink.mirror:
+            self.will_change(self.downlink.mirror[weights.fragment])
         return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)
 
     # -- inside
@@ -446,6 +450,7 @@ class RegionServer(Server):
         for fragment, state in enumerate(self.fragments):
             if not self.rule.may_send(state, flush=self.idle):
                 continue
+            self.will_change(*state.vectors())
             delta, weight = self.rule.take_progress(state)
             self.sequence += 1
             payload = self.encode_progress(fragment, delta)

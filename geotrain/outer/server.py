@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ class Handled:
     events: tuple[Event, ...] = ()
 
 
+class Watcher(Protocol):
+    """Told of every change of a tensor that `Server.state` gives, as long as it is open."""
+
+    @property
+    def open(self) -> bool: ...
+    def before_write(self, *tensors: Tensor) -> None: ...
+
+
 class Server(Membership):
     """A region server or a global server.
 
@@ -100,6 +108,7 @@ class Server(Membership):
         self.frozen: FrozenWeights | None = None  # the global weights that a worker evaluates at present
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(layout.fragments), len(members)) if judged else None
+        self.watchers: list[Watcher] = []  # snapshots that are being written
         self._sends: list[Send] = []  # what `handle` is about to return
 
     def handle(self, message: Message) -> Handled:
@@ -318,6 +327,11 @@ class Server(Membership):
             if waiting:
                 self._freeze(member, min(waiting), fragment)
 
+    def will_change(self, *tensors: Tensor) -> None:
+        """Tensors of the state are about to be changed in place."""
+        for watcher in self.watchers:
+            watcher.before_write(*tensors)
+
     # -- between tensors and payloads (timing-only simulations have neither)
 
     def decode_update(self, name: str, member: Member, deltas: list[FragmentDelta]) -> Tensor:
@@ -384,6 +398,7 @@ class Server(Membership):
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
+                self.will_change(*state.vectors())
                 names = self.rule.on_delta(state, name, delta, first.weight)
             self.answer_members(names, fragment)
         staleness = max(member.staleness[fragment] for fragment in fragments)
