@@ -25,7 +25,11 @@ from geotrain.outer.worker import OwnedSlices, SynchronousStaging, WorkerRank
 
 
 class TrainerClient(exchange.Client, Protocol):
-    """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
+    """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines.
+
+    mirrors: it asks this for the marks of what the rank was last sent, when it joins again."""
+
+    mirrors: Callable[[], tuple[int, ...]]
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
@@ -70,6 +74,7 @@ class Trainer:
         pieces = [OwnedSlices(s.runs, s.master, s.pushes) for s in engine.shards()]
         staging = CudaStaging if engine.device.type == "cuda" else SynchronousStaging
         self.worker = WorkerRank(layout, run.outer, pieces, staging(engine.device))
+        client.mirrors = self.worker.mirrors
         self.exchange = Exchange(name, run.outer, engine, self.worker, client, len(layout.fragments), clock)
 
     def train(self, resume: bool) -> None:

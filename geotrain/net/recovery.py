@@ -15,7 +15,7 @@ from geotrain.net.frozen_state import FrozenState
 from geotrain.net.journal import Journal
 from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
-from geotrain.outer.messages import MemberSilent, Message, Refused
+from geotrain.outer.messages import Message, Refused
 from geotrain.outer.server import Server
 
 JOURNAL = "journal"  # within a server's folder
@@ -112,16 +112,8 @@ def begin_snapshot(
     store.check_room(sum(tensor.nbytes for tensor in tensors.values()))
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
-    for name, member in server.members.items():
-        # The state leaves out who has joined, and updates of which not all parts have arrived. A replay of the new
-        # segment needs both, so their messages are repeated at its beginning.
-        for join in member.joined.values():
-            journal.append(join)
-        if member.silent:  # to be said after the joins, since a join makes a member alive
-            journal.append(MemberSilent(name, member.incarnation))
-        for parts in member.arriving.values():
-            for part in parts.values():
-                journal.append(part)
+    for message in server.left_out():
+        journal.append(message)
     journal.flush()
     frozen = FrozenState(tensors, largest_share=max(f.numel for f in server.layout.fragments) / server.layout.numel)
     # The one before may still be written, if its caller was cancelled.

@@ -35,6 +35,8 @@ META = "meta.json"
 # Names of dtypes as the safetensors format has them.
 DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 KINDS = {name: dtype for dtype, name in DTYPES.items()}
+DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)  # what damage can look like
 HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
 
 
@@ -143,14 +145,14 @@ class SnapshotStore:
         return snapshot
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
-        """The newest whole snapshot, None if there is none, and sentences on what is wrong with newer ones.
+        """The newest whole snapshot, None if there is none, and sentences on what is wrong with it or newer ones.
 
         names: read only these tensors. Raises StoreError if the folder cannot be read.
         """
         faults: list[str] = []
         for number in reversed(self.numbers()):
             try:
-                return _load(self.path(number), number, names), faults
+                return _load(self.path(number), number, names, faults), faults
             except DamagedSnapshot as error:
                 faults.append(f"{self.path(number)}: damaged, passed over: {error}")
         return None, faults
@@ -195,17 +197,27 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def _load(folder: Path, number: int, names: tuple[str, ...] | None = None) -> Snapshot:
-    """Read a snapshot. names: read only these tensors.
+def _load(
+    folder: Path, number: int, names: tuple[str, ...] | None = None, faults: list[str] | None = None
+) -> Snapshot:
+    """Read a snapshot. names: read only these tensors. faults: gets a sentence for each damaged tensor that a server
+    can do without (`DISPENSABLE`), which is left out; None: there may be none.
 
     Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable.
     """
     try:
         saved = checked_meta((folder / META).read_bytes())
         wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
-        tensors = {name: _read(folder / _file(name), *stated) for name, stated in wanted.items()}
+        tensors = {}
+        for name, stated in wanted.items():
+            try:
+                tensors[name] = _read(folder / _file(name), *stated)
+            except UNREADABLE as error:
+                if faults is None or not name.startswith(DISPENSABLE):
+                    raise
+                faults.append(f"{folder / _file(name)}: damaged ({error}): that member's next weights go whole")
         return Snapshot(number, tensors, saved["meta"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except UNREADABLE as error:
         raise DamagedSnapshot(str(error)) from error
 
 

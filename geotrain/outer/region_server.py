@@ -142,7 +142,7 @@ class RegionServer(Server):
         whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
         i = self.identity
         names = i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation
-        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data)
+        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, self.downlink.marks_of(len(whole)))
 
     def _answered_for(self) -> tuple[int, ...]:
         """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
@@ -211,8 +211,9 @@ class RegionServer(Server):
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
-        for table in (self.in_flight, self.trained, self.residuals, self.downlink.mirror):
+        for table in (self.in_flight, self.trained, self.residuals):
             table.clear()
+        self.downlink.clear()
         for name, member in self.members.items():
             member.forget()
             member.owed.clear()
@@ -362,6 +363,7 @@ class RegionServer(Server):
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
+            "marks": {str(f): mark for f, mark in self.downlink.marks.items()},
             **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
@@ -377,6 +379,8 @@ class RegionServer(Server):
         for table, prefix in ((self.residuals, "residual."), (self.downlink.mirror, "mirror.")):
             table.clear()
             table.update({int(k.removeprefix(prefix)): v for k, v in tensors.items() if k.startswith(prefix)})
+        # Older snapshots have no marks: then the next global weights come whole.
+        self.downlink.marks = {int(f): mark for f, mark in saved.get("marks", {}).items()}
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
         self._over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
         self.first_versions = list(saved["first_versions"])

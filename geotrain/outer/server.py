@@ -11,7 +11,7 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Literal, Protocol
 
@@ -21,13 +21,14 @@ from torch import Tensor
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.layout import Layout, LayoutError, gather, numel, scatter
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import FrozenWeights, WeightsSender, from_bytes
+from geotrain.outer.downlink import FrozenWeights, WeightsSender, from_bytes, sends_changes
 from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.limits import NormLimits, norm
 from geotrain.outer.member import Member, check_part, check_round, outline
 from geotrain.outer.membership import Membership
 from geotrain.outer.messages import (
     Answer,
+    AnswerWanted,
     FragmentDelta,
     FragmentWeights,
     Identity,
@@ -127,6 +128,8 @@ class Server(Membership):
                 return self._on_part(message)
             case Join():
                 return self._on_join(message)
+            case AnswerWanted():
+                return self._on_answer_wanted(message)
             case Leave():
                 return self._on_leave(message)
             case MemberSilent():
@@ -234,23 +237,41 @@ class Server(Membership):
 
         fragments: those of the update. All parts get the same versions, however late they ask: ranks may hold copies
         of one parameter, which would differ if each got the newest version.
+
+        Where `lacks_answer`, it is frozen now. Whoever keeps a journal says `AnswerWanted` before.
         """
-        member = self.current(name, incarnation, part)
-        if part not in member.joined or not set(fragments) <= set(range(len(self.layout.fragments))):
-            raise Refused(f"{name}: no part {part}, or no fragments {list(fragments)}")
+        if self.lacks_answer(name, incarnation, part, sequence, fragments):
+            self.handle(AnswerWanted(name, incarnation, sequence, fragments))
+        member = self.members[name]
+        if sequence not in member.answers or member.awaiting.get(sequence):
+            return None  # no weights yet, or the update's other parts, or those of others, are still on their way
+        return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
+
+    def lacks_answer(self, name: str, life: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
+        """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
+        member = self.current(name, life, part)
+        known = set(range(len(self.layout.fragments)))
+        if part not in member.joined or sequence < 0 or not set(wanted) <= known:
+            raise Refused(f"{name}: no part {part}, update {sequence} or fragments {list(wanted)}")
         if not self.fragments or sequence > member.sequence:
-            return None  # no weights yet, or the update's other parts are still on their way
+            return False
+        return sequence not in member.answers or bool(member.awaiting.get(sequence, set()) - member.owed)
+
+    def _on_answer_wanted(self, wanted: AnswerWanted) -> None:
+        name, sequence = wanted.member, wanted.sequence
+        member = self.current(name, wanted.incarnation)
+        if not self.lacks_answer(name, wanted.incarnation, min(member.joined), sequence, wanted.fragments):
+            return  # another part has asked
         if sequence not in member.answers:
-            # A restarted server has lost its answers and makes new ones here. A member has one answer a fragment to
-            # ask for; more are old, and would make the server hold weights without bound.
+            # A member has one answer a fragment to ask for; more are old, and would make the server hold weights
+            # without bound.
             if len(member.answers) > len(self.fragments):
                 raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
-            member.begin_answer(sequence, set(fragments))
-            for fragment in sorted(set(fragments) - member.owed):
-                self._freeze(member, sequence, fragment)
-        if member.awaiting.get(sequence):
-            return None
-        return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
+            if sequence == 0:  # it begins anew
+                member.senders.clear()
+            member.begin_answer(sequence, set(wanted.fragments))
+        for fragment in sorted(member.awaiting[sequence] - member.owed):
+            self._freeze(member, sequence, fragment)
 
     # -- validation of the global weights
 
@@ -274,13 +295,17 @@ class Server(Membership):
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON data). Joins, answers and half-arrived updates are left out: members say or ask again."""
+        """(tensors, JSON data). Joins, half-arrived updates and whole weights that were frozen are left out: members
+        say or ask again, and `left_out` has what a replay needs of them. Where weights travel as changes, what each
+        member was sent is in it."""
         saved = [fragment.state(f"fragment.{i}.") for i, fragment in enumerate(self.fragments)]
-        return {name: tensor for tensors, _ in saved for name, tensor in tensors.items()}, {
+        sent = {name: member.sent_state(name) for name, member in self.members.items()}
+        return {name: tensor for tensors, _ in (*saved, *sent.values()) for name, tensor in tensors.items()}, {
             "layout_digest": self.layout.digest,
             "data": self.data,
             "fragments": [plain for _, plain in saved],
             "members": {name: member.state() for name, member in self.members.items()},
+            "sent": {name: saved for name, (_, saved) in sent.items() if saved is not None},
             "norms": self.norms.state() if self.norms else None,
         }
 
@@ -296,6 +321,23 @@ class Server(Membership):
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
+        for name, saved in meta.get("sent", {}).items():  # older snapshots have none
+            if name in self.members and sends_changes(self.down):
+                self.members[name].load_sent(name, self.down, tensors, saved)
+
+    def left_out(self) -> list[Message]:
+        """The messages with which a journal that follows the state must begin, so that its replay knows who had
+        joined, and the updates of which not all parts had arrived."""
+        messages: list[Message] = []
+        for name, member in self.members.items():
+            marks = member.senders[0].marks if 0 in member.senders else {}
+            for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent
+                mirrors = tuple(marks.get(f, 0) for f in range(len(self.layout.fragments))) if marks else ()
+                messages.append(replace(join, mirrors=mirrors))
+            if member.silent:  # to be said after the joins, since a join makes a member alive
+                messages.append(MemberSilent(name, member.incarnation))
+            messages += [part for parts in member.arriving.values() for part in parts.values()]
+        return messages
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
@@ -324,7 +366,7 @@ class Server(Membership):
             member = self.members[name]
             member.owed.discard(fragment)
             waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
-            if waiting:
+            if waiting and member.complete:  # else it asks when it has joined this life of the server
                 self._freeze(member, min(waiting), fragment)
 
     def will_change(self, *tensors: Tensor) -> None:
@@ -364,6 +406,8 @@ class Server(Membership):
         held = gather(state.x, member.joined[part].holds[fragment])
         if part not in member.senders:
             member.senders[part] = WeightsSender(self.down)
+        if fragment in member.senders[part].mirror:
+            self.will_change(member.senders[part].mirror[fragment])
         return member.senders[part].encode(fragment, state.version, held)
 
     # -- inside
