@@ -7,6 +7,7 @@ a reason that tells the operator of the other end what to do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -30,7 +31,7 @@ MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every
 # server.
 SAVED = (
     *("incarnation", "former", "restarts", "barred", "sequence", "job", "updates", "left", "silent"),
-    *("quarantined", "refused", "offences", "fault"),
+    *("quarantined", "refused", "offences", "fault", "metrics"),
 )
 
 
@@ -168,13 +169,12 @@ class Member:
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
         came = [[fragment, job] for fragment, job in sorted(self.came.items())]
-        return {**{name: getattr(self, name) for name in SAVED}, "owed": sorted(self.owed), "came": came}
+        return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        state = {"restarts": len(state["former"]), **state}  # older snapshots have no count
+        state = {"restarts": len(state["former"]), "metrics": {}, **state}  # older snapshots have neither
         for name in SAVED:
-            saved = state[name]
-            setattr(self, name, list(saved) if isinstance(saved, list) else saved)  # share no list with the state
+            setattr(self, name, copy(state[name]))  # share no list with the state
         self.owed = set(state["owed"])
         self.came = {fragment: job for fragment, job in state.get("came", ())}  # older snapshots have none
 
