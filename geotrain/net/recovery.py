@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from geotrain.net.frozen_state import FrozenState
 from geotrain.net.journal import Journal
 from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
@@ -115,6 +117,8 @@ def begin_snapshot(
     for message in server.left_out():
         journal.append(message)
     journal.flush()
+    # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
+    tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
     frozen = FrozenState(tensors, largest_share=max(f.numel for f in server.layout.fragments) / server.layout.numel)
     # The one before may still be written, if its caller was cancelled.
     server.watchers = [*(watcher for watcher in server.watchers if watcher.open), frozen]
