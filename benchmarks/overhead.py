@@ -103,12 +103,12 @@ def only_rank(run: RunConfig, **deepspeed: Any) -> Iterator[tuple[GeoEngine, Lea
     """This process as the only rank of a worker: its engine and its data. deepspeed: laid over the run's block."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(free_ports(1)[0])
-    from geotrain.data.loader import LeasedLoader, open_source
+    from geotrain.data.loader import LeasedLoader, open_training
     from geotrain.inner.build import build_engine
 
     with closing(build_engine(run, run.parallel, {**run.deepspeed, **deepspeed})) as engine:
-        vocab_size, length = engine.architecture.vocab_size, run.data.sequence_length
-        source = open_source(Path(run.data.train), length, vocab_size, run.seed)
+        vocab_size = engine.architecture.vocab_size
+        source = open_training(run.data, vocab_size, run.seed)
         micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
         yield engine, LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
 

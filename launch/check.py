@@ -18,7 +18,8 @@ from geotrain.config import (
     WorkerConfig,
     WorkerSetup,
 )
-from geotrain.data.tokens import DataError, read_manifest
+from geotrain.data.dataset import open_dataset
+from geotrain.data.tokens import DataError
 from geotrain.launch.worker_command import regions_of
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
@@ -94,27 +95,14 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
 
 def check_data(run: RunConfig) -> None:
     """Check that the prepared data is on this machine, is whole and fits the model. Raises DataError."""
-    for prefix in filter(None, (run.data.train, run.data.validation)):
+    for prefix in run.data.prefixes:
         check_split(run, prefix)
     check_tokenizer(run)
 
 
 def check_split(run: RunConfig, prefix: str) -> None:
     """As `check_data`, of one .bin/.idx pair."""
-    manifest, vocab_size = read_manifest(Path(prefix)), run.architecture.vocab_size
-    data = Path(f"{prefix}.bin")
-    size_bytes = data.stat().st_size if data.exists() else 0
-    stated_bytes = manifest.tokens * (2 if manifest.dtype == "uint16" else 4)
-    if not Path(f"{prefix}.idx").exists() or size_bytes != stated_bytes:
-        raise DataError(
-            f"{data}: {size_bytes} bytes, its manifest states {stated_bytes} (and an .idx beside it); "
-            "prepare the data again"
-        )
-    if manifest.vocab_size > vocab_size:
-        raise DataError(
-            f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, the model's vocab_size is "
-            f"{vocab_size}; raise it or use another tokenizer"
-        )
+    open_dataset(Path(prefix), run.architecture.vocab_size)
 
 
 def check_tokenizer(run: RunConfig) -> None:

@@ -22,7 +22,8 @@ from geotrain.config import (
     is_loopback,
 )
 from geotrain.config.deepspeed import warnings_of
-from geotrain.data.tokens import DataError, read_manifest
+from geotrain.data.dataset import end_of_document, read_manifest, training_digest
+from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
 from geotrain.launch.check import check_ports_are_free, check_split, check_tokenizer, open_links
 from geotrain.launch.site_processes import SSH, LaunchRequest, local_processes, ssh_hosts
@@ -54,9 +55,9 @@ def obstacles(
     topology = Topology(run, cluster)
     checks: list[Callable[[], object]] = [partial(_check_fragments, run)]
     if set(here) - {GLOBAL}:  # other machines check their copies themselves
-        checks += [partial(check_split, run, prefix) for prefix in (run.data.train, run.data.validation) if prefix]
+        checks += [partial(check_split, run, prefix) for prefix in run.data.prefixes]
         checks += [partial(_check_digest, run), partial(_check_validation, run, topology)]
-        checks += [partial(check_tokenizer, run)]
+        checks += [partial(end_of_document, run.data), partial(check_tokenizer, run)]
     if GLOBAL in here:
         checks += [partial(_check_boards, run)]
         if begins:
@@ -163,11 +164,11 @@ def _check_fragments(run: RunConfig) -> None:
 
 
 def _check_digest(run: RunConfig) -> None:
-    found = read_manifest(Path(run.data.train)).sha256
+    found = training_digest(run.data)
     if run.data.sha256 is not None and run.data.sha256 != found:
         raise DataError(
-            f"{run.data.train}: is other data than data.sha256 = {run.data.sha256!r} asks for: its digest is "
-            f"{found!r}"
+            f"{', '.join(each.prefix for each in run.data.train)}: is other data than data.sha256 = "
+            f"{run.data.sha256!r} asks for: its digest is {found!r}"
         )
 
 

@@ -62,7 +62,7 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
                 for text in documents(CORPUS_BYTES):
                     for start in range(0, len(text), PASSAGE_CHARACTERS):
                         file.write(json.dumps({"text": text[start : start + PASSAGE_CHARACTERS]}) + "\n")
-            prepare_files([str(corpus)], Path(run.data.train).parent, None, None, True, VALIDATION_SHARE)
+            prepare_files([str(corpus)], Path(run.data.train[0].prefix).parent, None, None, True, VALIDATION_SHARE)
     console.rule(f"training in {len(cluster.regions)} regions; logs in {folder}/logs")
     newest, _ = SnapshotStore(folder / "servers" / GLOBAL / SNAPSHOTS).load_newest(names=())
     samples_before = int(newest.meta["leases"]["committed_samples"]) if newest else 0

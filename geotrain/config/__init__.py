@@ -28,6 +28,7 @@ from geotrain.config.cluster import (
     WorkerConfig,
     load_cluster,
 )
+from geotrain.config.data import DataConfig, DataSet, Phase
 from geotrain.config.outer import (
     CodecConfig,
     FragmentConfig,
@@ -45,7 +46,6 @@ from geotrain.config.outer import (
 from geotrain.config.run import (
     AccoConfig,
     CheckpointConfig,
-    DataConfig,
     ModelConfig,
     MonitorConfig,
     ParallelConfig,

@@ -24,6 +24,7 @@ from geotrain.config.block import (
     parse,
     read_json,
 )
+from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
 from geotrain.config.outer import OuterConfig
 
@@ -52,20 +53,6 @@ class ParallelConfig(Block):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
-
-
-class DataConfig(Block):
-    train: str = Field(description="Prefix of the training .bin/.idx pair written by `geotrain prepare`.")
-    sha256: str | None = Field(
-        None,
-        description="Digest of the training .bin, as its manifest states it: who trains on other data is refused. "
-        "Without it, the first to join decides which data is the run's.",
-    )
-    validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
-    tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
-    sequence_length: PositiveInt
-    train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
-    validation_samples: PositiveInt = 64
 
 
 class AccoConfig(Block):
@@ -172,9 +159,8 @@ class RunConfig(Block):
     @model_validator(mode="after")
     def _batch_is_stated(self) -> RunConfig:
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
-            value = self.deepspeed.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"deepspeed.{key} must be a positive integer, not {value!r}")
+            if key not in self.deepspeed:
+                raise ValueError(f"deepspeed.{key} is missing: state it, a positive integer")
         return self
 
     @model_validator(mode="after")
@@ -266,6 +252,7 @@ def config_digest(run: RunConfig) -> str:
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
-    shared["data"].pop("train_samples")  # a finished run may be extended
+    if run.data.curriculum is None:
+        shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

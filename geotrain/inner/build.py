@@ -28,12 +28,17 @@ from geotrain.parallelism.whole_matrices import ALIGNED, pack
 
 
 def build_engine(
-    run: RunConfig, parallel: ParallelConfig, deepspeed_block: dict[str, Any], timeout_s: float = 600.0
+    run: RunConfig,
+    parallel: ParallelConfig,
+    deepspeed_block: dict[str, Any],
+    timeout_s: float = 600.0,
+    end_of_document: int | None = None,
 ) -> GeoEngine:
     """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
 
     deepspeed_block: the run's `deepspeed` block, overridden by the worker's own keys; it may say "auto".
     timeout_s: the longest that a collective may wait. ACCO's collectives use `acco.timeout_s` instead.
+    end_of_document: the id that ends documents, to keep attention inside them; None: it is causal over a sample.
     Raises ConfigError if the layout or the DeepSpeed block cannot work for this model.
     """
     architecture, deepspeed_block = run.architecture, completed(deepspeed_block, run.total_steps)
@@ -47,7 +52,8 @@ def build_engine(
     mesh, settings = initialize(parallel, timeout_s), optimizer_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
-        model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
+        shape = architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed
+        model = build_model(*shape, packed=end_of_document is not None)
         placed = placements(model, architecture, parallel, mesh)
         groups = parameter_groups(placed, settings)
         if isinstance(settings, MuonSettings):
@@ -59,6 +65,7 @@ def build_engine(
         config = complete_block(deepspeed_block, sum(place.numel for _, place in placed))
         parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
         engine = GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
+        engine.end_of_document = end_of_document
     if isinstance(optimizer, Muon):
         owned = owned_matrices(placed, architecture, engine.optimizer, bool(checks.zero_stage(deepspeed_block)))
         optimizer.bind(owned, tensor_ranks(mesh, optimizer.settings, timeout_s))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from geotrain.config import Architecture
 from geotrain.inner import platform
+from geotrain.inner.documents import cu_seqlens
 from geotrain.inner.parallel import RankMesh
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.parallelism.local_parameters import LocalParameter
@@ -82,8 +83,11 @@ class StepResult:
 class GeoEngine(DeepSpeedEngine):
     """A DeepSpeed engine driven by Megatron-core's schedules. Built by `geotrain.inner.build.build_engine`.
 
-    placed: the model's parameters with their places in the canonical address space.
+    placed: the model's parameters with their places in the canonical address space. end_of_document: the id behind
+    which attention begins anew; None: nowhere in a sample.
     """
+
+    end_of_document: int | None = None
 
     def __init__(
         self,
@@ -213,9 +217,12 @@ class GeoEngine(DeepSpeedEngine):
 
     def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Each token's loss [micro_batch, sequence_length] on the last pipeline stage; else the stage's output."""
+        boundaries = None
+        if self.end_of_document is not None:  # found before the copy: on a device it would have to be waited for
+            boundaries = cu_seqlens(tokens[:, :-1], self.end_of_document).to(self.device, non_blocking=True)
         tokens = tokens.to(self.device, non_blocking=True)
         # No position ids and no mask: the positions are rotary, and the attention is causal by itself.
-        return model(tokens[:, :-1], None, None, labels=tokens[:, 1:])
+        return model(tokens[:, :-1], None, boundaries, labels=tokens[:, 1:])
 
     def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool, summed: bool = False) -> Tensor:
         """Forward and, unless forward_only, backward of these micro-batches, by Megatron-core's pipeline schedule.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.inner import platform
+from geotrain.inner.documents import PackedAttention, inside_documents
 from geotrain.inner.parallel import RankMesh
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
 
@@ -56,19 +57,22 @@ class CausalAttention(nn.Module):
         self.grouped = config.num_query_groups != config.num_attention_heads
         self.window = config.window_size
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
         """Returns the attention's output, [sequence, batch, heads · head_dim].
 
         query: [sequence, batch, heads, head_dim]. key, value: [sequence, batch, groups, head_dim], where each group
-        serves heads / groups heads. attention_mask: not used, the
-        attention is always causal, and within `window_size` where the model has one.
+        serves heads / groups heads. attention_mask: the boundaries of documents
+        (`geotrain.inner.documents`), or None. The attention is always causal, within a document where there are
+        boundaries, and within `window_size` where the model has one.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        length, mask = len(query), None
+        length = len(query)
+        mask = None if attention_mask is None else inside_documents(attention_mask, len(q), length)
         if self.window is not None and self.window[0] + 1 < length:
             ahead = torch.arange(length, device=query.device)
             distance = ahead[:, None] - ahead
-            mask = (distance >= 0) & (distance <= self.window[0])
+            near = (distance >= 0) & (distance <= self.window[0])
+            mask = near if mask is None else mask & near
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.grouped
         )
@@ -128,9 +132,12 @@ def transformer_config(
     )
 
 
-def _block_spec(architecture: Architecture, layers: int) -> Any:
+def _block_spec(architecture: Architecture, layers: int, packed: bool) -> Any:
     if HAS_TRANSFORMER_ENGINE:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
+        if packed:
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec
     head_norm = RMSNorm if architecture.qk_norm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -166,8 +173,11 @@ def build_model(
     bf16: bool,
     recompute: Recompute,
     seed: int,
+    packed: bool = False,
 ) -> GPTModel:
     """This rank's part of the model, on `platform.device()`. All weights are zero: they are written from outside.
+
+    packed: it is always given the boundaries of documents as its attention mask.
 
     Each parameter gets the attributes `tensor_model_parallel` and `ds_pipe_replicated`, by which DeepSpeed's gradient
     norm counts each element of the model once.
@@ -177,7 +187,7 @@ def build_model(
         model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
             config=transformer_config(architecture, parallel, bf16, recompute),
-            transformer_layer_spec=_block_spec(architecture, architecture.layers // parallel.pipeline),
+            transformer_layer_spec=_block_spec(architecture, architecture.layers // parallel.pipeline, packed),
             vocab_size=architecture.vocab_size,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,

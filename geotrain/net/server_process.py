@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -70,6 +71,7 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
         tokens = run.data.sequence_length
         server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every, tokens)
         server.incarnation = uuid.uuid4().hex
+        server.validation_steps = validation_steps(run)
         return server
 
     def begin(server: Server) -> None:
@@ -90,10 +92,16 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
         validates = run.monitor.validate_every_samples is not None
         server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates)
         server.incarnation = uuid.uuid4().hex
+        server.validation_steps = validation_steps(run)
         return server
 
     # A new region begins without weights; it gets them from the global server.
     return _serve(build, lambda server: None, ServerSetup(run, cluster, "region", region, folder), resume)
+
+
+def validation_steps(run: RunConfig) -> int:
+    """Inner steps that cost a worker at least as much as a validation, whose samples take a third of training's."""
+    return ceil(run.data.validation_samples / run.samples_per_step)
 
 
 def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:

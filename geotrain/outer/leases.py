@@ -21,6 +21,8 @@ FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
 SHORTEST_STEP_S, LONGEST_STEP_S = 1e-6, 1e6  # inner steps are neither shorter nor longer, whatever a worker claims
 MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
+PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
+LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not tell: a checkpoint, a slow disk, a first compilation
 ROUNDS_KEPT = 8  # of a synchronous run: the next life of a worker that died may ask for a recent round again
 
 
@@ -303,6 +305,18 @@ def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, m
             f"{most} ahead. Send their updates first",
             retry_s=5.0,
         )
+
+
+def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:
+    """How long a worker with these leases may send nothing, in seconds, before others get them; inf: for ever.
+
+    step_s: of one inner step, as measured; 0: not known. validation_steps: inner steps that cost as much as a
+    validation, or more.
+    """
+    if not leases or not step_s:
+        return inf
+    steps = max(lease.steps + (validation_steps if lease.validate else 0) for lease in leases)
+    return max(LEAST_PATIENCE_S, PATIENCE * steps * step_s)
 
 
 class LentLeases:

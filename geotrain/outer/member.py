@@ -31,7 +31,7 @@ MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every
 # server.
 SAVED = (
     *("incarnation", "former", "restarts", "barred", "sequence", "job", "updates", "left", "silent"),
-    *("quarantined", "refused", "offences", "fault", "metrics"),
+    *("quarantined", "refused", "offences", "fault", "step_s", "metrics"),
 )
 
 
@@ -59,6 +59,7 @@ class Member:
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
     norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
+    step_s: float = 0.0  # of a worker: seconds of an inner step, as its last lease request told; 0: not known
     updates: int = 0
     left: bool = False
     silent: bool = False  # not heard from for too long
@@ -172,7 +173,7 @@ class Member:
         return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        state = {"restarts": len(state["former"]), "metrics": {}, **state}  # older snapshots have neither
+        state = {"restarts": len(state["former"]), "step_s": 0.0, "metrics": {}, **state}  # older ones have none
         for name in SAVED:
             setattr(self, name, copy(state[name]))  # share no list with the state
         self.owed = set(state["owed"])

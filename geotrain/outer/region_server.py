@@ -20,7 +20,7 @@ from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
 from geotrain.outer.leases import LentLeases
-from geotrain.outer.member import MOST_LEASES, mean_metrics
+from geotrain.outer.member import MOST_LEASES, Member, mean_metrics
 from geotrain.outer.messages import (
     GLOBAL,
     Answer,
@@ -192,14 +192,32 @@ class RegionServer(Server):
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """The global server will never take an update of ours. Sent again, it would be refused again, after every
-        restart. What it holds is given up, and its data goes back to be trained again.
-
-        Raises Refused in synchronous rounds, which need it: there the run has to be looked at.
+        restart. What it holds is given up, and its data goes back to be trained again: in synchronous rounds by the
+        same workers, for whose deltas the round waits.
         """
+        if not self.in_flight:  # it was said twice
+            return
         if self.rule.in_rounds:
-            raise Refused(f"{self.name}: a synchronous round cannot do without this update: {rejected.reason}")
-        if self.in_flight:  # otherwise it was said twice
-            self._start_over(rejected.reason)
+            unseen = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
+            self._begin_round_again({delta.fragment for update in unseen for delta in update.deltas})
+        self._start_over(rejected.reason)
+
+    def _begin_round_again(self, refused: set[int]) -> None:
+        """Forget the workers' deltas that are in no update that the global server has taken: those of the fragments
+        whose update it refused, or did not see after that, and those that wait here for the other workers'.
+
+        A worker of which any was taken finds its acknowledged update unknown when it joins: so it begins a new life,
+        with the first job that lacks a delta.
+        """
+        forgotten: dict[str, Member] = {}
+        for fragment in range(len(self.layout.fragments)):
+            # A round ends before the next begins: all have sent this round's, or some have and the others the last.
+            taken = min(member.came.get(fragment, 0) for member in self.members.values()) - (fragment in refused)
+            for name, member in self.members.items():
+                if member.came.get(fragment, 0) > taken:
+                    member.came[fragment], forgotten[name] = taken, member
+        for member in forgotten.values():
+            member.sequence -= 1
 
     def _start_over(self, reason: str) -> None:
         """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.

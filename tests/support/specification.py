@@ -6,6 +6,7 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -68,6 +69,7 @@ class Specification:
         self.residual: dict[tuple[str, int], Tensor | float] = {}
         self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a fragment
         self.ledger = Ledger(samples)
+        self.rounds: Counter[tuple[str, int]] = Counter()  # region, fragment → updates that the global server took
 
     # -- weights
 
@@ -120,6 +122,7 @@ class Specification:
     def global_update(self, region: str, update: UpdatePart) -> None:
         """The global server has acknowledged a region's update as applied."""
         for sent in update.deltas:
+            self.rounds[region, sent.fragment] += 1
             v = self.top[sent.fragment]
             delta = decode(self.config.up, sent.payload, len(v.x))
             match self.rule:

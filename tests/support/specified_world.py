@@ -298,6 +298,8 @@ class SpecifiedWorld:
     def pull(self, name: str) -> None:
         """The answers that are there reach the region."""
         region, uplink = self.region(name), self.uplinks[name]
+        if not region.fragments:
+            return self.connect(name)
         for update in list(uplink.acknowledged):
             try:
                 fragments = tuple(delta.fragment for delta in update.deltas)
@@ -316,12 +318,20 @@ class SpecifiedWorld:
         """The region's next update is refused for good: it starts over, as a new life."""
         region, uplink = self.region(name), self.uplinks[name]
         update = next((m for m in uplink.updates if isinstance(m, UpdatePart)), None)
-        if update is None or region.rule.in_rounds or not region.in_flight:
+        if update is None or not region.in_flight:
             return
         if update.sequence <= self.top.members[name].sequence:
             return  # it was taken
-        self.tell(name, UpdateRejected(name, region.incarnation, "as the test says"))
+        self.tell(name, UpdateRejected(name, region.incarnation, "as the test says", update.sequence))
         self.spec.forget_link(name)
+        uplink.updates.clear()
+        uplink.acknowledged.clear()
+        if region.rule.in_rounds:  # what the global server has not taken is to be trained again
+            self.taken = {
+                (worker, fragment, job)
+                for worker, fragment, job in self.taken
+                if worker not in REGIONS[name] or job <= self.spec.rounds[name, fragment]
+            }
         self.lives[name] += 1
         region.incarnation = f"{name}-{self.lives[name]}"
         self.connect(name)
@@ -344,13 +354,18 @@ class SpecifiedWorld:
             for join in worker.fake.joins(self.identity, worker.incarnation):
                 welcome = self.tell(worker.region, join)
         except Refused:
-            return  # quarantined
+            return None  # quarantined
+        forgotten = welcome.sequence <= worker.fake.sequence
         worker.fake.sequence = welcome.sequence - 1
+        if not anew and forgotten and worker.alive:  # what was acknowledged is not known any more: its process ends
+            assert self.top.rule.in_rounds, "an acknowledged update is forgotten"
+            return self.join(name, anew=True)
         if anew:
             worker.alive, worker.left, worker.lease = True, False, None
             worker.waits_for, worker.spoke_of = (0 if self.top.rule.in_rounds else None), self.every_fragment
             worker.sent = set()
             worker.job = welcome.job
+        return None
 
     def present(self, name: str) -> bool:
         """Whether this life of the worker may speak to its region's server; it joins again where that has forgotten
