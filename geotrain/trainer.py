@@ -25,11 +25,9 @@ from geotrain.outer.worker import OwnedSlices, SynchronousStaging, WorkerRank
 
 
 class TrainerClient(exchange.Client, Protocol):
-    """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines.
+    """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
 
-    mirrors: it asks this for the marks of what the rank was last sent, when it joins again."""
-
-    mirrors: Callable[[], tuple[int, ...]]
+    mirrors: Callable[[], tuple[int, ...]]  # gives the marks of what the rank was last sent, for a join
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...

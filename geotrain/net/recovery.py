@@ -7,7 +7,7 @@ import copy
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from geotrain.net.frozen_state import FrozenState
 from geotrain.net.journal import Journal
 from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
-from geotrain.outer.messages import Message, Refused
+from geotrain.outer.messages import MemberSilent, Message, Refused
 from geotrain.outer.server import Server
 
 JOURNAL = "journal"  # within a server's folder
@@ -114,15 +114,29 @@ def begin_snapshot(
     store.check_room(sum(tensor.nbytes for tensor in tensors.values()))
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
-    for message in server.left_out():
+    for message in left_out(server):
         journal.append(message)
     journal.flush()
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
     tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
     frozen = FrozenState(tensors, largest_share=max(f.numel for f in server.layout.fragments) / server.layout.numel)
-    # The one before may still be written, if its caller was cancelled.
-    server.watchers = [*(watcher for watcher in server.watchers if watcher.open), frozen]
+    server.will_change = frozen.before_write
     return frozen, {"state": state, "segment": segment, "ended": ended}
+
+
+def left_out(server: Server) -> list[Message]:
+    """The messages with which a journal that follows the state must begin, so that its replay knows what the state
+    leaves out: who had joined, and the updates of which not all parts had arrived."""
+    messages: list[Message] = []
+    for name, member in server.members.items():
+        marks = member.senders[0].marks if 0 in member.senders else {}
+        mirrors = tuple(marks.get(f, 0) for f in range(len(server.layout.fragments))) if marks else ()
+        for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent
+            messages.append(replace(join, mirrors=mirrors))
+        if member.silent:  # to be said after the joins, since a join makes a member alive
+            messages.append(MemberSilent(name, member.incarnation))
+        messages += [part for parts in member.arriving.values() for part in parts.values()]
+    return messages
 
 
 def finish_snapshot(store: SnapshotStore, journal: Journal, state: FrozenState, meta: dict[str, Any]) -> int:

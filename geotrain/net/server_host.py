@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,7 @@ from geotrain.outer.region_server import RegionServer
 log = logging.getLogger(__name__)
 
 SNAPSHOT_RETRY_S = 30.0
+LAST_WRITE_S = 600.0  # how long a snapshot waits until the one before is written
 MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
 TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
@@ -121,6 +122,7 @@ class ServerHost:
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.stop = asyncio.Event()
         self.saving = asyncio.Lock()
+        self.writing: list[Future[int]] = []  # the last snapshot
         # A single thread: a write goes on when its caller is cancelled, and the next must wait for it.
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
 
@@ -290,9 +292,13 @@ class ServerHost:
     def _begin_snapshot(self, ended: bool) -> Future[int]:
         """Freeze the state, on the server's thread. It is written even if the caller is cancelled: what is frozen and
         never written would be copied in vain."""
+        # One snapshot at a time: the one before may still be written, if its caller was cancelled.
+        if wait(self.writing, timeout=LAST_WRITE_S).not_done:
+            raise StoreError(f"{self.folder}: the snapshot before is still being written")
         frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended)
         self.carried_bytes = self.journal.segment_bytes
-        return self.disk.submit(finish_snapshot, self.store, self.journal, frozen, meta)
+        self.writing = [self.disk.submit(finish_snapshot, self.store, self.journal, frozen, meta)]
+        return self.writing[0]
 
     def _updates(self) -> int:
         return sum(member.updates for member in self.server.members.values())

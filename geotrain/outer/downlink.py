@@ -66,10 +66,8 @@ class _Mirror:
 def mark(weights: FragmentWeights, before: int) -> int:
     """The mark of a mirror into which these weights have gone. before: its mark before them; 0: it was empty.
 
-    It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own.
-    """
-    payload = weights.payload
-    sample = payload[:: 1 + len(payload) // MARK_BYTES]
+    It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own."""
+    sample = weights.payload[:: 1 + len(weights.payload) // MARK_BYTES]
     return (weights.version + 1 << 32 | zlib.crc32(sample, before & 0xFFFFFFFF)) & (1 << 63) - 1
 
 
@@ -103,21 +101,8 @@ class WeightsSender(_Mirror):
     def matches(self, marks: Sequence[int], frozen: Collection[int]) -> bool:
         """Whether a receiver with these marks has what this mirror holds, or will have it once it was given the last
         weights of fragments that are still frozen in an answer."""
-        return any(marks) and all(
-            f < len(marks) and (marks[f] == mine or (f in frozen and marks[f] == self.before[f]))
-            for f, mine in self.marks.items()
-        )
-
-    def state(self) -> dict[str, dict[str, int]]:
-        """The marks, as plain JSON data. The mirrors are tensors, and saved apart."""
-        return {
-            name: {str(f): value for f, value in table.items()}
-            for name, table in (("marks", self.marks), ("before", self.before))
-        }
-
-    def load(self, state: dict[str, dict[str, int]], mirror: dict[int, Tensor]) -> None:
-        self.mirror = mirror
-        self.marks, self.before = ({int(f): m for f, m in state[name].items()} for name in ("marks", "before"))
+        good = {f: {mine, self.before[f]} if f in frozen else {mine} for f, mine in self.marks.items()}
+        return any(marks) and all(f < len(marks) and marks[f] in good[f] for f in good)
 
 
 class WeightsReceiver(_Mirror):

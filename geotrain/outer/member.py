@@ -131,24 +131,24 @@ class Member:
         return 0 in self.senders and self.senders[0].matches(marks, frozen)
 
     def sent_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """What it was sent, where weights travel as changes: (mirrors and frozen payloads, JSON data or None). Such a
-        member has one part. name: its name, with which those of the tensors begin."""
+        """What it was sent, where weights travel as changes (such a member has one part): (mirrors, frozen payloads;
+        JSON data or None). name: of the member."""
         if 0 not in self.senders or not self.senders[0].changes:
             return {}, None
-        tensors = {f"held.{name}.{f}": mirror for f, mirror in self.senders[0].mirror.items()}
-        answers = []
+        sender, answers = self.senders[0], []
+        tensors = {f"held.{name}.{f}": mirror for f, mirror in sender.mirror.items()}
         for sequence, parts in self.answers.items():
             tensors.update({f"answer.{name}.{sequence}.{w.fragment}": from_bytes(w.payload) for w in parts[0]})
             frozen = [[w.fragment, w.version, w.increment] for w in parts[0]]
             answers.append([sequence, sorted(self.awaiting.get(sequence, ())), frozen])
-        return tensors, {**self.senders[0].state(), "answers": answers}
+        return tensors, {"marks": [[f, m, sender.before[f]] for f, m in sender.marks.items()], "answers": answers}
 
     def load_sent(self, name: str, down: CodecConfig, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-        """The counterpart of `sent_state`. down: codec of its link. If a tensor is missing, nothing is loaded: its
-        next weights go whole."""
+        """The counterpart of `sent_state`. down: codec of its link. If a tensor is missing, nothing is loaded."""
         sender, answers, awaiting = WeightsSender(down), {}, {}
         try:
-            sender.load(saved, {int(f): tensors[f"held.{name}.{f}"] for f in saved["marks"]})
+            for f, sender.marks[f], sender.before[f] in saved["marks"]:
+                sender.mirror[f] = tensors[f"held.{name}.{f}"]
             for sequence, waiting, frozen in saved["answers"]:
                 payloads = [to_bytes(tensors[f"answer.{name}.{sequence}.{f}"]) for f, _, _ in frozen]
                 weights = [FragmentWeights(f, v, p, i) for (f, v, i), p in zip(frozen, payloads, strict=True)]

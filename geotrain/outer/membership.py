@@ -44,14 +44,9 @@ class Membership(ABC):
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        layout: Layout,
-        rule: Rule,
-        members: tuple[str, ...],
-        down: CodecConfig,
+        self, identity: Identity, layout: Layout, rule: Rule, members: tuple[str, ...], down: CodecConfig,
         limits: LimitsConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.identity, self.layout, self.rule, self.down, self.limits = identity, layout, rule, down, limits
         self.incarnation = ""  # names this life of the server; its process sets it, since drawing it is not pure
         self.members = {name: Member() for name in members}

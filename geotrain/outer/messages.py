@@ -74,8 +74,8 @@ class Join:
 
 @dataclass(frozen=True)
 class AnswerWanted:
-    """A member asks for the answer to its update `sequence` (0: to its join), of these fragments, and none is frozen
-    yet, or it was lost with a restart. A message, because what is sent to a member must follow from the journal."""
+    """A member asks for the answer to its update `sequence` (0: to its join), of these fragments, and none is frozen.
+    A message, because what is sent to a member must follow from the journal."""
 
     member: str
     incarnation: str
@@ -279,24 +279,9 @@ class RunComplete:
 
 
 Message = (
-    Join
-    | AnswerWanted
-    | Welcome
-    | UpdatePart
-    | Answer
-    | LeaseRequest
-    | Lease
-    | Finished
-    | Release
-    | Trained
-    | Leave
-    | MemberSilent
-    | Validated
-    | OperatorCommand
-    | UpdateRejected
-    | LiftQuarantine
-    | RunComplete
-)
+    Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
+    | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

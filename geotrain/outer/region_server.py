@@ -59,15 +59,9 @@ class RegionServer(Server):
     rule: RegionRule
 
     def __init__(
-        self,
-        name: str,
-        identity: Identity,
-        layout: Layout,
-        config: OuterConfig,
-        rule: RegionRule,
-        workers: tuple[str, ...],
-        validates: bool = False,
-    ) -> None:
+        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, rule: RegionRule,
+        workers: tuple[str, ...], validates: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits)
         self.up_codec = make_codec(config.up)
         self.downlink = WeightsReceiver(config.down)
@@ -487,15 +481,9 @@ class RegionServer(Server):
             # Metrics of those who are at work; at the end, when all have left, of everybody.
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
             update = UpdatePart(
-                self.name,
-                self.incarnation,
-                self.sequence,
-                0,
-                (sent,),
-                weight=weight,
-                leases=leases,
+                self.name, self.incarnation, self.sequence, 0, (sent,), weight=weight, leases=leases,
                 metrics=mean_metrics([member.metrics for member in here]),
-            )
+            )  # fmt: skip
             self.in_flight[self.sequence] = update
             self._sends.append(Send(GLOBAL, update))
             self._events.append(SentUp(update.sequence, [fragment], weight, len(payload)))

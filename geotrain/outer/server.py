@@ -11,9 +11,10 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,14 +68,6 @@ class Handled:
     events: tuple[Event, ...] = ()
 
 
-class Watcher(Protocol):
-    """Told of every change of a tensor that `Server.state` gives, as long as it is open."""
-
-    @property
-    def open(self) -> bool: ...
-    def before_write(self, *tensors: Tensor) -> None: ...
-
-
 class Server(Membership):
     """A region server or a global server.
 
@@ -89,17 +82,9 @@ class Server(Membership):
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
 
     def __init__(
-        self,
-        name: str,
-        member_role: Literal["region", "worker"],
-        identity: Identity,
-        layout: Layout,
-        rule: Rule,
-        members: tuple[str, ...],
-        up: CodecConfig,
-        down: CodecConfig,
-        limits: LimitsConfig,
-    ) -> None:
+        self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
+        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
+    ) -> None:  # fmt: skip
         super().__init__(identity, layout, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
@@ -109,7 +94,8 @@ class Server(Membership):
         self.frozen: FrozenWeights | None = None  # the global weights that a worker evaluates at present
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(layout.fragments), len(members)) if judged else None
-        self.watchers: list[Watcher] = []  # snapshots that are being written
+        # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
+        self.will_change: Callable[..., None] = lambda *tensors: None
         self._sends: list[Send] = []  # what `handle` is about to return
 
     def handle(self, message: Message) -> Handled:
@@ -263,8 +249,7 @@ class Server(Membership):
         if not self.lacks_answer(name, wanted.incarnation, min(member.joined), sequence, wanted.fragments):
             return  # another part has asked
         if sequence not in member.answers:
-            # A member has one answer a fragment to ask for; more are old, and would make the server hold weights
-            # without bound.
+            # A member has one answer a fragment to ask for; more would make the server hold weights without bound.
             if len(member.answers) > len(self.fragments):
                 raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
             if sequence == 0:  # it begins anew
@@ -296,8 +281,7 @@ class Server(Membership):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON data). Joins, half-arrived updates and whole weights that were frozen are left out: members
-        say or ask again, and `left_out` has what a replay needs of them. Where weights travel as changes, what each
-        member was sent is in it."""
+        say or ask again. Where weights travel as changes, what each member was sent is in it."""
         saved = [fragment.state(f"fragment.{i}.") for i, fragment in enumerate(self.fragments)]
         sent = {name: member.sent_state(name) for name, member in self.members.items()}
         return {name: tensor for tensors, _ in (*saved, *sent.values()) for name, tensor in tensors.items()}, {
@@ -324,20 +308,6 @@ class Server(Membership):
         for name, saved in meta.get("sent", {}).items():  # older snapshots have none
             if name in self.members and sends_changes(self.down):
                 self.members[name].load_sent(name, self.down, tensors, saved)
-
-    def left_out(self) -> list[Message]:
-        """The messages with which a journal that follows the state must begin, so that its replay knows who had
-        joined, and the updates of which not all parts had arrived."""
-        messages: list[Message] = []
-        for name, member in self.members.items():
-            marks = member.senders[0].marks if 0 in member.senders else {}
-            for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent
-                mirrors = tuple(marks.get(f, 0) for f in range(len(self.layout.fragments))) if marks else ()
-                messages.append(replace(join, mirrors=mirrors))
-            if member.silent:  # to be said after the joins, since a join makes a member alive
-                messages.append(MemberSilent(name, member.incarnation))
-            messages += [part for parts in member.arriving.values() for part in parts.values()]
-        return messages
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
@@ -368,11 +338,6 @@ class Server(Membership):
             waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
             if waiting and member.complete:  # else it asks when it has joined this life of the server
                 self._freeze(member, min(waiting), fragment)
-
-    def will_change(self, *tensors: Tensor) -> None:
-        """Tensors of the state are about to be changed in place."""
-        for watcher in self.watchers:
-            watcher.before_write(*tensors)
 
     # -- between tensors and payloads (timing-only simulations have neither)
 

@@ -9,6 +9,7 @@ import torch
 
 from geotrain.config import codec_config
 from geotrain.layout import StridedSlice
+from geotrain.net.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import Leave, Refused
 from tests.support.outer_world import (
@@ -247,7 +248,7 @@ def test_a_loaded_region_sends_the_same_numbers_for_people():
     old = world.regions["eu"]
     new = saved_and_loaded(world, "eu")
     new.incarnation = old.incarnation
-    for message in old.left_out():
+    for message in left_out(old):
         new.handle(message)
     part = update("a", 2.0)
     for region in (old, new):

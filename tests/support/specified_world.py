@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from geotrain.config import OuterConfig
+from geotrain.net.recovery import left_out
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     GLOBAL,
@@ -122,7 +123,7 @@ class SpecifiedWorld:
     def snapshot(self, name: str) -> None:
         """A snapshot, and a journal that begins with what the state leaves out, as a server's process does it."""
         self.snapshots[name] = frozen(self.servers[name])
-        self.journals[name] = list(self.servers[name].left_out())
+        self.journals[name] = list(left_out(self.servers[name]))
 
     def replayed(self, name: str) -> Server:
         """What the newest snapshot and the journal give."""
