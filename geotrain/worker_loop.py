@@ -30,6 +30,8 @@ from geotrain.staging import CudaStaging
 class LoopClient(exchange.Client, Protocol):
     """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
 
+    mirrors: Callable[[], tuple[int, ...]]  # gives the marks of what the rank was last sent, for a join
+
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
     def validated(self, result: Validated) -> None: ...
@@ -91,6 +93,7 @@ class WorkerLoop:
         pieces = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
         staging = CudaStaging if device.type == "cuda" else SynchronousStaging
         self.weights = WorkerRank(layout, run.outer, pieces, staging(device))
+        client.mirrors = self.weights.mirrors
         self.exchange = Exchange(name, run.outer, rank, self.weights, client, len(layout.fragments), clock)
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training

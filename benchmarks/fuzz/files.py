@@ -125,7 +125,9 @@ class _Folders(ABC):
             journal.flush()
             server.handle(message)
             if number == 4:
-                finish_snapshot(recovered.store, journal, *begin_snapshot(server, journal, ended=False))
+                finish_snapshot(
+                    recovered.store, journal, *begin_snapshot(server, recovered.store, journal, ended=False)
+                )
         journal.close()
         again = recover(self._build, self._begin, self._whole, keep=2)
         again.journal.close()
