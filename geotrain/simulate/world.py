@@ -75,8 +75,9 @@ def stand_in(model: Layout) -> Layout:
     firsts = [replace(f.parameters[0], shape=(1,)) for f in model.fragments]
     if len(firsts) == 1:
         return Layout(firsts)
-    embedding, *layers = sorted(firsts, key=lambda p: p.layer is not None)
-    return Layout([embedding, *layers] if embedding.layer is None else firsts, layers_per_fragment=1)
+    # What lies before the first layer is one fragment, what lies behind it another.
+    ends, layers = [p for p in firsts if p.layer is None], [p for p in firsts if p.layer is not None]
+    return Layout([*ends[:1], *layers, *ends[1:]], layers_per_fragment=1)
 
 
 @contextmanager

@@ -165,8 +165,8 @@ def test_what_is_begun_again_of_a_synchronous_round():
 def model(fragments: int) -> Layout:
     """One fragment; or three or more, those of its layers, the embedding and the head."""
     layers = [Parameter(f"layer.{i}", (1,), i, "normal") for i in range(fragments - 2)]
-    ends = [Parameter(name, (1,), None, "normal") for name in ("embedding", "head")]
-    return Layout([*ends, *layers], 1 if layers else None)
+    embedding, head = (Parameter(name, (1,), None, "normal") for name in ("embedding", "head"))
+    return Layout([embedding, *layers, head], 1 if layers else None)
 
 
 def simulated(
