@@ -305,6 +305,8 @@ def config_digest(run: RunConfig) -> str:
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
+    for key in ("cache_folder", "cache_gb"):
+        shared["data"].pop(key)
     shared["data"].pop("sha256")  # compared by itself: not every machine knows it
     shared["model"].pop("weights")  # a path of this machine; names and shapes are in the layout's digest
     if run.data.samples_per_step is None:  # digests of older runs know no such key
