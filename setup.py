@@ -72,6 +72,7 @@ setup(
     ],
     extras_require={
         "dev": [
+            "accelerate>=1.1",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
@@ -84,6 +85,7 @@ setup(
             "s3fs>=2025.1",
             "moto[server]>=5.1",
         ],
+        "hf": ["accelerate>=1.1"],
         "s3": ["s3fs>=2025.1"],
     },
     entry_points={"console_scripts": ["geotrain = geotrain.cli:main"]},

@@ -1,11 +1,12 @@
 """What the delay between regions costs ours with Muon, and what shortens or corrects it: trials of one seed.
 
-    python -m benchmarks.delay                                           all trials: a quarter of an hour of one core
+    python -m benchmarks.delay                                           all trials: twenty minutes of one core
     python -m benchmarks.delay --trials "one worker a region" --seed 1   some of them
 
 The small model of claims.py, in its world, at its length. A loss is of 5,000 windows of each held-out slice, the mean
-of both; beside it that of the mean of the global weights over the last tenth of the run. Finished trials are kept in
-the results file (JSON lines), which is committed, and not done again. The last line printed is one JSON object.
+of both; beside it that of the mean of the global weights over the last tenth of the run, and in later rows that of
+the selection slice alone. Finished trials are kept in the results file (JSON lines), which is committed, and not done
+again. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -208,13 +209,10 @@ TRIALS = {
     "16 workers, 2 bits, K 1": sixteen(1),
     "16 workers, 2 bits, K 2, H 1": sixteen(local_steps=1),
     "16 workers, 2 bits, K 2, cool-down H 1, K 1": sixteen(cool_down=(1, 1)),
-    "16 workers, 2 bits, K 2, rate 0.0226": sixteen(lr=0.0226),
     "16 workers, 2 bits, K 2, Muon's momentum 0.9": sixteen(muon={"momentum": 0.9}),
     "16 workers, 2 bits, K 2, outer nu 0.7, rate 2": sixteen(region=quasi_hyperbolic(0.7, 2.0)),
-    "16 workers, 2 bits, K 2, outer nu 0.9, rate 2": sixteen(region=quasi_hyperbolic(0.9, 2.0)),
     "16 workers, 2 bits, K 2, inner momentum 0.99, nu 0.9": sixteen(muon=SLOW),
     "16 workers, 2 bits, K 2, momenta averaged": sixteen(learner=sharing_momenta),
-    "16 workers, 2 bits, K 2, inner momentum 0.99, nu 0.9, averaged": sixteen(muon=SLOW, learner=sharing_momenta),
 }
 
 

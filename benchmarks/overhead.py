@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,7 @@ from benchmarks.common import command_line, report, units_by_ending
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch.check import free_ports
 from geotrain.layout import layout_of
-from geotrain.outer.exchange import wait_for
-from geotrain.outer.messages import Lease, LeaseRequest
+from geotrain.outer.messages import Lease
 from geotrain.outer.server import identity_of
 
 if TYPE_CHECKING:  # they take seconds to import, and the environment must be set before
@@ -41,11 +41,12 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--pairs", type=int, default=12, help="jobs timed with and without the outer loop")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
+    parser.add_argument("--own-loop", action="store_true", help="of a plain torch loop with geotrain.OuterLoop")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, servers(Path(folder), args.local_steps) as (run, cluster):
-        result = measure(run, cluster, args.pairs)
+        result = (measure_own_loop if args.own_loop else measure)(run, cluster, args.pairs)
     report(
-        "overhead",
+        "overhead_own_loop" if args.own_loop else "overhead",
         result,
         args,
         units_by_ending({"_with": "tokens/s", "_without": "tokens/s", "ratio": "ratio"}, "count"),
@@ -66,6 +67,7 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
     raw["folder"] = str(folder / "run")
     raw["data"].update(train=str(folder / "data/train"), validation=None, train_samples=1 << 20)
     raw["outer"]["local_steps"] = local_steps
+    raw["checkpoint"] = {"every_jobs": 1 << 20}  # saving is no part of what is measured
     del raw["monitor"]["validate_every_samples"]
     for block, keys in run_keys.items():
         raw[block] = {**raw.get(block, {}), **keys}
@@ -120,9 +122,9 @@ def joined(
     engine: GeoEngine,
     loader: LeasedLoader,
     report: Callable[[dict[str, Any]], None] = lambda numbers: None,
-) -> Iterator[tuple[Trainer, int]]:
-    """The product's training loop, joined to the region server, and the number of its first job. report: called with
-    the figures of each job."""
+) -> Iterator[tuple[Trainer, Iterator[Lease]]]:
+    """The product's training loop, joined to the region server, and its leases. report: called with the figures of
+    each job."""
     from geotrain.net.worker_client import WorkerClient
     from geotrain.trainer import Trainer
 
@@ -130,7 +132,8 @@ def joined(
     identity = identity_of(run, layout)
     with closing(WorkerClient(str(cluster.region("eu").server))) as client:
         trainer = Trainer(run, "eu-0", identity, layout, engine, loader, client, folder, report=report)
-        yield trainer, wait_for(trainer.exchange.start(identity, f"eu-0-{time.time_ns():x}"))
+        trainer.loop.start()
+        yield trainer, trainer.loop.leases()
 
 
 def by_turns(pairs: int) -> Iterator[bool]:
@@ -147,19 +150,58 @@ def speeds(seconds: dict[bool, list[float]], run: RunConfig) -> dict[str, float]
 
 def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    with only_rank(run) as (engine, loader), joined(run, cluster, engine, loader) as (trainer, job):
+    with only_rank(run) as (engine, loader), joined(run, cluster, engine, loader) as (trainer, leases):
+        lease = next(leases)
+        trainer.train_job(lease)  # for warming up; without the outer loop its samples are trained again
         for exchanging in by_turns(pairs):
-            lease = trainer.client.lease(LeaseRequest("eu-0", job)).result()
-            assert isinstance(lease, Lease)
             begin = time.perf_counter()
             if exchanging:
+                lease = next(leases)
                 trainer.train_job(lease)
-                job += 1
             else:
                 for step, batches in enumerate(loader.steps(lease.start, lease.samples)):
                     engine.train_step(batches, step)
             seconds[exchanging].append(time.perf_counter() - begin)
             print(f"{'with' if exchanging else 'without'} the outer loop: {seconds[exchanging][-1]:.3f} s a job")
+    return figures(seconds, run, pairs)
+
+
+def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
+    """Of the same model from transformers, in a loop of one process; data is read between its steps in both cases."""
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from geotrain import OuterLoop
+    from geotrain.data.loader import RunSamples
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**run.model.config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    with OuterLoop(run, "eu", model.named_parameters(), cluster=cluster, state={"adam": optimizer}) as outer:
+        leased = outer.batches()
+        alone = iter(DataLoader(RunSamples(run), batch_size=run.samples_per_step))  # type: ignore[arg-type]
+        for exchanging in by_turns(pairs):
+            begin = time.perf_counter()
+            for tokens in islice(leased if exchanging else alone, run.outer.local_steps):
+                loss = step(tokens)
+                if exchanging:
+                    outer.after_step(loss)
+            seconds[exchanging].append(time.perf_counter() - begin)
+            print(f"{'with' if exchanging else 'without'} the outer loop: {seconds[exchanging][-1]:.3f} s a job")
+    return figures(seconds, run, pairs)
+
+
+def figures(seconds: dict[bool, list[float]], run: RunConfig, pairs: int) -> dict[str, float]:
+    """What is reported of jobs that took so long with (True) and without the outer loop."""
     ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
     return {
         "throughput_ratio": round(statistics.median(ratios), 4),

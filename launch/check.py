@@ -18,7 +18,7 @@ from geotrain.config import (
     WorkerConfig,
     WorkerSetup,
 )
-from geotrain.data.dataset import open_dataset
+from geotrain.data.dataset import open_dataset, training_digest
 from geotrain.data.tokens import DataError
 from geotrain.launch.worker_command import regions_of
 
@@ -87,22 +87,43 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     try:
         dp = check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
         if run.acco is not None:
-            check_acco(run.acco, block, accumulation_steps(block, dp))
+            check_acco(run.acco, run.architecture, block, accumulation_steps(block, dp))
         return dp
     except ConfigError as error:
         raise ConfigError(f"worker {worker.name!r}: {error}") from None
 
 
 def check_data(run: RunConfig) -> None:
-    """Check that the prepared data is on this machine, is whole and fits the model. Raises DataError."""
+    """Check that the data is on this machine, is whole, is the run's and fits the model. Raises DataError."""
     for prefix in run.data.prefixes:
         check_split(run, prefix)
+    check_digest(run)
     check_tokenizer(run)
+
+
+def check_digest(run: RunConfig) -> None:
+    """As `check_data`, of which data it is."""
+    found = training_digest(run.data)
+    if run.data.sha256 is not None and run.data.sha256 != found:
+        raise DataError(
+            f"{', '.join(each.prefix for each in run.data.train)}: is other data than data.sha256 = "
+            f"{run.data.sha256!r} asks for: its digest is {found!r}"
+        )
+
+
+def with_data_digest(run: RunConfig, before: RunConfig | None = None) -> RunConfig:
+    """The run with `data.sha256`, so that whoever has other data is refused: its own, that of an earlier launch of
+    the run (`before`), or that of the data on this machine. Unchanged where none is known."""
+    known = run.data.sha256 or (before.data.sha256 if before else None)
+    if known is None:
+        with contextlib.suppress(DataError, OSError):  # the launcher's machine need not have the data
+            known = training_digest(run.data)
+    return run.model_copy(update={"data": run.data.model_copy(update={"sha256": known})})
 
 
 def check_split(run: RunConfig, prefix: str) -> None:
     """As `check_data`, of one .bin/.idx pair."""
-    open_dataset(Path(prefix), run.architecture.vocab_size)
+    open_dataset(prefix, run.architecture.vocab_size)
 
 
 def check_tokenizer(run: RunConfig) -> None:

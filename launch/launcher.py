@@ -32,6 +32,7 @@ from geotrain.launch.check import (
     free_ports,
     link_to_global,
     links_between,
+    with_data_digest,
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles
@@ -71,6 +72,8 @@ def launch(
     console = new_console()
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
     check_together(run, cluster)
+    before = _launched_before(run.run_folder.absolute()) if resume else None
+    run = with_data_digest(run, before[0] if before else None)
     if only:
         cluster = _with_sites_here(cluster, only)
     hosts = {site: host for site, host in ssh_hosts(cluster).items() if not only or site in only}
@@ -89,7 +92,7 @@ def launch(
             star = {region.name: link_to_global(cluster, region.name) for region in cluster.regions}
             between = links_between(cluster)
             links = stack.enter_context(wan.emulated(star, between=between, control=folder / WAN_CONTROL))
-        cluster = resolve(cluster, links, here, _cluster_before(folder) if resume else None)
+        cluster = resolve(cluster, links, here, before[1] if before else None)
         request = LaunchRequest(run, cluster, here, resume, uuid.uuid4().hex)
         request.write_files(folder)
         if GLOBAL in hosts:
@@ -223,10 +226,10 @@ def resolve(
     return cluster.model_copy(update={"global_server": global_server, "regions": regions})
 
 
-def _cluster_before(folder: Path) -> ClusterConfig | None:
-    """The cluster as the run's last launch resolved it; None if that is not there, or not readable any more."""
+def _launched_before(folder: Path) -> tuple[RunConfig, ClusterConfig] | None:
+    """Both files as the run's last launch resolved them; None if they are not there, or not readable any more."""
     try:
-        return load_cluster(folder / "cluster.json")
+        return load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
     except (ConfigError, OSError):
         return None
 
@@ -242,7 +245,8 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
         raise ConfigError(f"{folder} holds no run to resume; start without --resume")
     if servers.exists() and (folder / "run.json").exists():
         before = load_run(folder / "run.json")
-        if config_digest(before) != config_digest(run):
+        known = before.data.sha256
+        if config_digest(before) != config_digest(run) or (known and known != run.data.sha256):
             raise ConfigError(
                 f"{folder} was begun with another model, data or outer block (see its run.json); resume with the "
                 "same, or give this run another name or folder"

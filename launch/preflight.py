@@ -22,10 +22,10 @@ from geotrain.config import (
     is_loopback,
 )
 from geotrain.config.deepspeed import warnings_of
-from geotrain.data.dataset import end_of_document, read_manifest, training_digest
+from geotrain.data.dataset import end_of_document, read_manifest
 from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
-from geotrain.launch.check import check_ports_are_free, check_split, check_tokenizer, open_links
+from geotrain.launch.check import check_digest, check_ports_are_free, check_split, check_tokenizer, open_links
 from geotrain.launch.site_processes import SSH, LaunchRequest, local_processes, ssh_hosts
 from geotrain.launch.worker_command import this_machine
 from geotrain.layout import canonical_parameters
@@ -56,7 +56,7 @@ def obstacles(
     checks: list[Callable[[], object]] = [partial(_check_fragments, run)]
     if set(here) - {GLOBAL}:  # other machines check their copies themselves
         checks += [partial(check_split, run, prefix) for prefix in run.data.prefixes]
-        checks += [partial(_check_digest, run), partial(_check_validation, run, topology)]
+        checks += [partial(check_digest, run), partial(_check_validation, run, topology)]
         checks += [partial(end_of_document, run.data), partial(check_tokenizer, run)]
     if GLOBAL in here:
         checks += [partial(_check_boards, run)]
@@ -163,15 +163,6 @@ def _check_fragments(run: RunConfig) -> None:
         )
 
 
-def _check_digest(run: RunConfig) -> None:
-    found = training_digest(run.data)
-    if run.data.sha256 is not None and run.data.sha256 != found:
-        raise DataError(
-            f"{', '.join(each.prefix for each in run.data.train)}: is other data than data.sha256 = "
-            f"{run.data.sha256!r} asks for: its digest is {found!r}"
-        )
-
-
 def _check_validation(run: RunConfig, topology: Topology) -> None:
     """As the workers will read it: whole samples, dealt out evenly to a worker's replicas."""
     if run.monitor.validate_every_samples is None or run.data.validation is None:
@@ -185,7 +176,7 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
                 f"data.validation_samples = {wanted} is not a multiple of {share}, which worker {name!r} takes at a "
                 f"time (train_micro_batch_size_per_gpu × {dp} replicas); use {(wanted + share - 1) // share * share}"
             )
-    samples = (read_manifest(Path(run.data.validation)).tokens - 1) // run.data.sequence_length
+    samples = (read_manifest(run.data.validation).tokens - 1) // run.data.sequence_length
     if samples < wanted:
         raise DataError(
             f"{run.data.validation}: {wanted} validation samples are wanted, but there are {samples} of "

@@ -24,7 +24,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.data.dataset import Manifest, manifest_path, open_dataset
-from geotrain.data.tokens import DataError, TokenWriter
+from geotrain.data.tokens import DataError, TokenWriter, open_tokens
 from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions
 from geotrain.net.journal import JournalDamaged
@@ -209,7 +209,8 @@ class Indexes:
         else:
             victim.write_bytes(damage(rng, self._files[victim]))
         try:
-            _, file = open_dataset(self._prefix, 50)
+            open_dataset(self._prefix, 50)
+            file = open_tokens(self._prefix)
             tokens, ends = np.array(file.tokens), file.document_ends(0, file.documents)
         except DataError as error:
             return "refused" if str(self._prefix) in str(error) else f"unclear: {error}"

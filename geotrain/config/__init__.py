@@ -6,7 +6,7 @@ against the number of heads in `geotrain.parallelism.checks`).
 """
 
 # ruff: noqa: F401 — everything imported here is what other packages use
-from geotrain.config.architecture import Architecture, UnsupportedModelError, architecture_from_hf
+from geotrain.config.architecture import Architecture, Experts, UnsupportedModelError, architecture_from_hf
 from geotrain.config.block import (
     EXIT_FOR_GOOD,
     Block,

@@ -50,6 +50,7 @@ from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server import Server, identity_of
+from geotrain.parameter_file import read_values
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +106,20 @@ def validation_steps(run: RunConfig) -> int:
 
 
 def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
-    """The run's initial weights, from its seed or its Hugging Face checkpoint: a 1-D fp32 vector for each fragment.
+    """The run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's parameters: a
+    1-D fp32 vector for each fragment.
 
     Raises ConfigError.
     """
     vectors = [torch.empty(f.numel) for f in layout.fragments]
     places = {name: view for f in layout.fragments for name, view in layout.split(f.index, vectors[f.index])}
+    if run.model.weights is not None:
+        for name, tensor in read_values(Path(run.model.weights)):
+            places[name].copy_(tensor)
+        for fragment in layout.fragments:
+            if (bad := layout.not_finite(fragment.index, vectors[fragment.index])) is not None:
+                raise ConfigError(f"model.weights: {run.model.weights}: {bad} holds infinities or NaN")
+        return vectors
     if run.model.init_from is None:
         for parameter in layout.parameters:
             places[parameter.name].copy_(initial_tensor(parameter, run.seed))

@@ -327,6 +327,7 @@ class LentLeases:
         # Worker → lease number → lease that went back while its present life counted as dead. It may train it all the
         # same: it was only cut off, or has not heard of it.
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
+        self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
 
     def of(self, worker: str) -> dict[int, Lease]:
         """Those that the worker holds, by their numbers."""
@@ -346,11 +347,24 @@ class LentLeases:
         for lease in trained:
             if self.given_back[worker].pop(lease.lease, None) is None:
                 del self.held[worker][lease.job]
+            self.up[lease.lease] = lease
         return trained
+
+    def are_committed(self, numbers: tuple[int, ...]) -> None:
+        """The global server has taken the update with their training."""
+        for number in numbers:
+            self.up.pop(number, None)
+
+    def take_back(self, numbers: Collection[int]) -> set[str]:
+        """Their training is lost: they are held again, to be trained again. Returns the workers."""
+        lost = [self.up.pop(number) for number in numbers if number in self.up]
+        for lease in lost:
+            self.held[lease.worker][lease.job] = lease
+        return {lease.worker for lease in lost}
 
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
-        tables = {"leases": self.held, "given_back": self.given_back}
+        tables = {"leases": self.held, "given_back": self.given_back, "up": {"": self.up}}
         return {
             name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
             for name, table in tables.items()
@@ -364,6 +378,7 @@ class LentLeases:
             self.held[lease.worker][lease.job] = lease
         for lease in (Lease(*saved) for saved in state.get("given_back", ())):  # older snapshots have none
             self.given_back[lease.worker][lease.lease] = lease
+        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state.get("up", ()))}
 
 
 class Validations:

@@ -138,7 +138,7 @@ class Membership(ABC):
         if not self.rule.in_rounds:
             return member.job + 1
         held = [lease.job for lease in self.holds(name).values()]
-        return min(held, default=1 + min(member.came.get(f, 0) for f in range(len(self.layout.fragments))))
+        return min([*held, 1 + min(member.came.get(f, 0) for f in range(len(self.layout.fragments)))])
 
     def _on_leave(self, leave: Leave) -> None:
         """It is done; leases that it still holds were reserved for it, and it did not come to them."""

@@ -20,7 +20,7 @@ from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal
 from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
 from geotrain.outer.leases import LentLeases
-from geotrain.outer.member import MOST_LEASES, Member, mean_metrics
+from geotrain.outer.member import MOST_LEASES, mean_metrics
 from geotrain.outer.messages import (
     GLOBAL,
     Answer,
@@ -189,29 +189,29 @@ class RegionServer(Server):
         restart. What it holds is given up, and its data goes back to be trained again: in synchronous rounds by the
         same workers, for whose deltas the round waits.
         """
-        if not self.in_flight:  # it was said twice
-            return
-        if self.rule.in_rounds:
-            unseen = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
-            self._begin_round_again({delta.fragment for update in unseen for delta in update.deltas})
-        self._start_over(rejected.reason)
+        untaken = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
+        if self.rule.in_rounds and untaken:
+            self._begin_round_again(untaken)
+        if untaken:  # otherwise it was said twice
+            self._start_over(rejected.reason)
 
-    def _begin_round_again(self, refused: set[int]) -> None:
-        """Forget the workers' deltas that are in no update that the global server has taken: those of the fragments
-        whose update it refused, or did not see after that, and those that wait here for the other workers'.
-
-        A worker of which any was taken finds its acknowledged update unknown when it joins: so it begins a new life,
-        with the first job that lacks a delta.
+    def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
+        """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
+        those that wait here for other workers'. Leases whose training that was are the workers' again. A worker that
+        is concerned finds its acknowledged update unknown when it joins: so it begins a new life, with the first job
+        that is not trained.
         """
-        forgotten: dict[str, Member] = {}
+        refused = {delta.fragment for update in untaken for delta in update.deltas}
+        again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
         for fragment in range(len(self.layout.fragments)):
             # A round ends before the next begins: all have sent this round's, or some have and the others the last.
             taken = min(member.came.get(fragment, 0) for member in self.members.values()) - (fragment in refused)
             for name, member in self.members.items():
                 if member.came.get(fragment, 0) > taken:
-                    member.came[fragment], forgotten[name] = taken, member
-        for member in forgotten.values():
-            member.sequence -= 1
+                    member.came[fragment] = taken
+                    again.add(name)
+        for name in again:
+            self.members[name].sequence -= 1
 
     def _start_over(self, reason: str) -> None:
         """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.
@@ -219,17 +219,18 @@ class RegionServer(Server):
         Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So is the
         number of the last update that was answered: those in flight count as never sent.
         """
-        held = self._answered_for()
+        held = () if self.rule.in_rounds else self._answered_for()
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
-        for table in (self.in_flight, self.trained, self.residuals):
+        for table in (self.in_flight, self.trained, self.leases.up, self.residuals):
             table.clear()
         self.downlink.clear()
         for name, member in self.members.items():
             member.forget()
             member.owed.clear()
-            self.leases.give_back(name)
+            if not self.rule.in_rounds:
+                self.leases.give_back(name)
             self.wanted[name].clear()
             self.reserved_to[name] = 0
         if held:
@@ -263,12 +264,14 @@ class RegionServer(Server):
             for weights, vector in zip(answer.weights, vectors, strict=True):
                 self.newest[weights.fragment] = vector.clone()  # the vector may be the mirror, which goes on changing
         if first:
-            self.set_weights([v.clone() for v in vectors])
-            self.global_versions = [w.version for w in answer.weights]
+            # Not in order: fragments that a former life of this region has sent come when their round has ended.
+            by_fragment = sorted(range(len(vectors)), key=lambda i: answer.weights[i].fragment)
+            self.set_weights([vectors[i].clone() for i in by_fragment])
+            self.global_versions = [answer.weights[i].version for i in by_fragment]
             for state in self.fragments:
                 self.rule.start(state)
         else:
-            del self.in_flight[answer.sequence]
+            self.leases.are_committed(self.in_flight.pop(answer.sequence).leases)
             for weights, vector in zip(answer.weights, vectors, strict=True):
                 self.global_versions[weights.fragment] = weights.version
                 state = self.fragments[weights.fragment]

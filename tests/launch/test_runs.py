@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from geotrain.commands.prepare import prepare_files
-from geotrain.config import load_cluster
+from geotrain.config import load_cluster, load_run
+from geotrain.data.dataset import read_manifest
 from geotrain.emulate import wan
 from geotrain.launch.terminal import ask
 from tests.support.process_trees import marked, new_mark, until
@@ -106,6 +107,8 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     assert resumed.returncode == 0, said
     assert "committed 100%" in said
     assert marked(mark) == []
+    mine = read_manifest(tmp_path / "data/train").sha256  # the launcher's machine decides which data is the run's
+    assert load_run(tmp_path / "runs/quickstart/run.json").data.sha256 == mine
     logs = {"global.log", "eu.ssh.log", "eu.launcher.log", "eu.log", "eu-0.log"}
     assert {p.name for p in (tmp_path / "runs/quickstart/logs").iterdir()} == logs
 

@@ -57,6 +57,7 @@ class Worker:
     lease: Lease | Finished | None = None  # in hand
     waits_for: int | None = None  # the update whose answer it waits for, in synchronous rounds; 0: its join
     spoke_of: tuple[int, ...] = ()  # its fragments
+    step_s: float = 1000.0  # of an inner step
     sent: set[int] = field(default_factory=set)  # fragments of the job in hand whose deltas have left
 
     @property
@@ -89,6 +90,7 @@ class SpecifiedWorld:
         self.snapshots: dict[str, Any] = {}
         self.journals: dict[str, list[Message | None]] = {}  # None: the process died here
         self.uplinks = {name: Uplink() for name in REGIONS}
+        self.drained = False  # any region, at any time
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         cuts = {"a": halves, "b": whole, "c": whole}
         self.workers = {
@@ -151,7 +153,8 @@ class SpecifiedWorld:
         self.servers[name] = back
         if name != GLOBAL:
             self.uplinks[name] = Uplink()
-            self.connect(name)
+            if not self.region(name).done:  # else the process ends at once
+                self.connect(name)
 
     # -- what is said
 
@@ -324,6 +327,7 @@ class SpecifiedWorld:
         if update.sequence <= self.top.members[name].sequence:
             return  # it was taken
         self.tell(name, UpdateRejected(name, region.incarnation, "as the test says", update.sequence))
+        self.spec.refused(name, update)
         self.spec.forget_link(name)
         uplink.updates.clear()
         uplink.acknowledged.clear()
@@ -342,8 +346,23 @@ class SpecifiedWorld:
         if self.top.members[name].incarnation == self.region(name).incarnation:
             self.returned_by(name)
 
+    def hang(self, name: str, worth: float) -> None:
+        """A worker beats and trains no more, for so many times what the specification allows."""
+        worker = self.workers[name]
+        region = self.region(worker.region)
+        held = [lease.steps for lease in region.holds(name).values()]
+        allowed_s = self.spec.allowed_s(worker.step_s, held)
+        if not worker.alive or not held or self.top.rule.in_rounds or region.members[name].away:
+            return
+        if worth * allowed_s > region.patience_s(name):
+            assert worth > 1, f"{name} is taken for dead, and only slow"
+            self.tell(worker.region, MemberSilent(name, worker.incarnation))
+            self.deliver_leases(worker.region)
+        assert worth < 1 or not region.holds(name), f"{name} hangs, and keeps its leases"
+
     def drain(self, name: str) -> None:
         if not self.top.rule.in_rounds:
+            self.drained = True
             self.tell(GLOBAL, OperatorCommand("drain", name))
 
     # -- workers
@@ -387,7 +406,7 @@ class SpecifiedWorld:
         if not worker.alive or worker.lease is not None or not self.present(name):
             return
         try:
-            worker.lease = self.tell(worker.region, LeaseRequest(name, worker.job))
+            worker.lease = self.tell(worker.region, LeaseRequest(name, worker.job, worker.step_s))
         except NotJoined:
             self.join(name, anew=False)
 
