@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.faults.runner import FaultyRun
+from geotrain.config import load_run
 from geotrain.layout import layout_of
 from geotrain.net.journal import Journal
 from geotrain.net.recovery import KINDS, Restarted
@@ -48,7 +49,7 @@ class Replay:
 
 def build(run: FaultyRun, site: str) -> Server:
     """As `geotrain serve` makes it, without state."""
-    config, layout = run.run, layout_of(run.run)
+    config, layout = load_run(run.folder / "run.json"), layout_of(run.run)  # as launched: with the data's digest
     identity = identity_of(config, layout)
     regions = {name: tuple(workers) for name, workers in run.regions.items()}
     samples = config.data.train_samples, config.samples_per_step

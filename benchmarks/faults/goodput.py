@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.faults.liar import LIAR
 from benchmarks.faults.runner import FaultyRun
 
 
@@ -57,7 +58,8 @@ def _lives(run: FaultyRun, region: str, worker: str, end_s: float) -> list[Life]
     ranks = run.cluster.worker(region, worker).ranks
     joined: dict[str, dict[int, float]] = {}
     for event in run.events(region):  # a rank joins again when its server was restarted: the first time counts
-        if event["event"] == "Joined" and event["member"] == worker:
+        lie = event.get("incarnation", "").startswith(LIAR)
+        if event["event"] == "Joined" and event["member"] == worker and not lie:
             joined.setdefault(event["incarnation"], {}).setdefault(event["part"], event["time_s"])
     begins = sorted(max(parts.values()) for parts in joined.values() if len(parts) == ranks)
     ends = [t for t, fault in run.done if fault.what == "kill" and _hits(fault, region, worker)]

@@ -27,6 +27,7 @@ from geotrain.outer.messages import FragmentDelta, Join, Refused, UpdatePart
 from geotrain.outer.server import identity_of
 
 WAIT_S = 20.0
+LIAR = "liar-"  # so begins the name of its life
 
 
 def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
@@ -46,7 +47,7 @@ def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
 def main() -> int:
     run, cluster = load_run(Path(sys.argv[1])), load_cluster(Path(sys.argv[2]))
     region, worker, listening = sys.argv[3], sys.argv[4], Path(sys.argv[5])
-    layout, life = layout_of(run), f"liar-{uuid.uuid4().hex}"
+    layout, life = layout_of(run), f"{LIAR}{uuid.uuid4().hex}"
     assert cluster.security is not None
     trust = Trust(load_credentials(Path(cluster.security.folder), "worker", worker), identity("region", region))
     whole = tuple(layout.whole(f.index) for f in layout.fragments)

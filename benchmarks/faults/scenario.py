@@ -81,7 +81,7 @@ def short_faults(regions: dict[str, Sequence[str]]) -> list[Fault]:
         Fault("kill", 1.5, "global", "global"),  # it comes back to a full disk
         Fault("files", 4.5, first, "server", for_s=3.0),
         Fault("lie", 4.5, regions[last][0], "worker"),
-        Fault("starve", 5.0, "global", "global", for_s=4.0),
+        Fault("starve", 5.0, last, "server", for_s=4.0),
         Fault("corrupt", 5.0, first, for_s=5.0, rate=0.1, seed=1, amount=0.25),
         Fault("kill", 8.0, first, "server"),
         Fault("kill", 9.0, regions[first][0], "rank"),
