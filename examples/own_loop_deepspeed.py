@@ -21,7 +21,8 @@ def main(run_file: str, region: str, stage: str = "1") -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**run.model.config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=block)
-    with geotrain.OuterLoop(run_file, region, engine, state={"adam": engine.optimizer}) as outer:
+    state = {"adam": engine.basic_optimizer} if stage != "3" else {}  # of ZeRO 3 torch cannot take it out
+    with geotrain.OuterLoop(run_file, region, engine, state=state) as outer:
         for tokens in outer.batches():
             tokens = tokens.to(engine.device)
             loss = engine(input_ids=tokens, labels=tokens).loss
