@@ -1,5 +1,5 @@
-"""Packaging. The kernels and the launch scripts live at the top level of the repository, and are
-installed as `geotrain.kernels` and `geotrain.launch`. The CPU kernels are a plain shared library beside them; without
+"""Packaging. The kernels, the launch scripts and the shipped configurations live at the top level of the repository,
+and are installed as `geotrain.kernels`, `geotrain.launch` and `geotrain.configs`. The CPU kernels are a plain shared library beside them; without
 a C compiler with OpenMP the installation goes on, and torch does that work, slower."""
 
 import hashlib
@@ -34,6 +34,7 @@ PACKAGES = [
     *find_packages(include=["geotrain", "geotrain.*"]),
     "geotrain.kernels",
     "geotrain.launch",
+    "geotrain.configs",
 ]
 
 setup(
@@ -43,8 +44,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=PACKAGES,
-    package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch"},
-    package_data={"geotrain": ["py.typed", "monitor/web/*"]},
+    package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch", "geotrain.configs": "configs"},
+    package_data={
+        "geotrain": ["py.typed", "monitor/web/*"],
+        "geotrain.configs": ["*/*.json", "*/*.yaml", "runs/baselines/*.json"],
+    },
     ext_modules=[CPU_KERNELS],
     install_requires=[
         "torch>=2.11",

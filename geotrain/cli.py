@@ -81,10 +81,8 @@ def main() -> None:
 @app.command(epilog="Example: geotrain quickstart")
 def quickstart(
     resume: Resume = False,
-    run: RunOption = Path("configs/runs/quickstart.json"),
-    cluster: Annotated[Path, typer.Option(help="The cluster file.")] = Path(
-        "configs/clusters/local-two-regions.json"
-    ),
+    run: Annotated[Path | None, typer.Option(help="The run file; default: the shipped one.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: the shipped one.")] = None,
 ) -> None:
     """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
 
@@ -360,6 +358,17 @@ def certs(
 
     for path in make_certificates(load_cluster(cluster), folder):
         print(path)
+
+
+@app.command(epilog="Example: geotrain configs configs")
+def configs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist.")],
+) -> None:
+    """Copy the run, model and cluster files that come with GeoTrain, to begin one's own from."""
+    from geotrain.commands.configs import copy_configs
+
+    copy_configs(folder)
+    print(folder)
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")

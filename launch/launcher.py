@@ -80,6 +80,7 @@ def launch(
     for caution in cautions(run, cluster):
         console.print(caution, style="yellow", highlight=False)
     folder = run.run_folder.absolute()
+    run = run.model_copy(update={"folder": str(folder)})  # the default follows the working directory of this process
     with locked(folder, only), contextlib.ExitStack() as stack:
         _check_folder(run, folder, resume, only)
         for obstacle in port_obstacles(run, cluster, here):  # else found when the folder holds a run already

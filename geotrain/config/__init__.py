@@ -16,6 +16,8 @@ from geotrain.config.block import (
     json_schema,
     parse,
     read_json,
+    relocated,
+    shipped_configs,
 )
 from geotrain.config.cluster import (
     Address,

@@ -5,10 +5,12 @@ An error in a file is explained in the words of the file: the key, its value, th
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -37,6 +39,7 @@ def _matching(pattern: str, rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+AbsolutePath = Annotated[str, _matching("/.*", "an absolute path, since it is one of another machine")]
 HostName = Annotated[
     str,
     _matching(_HOST, "a host's name or address: letters, digits and . _ - : only, and no - at the front"),
@@ -72,9 +75,11 @@ class Block(BaseModel):
     """A JSON object of a configuration file: unknown keys are errors, types are not converted, values never change.
 
     moved: keys of older versions → what to write instead; `%s` stands for the key's value.
+    paths: keys, as "data.train", of files and folders; in a file, relative ones are meant from the file's folder.
     """
 
     moved: ClassVar[Mapping[str, str]] = {}
+    paths: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -97,6 +102,32 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not JSON: {error}") from None
 
 
+def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> Any:
+    """A copy of parsed JSON with `change` applied to the strings at these keys, as "data.train", as far as they are
+    there."""
+    raw = copy.deepcopy(raw)
+    for key in keys:
+        *way, last = key.split(".")
+        place = raw
+        for part in way:
+            place = place.get(part) if isinstance(place, dict) else None
+        if isinstance(place, dict) and isinstance(place.get(last), str) and place[last]:
+            place[last] = change(place[last])
+    return raw
+
+
+def from_folder(raw: Any, keys: Iterable[str], folder: Path) -> Any:
+    """A copy of parsed JSON whose paths at these keys are absolute. folder: what relative ones are relative to."""
+    return with_paths(raw, keys, lambda path: os.path.abspath(folder / path))
+
+
+def shipped_configs() -> Path:
+    """The folder of the run, model and cluster files that come with GeoTrain: in a checkout, or as installed."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.with_name("configs")
+
+
 def parse(kind: type[Config], raw: Any, where: str) -> Config:
     """Validate parsed JSON. where: the file, for errors. Raises ConfigError with one line for each fault.
 
@@ -115,6 +146,12 @@ def parse(kind: type[Config], raw: Any, where: str) -> Config:
         innermost = [fault for fault in found if fault["loc"] not in outer]
         faults = "\n".join(f"  {explain(kind, fault)}" for fault in innermost)
         raise ConfigError(f"{where}: not a valid {kind.__name__}\n{faults}") from None
+
+
+def relocated(config: Config, change: Callable[[str], str]) -> Config:
+    """The same configuration with `change` applied to its paths, as for a machine where they lie elsewhere."""
+    raw = config.model_dump(by_alias=True, mode="json")
+    return parse(type(config), with_paths(raw, config.paths, change), type(config).__name__)
 
 
 def json_schema(kind: type[Block]) -> dict[str, Any]:

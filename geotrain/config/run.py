@@ -20,6 +20,7 @@ from geotrain.config.block import (
     Port,
     PositiveFloat,
     PositiveInt,
+    from_folder,
     is_loopback,
     parse,
     read_json,
@@ -39,7 +40,7 @@ class ModelConfig(Block):
 
     config: Annotated[
         dict[str, Any],
-        Field(description="A Hugging Face config: inline, or the path of a config.json (relative to the run file)."),
+        Field(description="A Hugging Face config: inline, or the path of a config.json."),
         WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "string"}]}),
     ]  # a path may stand in the file only: `load_run` puts what it names in its place
     init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
@@ -88,7 +89,10 @@ class CheckpointConfig(Block):
         'often in minutes: "every_minutes": 15'
     }
 
-    folder: str = Field("checkpoints", description="Relative to the run's folder, or absolute.")
+    folder: str | None = Field(
+        None,
+        description="Where workers save, each in a folder of its name; default: checkpoints in the run's folder.",
+    )
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_minutes: PositiveFloat = Field(15.0, description="Servers that took updates snapshot this often.")
     keep: PositiveInt = 2
@@ -135,7 +139,7 @@ class MonitorConfig(Block):
     )
     tensorboard: str | None = Field(
         None,
-        description="Folder, relative to the run's, for TensorBoard files that the global server writes.",
+        description="Folder for TensorBoard files that the global server writes.",
     )
     wandb: WandbConfig | None = None
 
@@ -151,17 +155,24 @@ class MonitorConfig(Block):
 
 
 class RunConfig(Block):
-    """The run file."""
+    """The run file. Relative paths in it are meant from its folder."""
+
+    paths: ClassVar[tuple[str, ...]] = (
+        *("folder", "model.init_from", "data.train", "data.validation", "data.tokenizer"),
+        *("checkpoint.folder", "monitor.token_file", "monitor.tensorboard"),
+    )
 
     name: Name
-    folder: str | None = Field(None, description="Where the run writes; default runs/<name>.")
+    folder: str | None = Field(
+        None, description="Where the run writes; default: runs/<name> in the working directory of the launch."
+    )
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     deepspeed: DeepSpeedBlock = Field(
-        description="Passed to DeepSpeed; see its documentation. Inline, or the path of a JSON file (relative to the "
-        'run file). "auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
+        description="Passed to DeepSpeed; see its documentation. Inline, or the path of a JSON file. "
+        '"auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
         "warmup_max_lr, gradient_accumulation_steps, …",
     )
     acco: AccoConfig | None = None
@@ -196,7 +207,13 @@ class RunConfig(Block):
 
     @property
     def run_folder(self) -> Path:
+        """Where the run writes."""
         return Path(self.folder or f"runs/{self.name}")
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where workers save."""
+        return Path(self.checkpoint.folder) if self.checkpoint.folder else self.run_folder / "checkpoints"
 
     @property
     def samples_per_step(self) -> int:
@@ -211,28 +228,30 @@ class RunConfig(Block):
 
 
 def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
-    """Read a run file. A model config or `deepspeed` block given as a path, relative to the run file, is read and put
-    in its place.
+    """Read a run file. Its paths become absolute: relative ones are meant from the file's folder. A model config or
+    `deepspeed` block given as a path is read and put in its place.
 
-    changes: keys to set, as "outer.local_steps=64": the value is JSON, or else a string. Paths of data are left as
-    they are: relative to the working directory. Raises ConfigError.
+    changes: keys to set, as "outer.local_steps=64": the value is JSON, or else a string. They are given on a command
+    line, so that relative paths in them are meant from the working directory. Raises ConfigError.
     """
     path = Path(path)
-    raw = _with_files(read_json(path), path)
+    raw = _resolved(read_json(path), path.parent)
     for change in changes:
         _put(raw, change)
-    return parse(RunConfig, _with_files(raw, path) if changes else raw, str(path))
+    return parse(RunConfig, _resolved(raw, Path.cwd()), str(path))
 
 
-def _with_files(raw: Any, path: Path) -> Any:
-    """The run file's content with the files that it names in their places."""
+def _resolved(raw: Any, folder: Path) -> Any:
+    """The run file's content with absolute paths, and with the files that it names in their places. folder: what
+    relative paths are relative to."""
+    raw = from_folder(raw, RunConfig.paths, folder)
     if not isinstance(raw, dict):
         return raw
     model, block = raw.get("model"), raw.get("deepspeed")
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": read_json(path.parent / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(folder / model["config"])}}
     if isinstance(block, str):
-        block = read_json(path.parent / block)
+        block = read_json(folder / block)
         if isinstance(block, dict):
             block = {key: value for key, value in block.items() if key != SCHEMA}
         raw = {**raw, "deepspeed": block}
@@ -262,10 +281,14 @@ def _put(raw: Any, change: str) -> None:
 def config_digest(run: RunConfig) -> str:
     """Hex digest of what all processes of a run must agree on: the model, the data and the outer loop.
 
-    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring.
+    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring; and
+    where things lie, which each machine knows for itself. Which data it is, its sha256 says.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
+    shared["model"].pop("init_from")
+    for key in ("train", "validation", "tokenizer"):
+        shared["data"].pop(key)
     shared["data"].pop("train_samples")  # a finished run may be extended
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
