@@ -1,6 +1,7 @@
-"""Packaging. The kernels, the launch scripts and the shipped configurations live at the top level of the repository,
-and are installed as `geotrain.kernels`, `geotrain.launch` and `geotrain.configs`. The CPU kernels are a plain shared library beside them; without
-a C compiler with OpenMP the installation goes on, and torch does that work, slower."""
+"""Packaging. The kernels, the launch scripts and the shipped configurations live at the top level of the
+repository, and are installed as `geotrain.kernels`, `geotrain.launch` and `geotrain.configs`. The CPU kernels are a
+plain shared library beside them; without a C compiler with OpenMP the installation goes on, and torch does that work,
+slower."""
 
 import hashlib
 from pathlib import Path

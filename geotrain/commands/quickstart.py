@@ -105,13 +105,13 @@ def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool) -
 def summarize(
     run: RunConfig, cluster: ClusterConfig, folder: Path, train_s: float, samples_before: int
 ) -> dict[str, Any]:
-    """What the finished run did. Bytes are those that the kernel counted on the region servers' links. They, the
-    speeds and what these are compared with count from the last start, when `samples_before` samples were trained."""
+    """What the finished run did. Bytes are those that the kernel counted on the region servers' links. The speed
+    counts from the last start, when `samples_before` samples were trained."""
     statuses = LiveRun(folder).see().statuses
     top = statuses[GLOBAL]
     regions = [statuses[region.name] for region in cluster.regions]
     samples = int(top["committed_samples"])
-    steps = (samples - samples_before) // run.samples_per_step
+    steps = samples // run.samples_per_step
     workers = [w for region in cluster.regions for w in region.workers]
     parameters = canonical_parameters(run.architecture)
     count = sum(parameter.numel for parameter in parameters)

@@ -281,8 +281,8 @@ def _put(raw: Any, change: str) -> None:
 def config_digest(run: RunConfig) -> str:
     """Hex digest of what all processes of a run must agree on: the model, the data and the outer loop.
 
-    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring; and
-    where things lie, which each machine knows for itself. Which data it is, its sha256 says.
+    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring,
+    where things lie. Which data it is, its sha256 says.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
