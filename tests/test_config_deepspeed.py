@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_run, parse
+from benchmarks.fuzz.messages import ODD, places
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, parse
 from geotrain.config.deepspeed import BLOCKS, KEYS, SCHEDULERS, warnings_of
+from geotrain.launch.check import check_together
+from geotrain.launch.preflight import cautions
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODEL = json.loads((CONFIGS / "models/llama-tiny.json").read_text())
@@ -110,6 +113,38 @@ def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
 def test_a_key_that_deepspeed_would_pass_over_is_refused(change: dict[str, Any], told: str) -> None:
     told = told.replace("%", "DeepSpeed knows no such key")
     assert f"  deepspeed: {told}" in refused({**BLOCK, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"scheduler": {"type": []}}, "scheduler.type = []: must be a string"),
+        ({"fp16": True}, "fp16 = True: must be an object"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled = 'yes': must be true or false"),
+        ({"zero_optimization": {"stage": 1.5}}, "zero_optimization.stage = 1.5: must be a whole number, 0 or more"),
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu = 0: must be a positive integer"),
+        (with_schedule(warmup_max_lr=-1), "scheduler.params.warmup_max_lr = -1: must be a number, 0 or more"),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_kind_is_refused(change: dict[str, Any], told: str) -> None:
+    assert f"  deepspeed: {told}" in refused({**BLOCK, **change})
+
+
+@pytest.mark.parametrize("odd", [v for v in ODD if not isinstance(v, bytes)], ids=repr)
+def test_whatever_a_value_is_the_checks_before_a_launch_end_in_a_line(odd: Any) -> None:
+    full = with_schedule(total_num_steps=10, warmup_num_steps=1, warmup_max_lr=0.1, cos_min_ratio=0.1)
+    full |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}, "fp16": {}}
+    cluster = load_cluster(CONFIGS / "clusters/local-two-regions.json")
+    for number in range(len(list(places(full)))):
+        block = copy.deepcopy(full)
+        holder, key = list(places(block))[number]
+        holder[key] = odd
+        try:
+            run = run_with(block)
+            check_together(run, cluster)
+            cautions(run, cluster)
+        except ConfigError as error:
+            assert len(str(error)) > 20
 
 
 def test_a_workers_own_keys_are_checked_too() -> None:

@@ -120,6 +120,11 @@ def test_parameter_counts_of_known_models():
         ({"attention_bias": True}, "attention_bias = True"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3'"),
         ({"hidden_size": 30, "num_attention_heads": 4}, "hidden_size = 30 is not a multiple"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 must be a whole number from 1 to 10,000"),
+        ({"vocab_size": float("nan")}, "vocab_size = nan must be a whole number"),
+        ({"head_dim": "8"}, "head_dim = '8' must be a whole number"),
+        ({"rms_norm_eps": [1]}, r"rms_norm_eps = \[1\] must be a number"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, r"rope type \['llama3'\] is not supported"),
     ],
 )
 def test_unsupported_models_say_why(change, message):

@@ -14,8 +14,18 @@ import numpy as np
 
 from benchmarks import ROOT
 from benchmarks.fuzz.messages import ODD, Servers, digest, outer_config, places
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run, parse
+from geotrain.config import (
+    ClusterConfig,
+    ConfigError,
+    RunConfig,
+    UnsupportedModelError,
+    load_cluster,
+    load_run,
+    parse,
+)
 from geotrain.data.tokens import DataError, Manifest, TokenWriter, manifest_path, open_dataset
+from geotrain.launch.check import check_together
+from geotrain.launch.preflight import cautions
 from geotrain.net.journal import JournalDamaged
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.snapshots import StoreError
@@ -23,6 +33,7 @@ from geotrain.outer.messages import LeaseRequest
 from geotrain.outer.region_server import RegionServer
 
 CONFIGS = ROOT / "configs"
+RUN, CLUSTER = CONFIGS / "runs" / "quickstart.json", CONFIGS / "clusters" / "local-two-regions.json"
 
 
 def damage(rng: random.Random, content: bytes) -> bytes:
@@ -46,7 +57,8 @@ def damage(rng: random.Random, content: bytes) -> bytes:
 
 
 class Configs:
-    """Run and cluster files of this repository with keys and values changed, or bytes."""
+    """Run and cluster files of this repository with keys and values changed, or bytes: read, and checked together
+    with the other half as before a launch."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -60,6 +72,7 @@ class Configs:
             parse(kind, raw, str(path))
             self._samples.append((load_run if kind is RunConfig else load_cluster, raw))
         assert self._samples, "no configs to begin from"
+        self._run, self._cluster = load_run(RUN), load_cluster(CLUSTER)
 
     def attempt(self, rng: random.Random) -> str:
         load, raw = rng.choice(self._samples)
@@ -78,13 +91,19 @@ class Configs:
             content = json.dumps(changed).encode()
         self._path.write_bytes(content)
         try:
-            load(self._path)
+            loaded = load(self._path)
         except ConfigError as error:
             said = str(error)
             clear = (
                 said.startswith((str(self._path), str(self._path.parent))) and len(said) > len(str(self._path)) + 10
             )
             return "refused" if clear else f"unclear: {said[:300]}"
+        run, cluster = (loaded, self._cluster) if isinstance(loaded, RunConfig) else (self._run, loaded)
+        try:
+            check_together(run, cluster)
+            cautions(run, cluster)
+        except (ConfigError, UnsupportedModelError) as error:
+            return "refused" if len(str(error)) > 20 else f"unclear: {error}"
         return "taken"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,6 +14,8 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
+MOST = 2**31 - 1  # of any size; beyond it, indices of Megatron-core and transformers overflow
+MOST_LAYERS = 10_000  # what follows from a model is counted layer by layer
 _ROPE_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
@@ -55,18 +58,15 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     the model that was trained. Raises UnsupportedModelError naming the key, its value and what is supported.
     """
 
-    def need(key: str) -> Any:
-        if key not in config:
-            raise UnsupportedModelError(f"model config: key {key!r} is missing")
-        return config[key]
-
-    model_type = need("model_type")
+    model_type = _need(config, "model_type")
     if model_type not in get_args(Family):
         raise UnsupportedModelError(
             f"model config: model_type {model_type!r} is not supported; supported: {', '.join(get_args(Family))}"
         )
     # transformers 5 writes `rope_parameters`; older files have `rope_scaling`, and `rope_theta` beside it.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedModelError(f"model config: the rope parameters {rope!r} must be an object")
     for key, wanted in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
@@ -78,9 +78,9 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     dropout = config.get("attention_dropout", 0.0)
     if dropout:
         raise UnsupportedModelError(f"model config: attention_dropout = {dropout!r} is not supported; only 0.0")
-    heads, hidden = int(need("num_attention_heads")), int(need("hidden_size"))
+    heads, hidden = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
     # Without a number, each head has its own keys and values.
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    kv_heads = _whole(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % kv_heads:
         raise UnsupportedModelError(
             f"model config: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
@@ -89,37 +89,51 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
         raise UnsupportedModelError(
             f"model config: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; set head_dim"
         )
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    architecture = Architecture(
+    return Architecture(
         model_type=model_type,
-        vocab_size=int(need("vocab_size")),
+        vocab_size=_whole(config, "vocab_size"),
         hidden_size=hidden,
-        ffn_size=int(need("intermediate_size")),
-        layers=int(need("num_hidden_layers")),
+        ffn_size=_whole(config, "intermediate_size"),
+        layers=_whole(config, "num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(theta),
+        head_dim=_whole(config, "head_dim") if config.get("head_dim") else hidden // heads,
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope_theta=_number(rope if rope.get("rope_theta") else config, "rope_theta", 10000.0),
         rope_scaling=_rope_scaling(rope, config),
-        max_positions=int(config.get("max_position_embeddings", 2048)),
+        max_positions=_whole(config, "max_position_embeddings", 2048),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=model_type == "qwen3",
         qkv_bias=model_type == "qwen2",
         sliding_window=_sliding_window(config) if model_type == "mistral" else None,
-        init_std=float(config.get("initializer_range", 0.02)),
+        init_std=_number(config, "initializer_range", 0.02),
     )
-    for field in ("vocab_size", "hidden_size", "ffn_size", "layers", "heads", "head_dim", "max_positions"):
-        if getattr(architecture, field) < 1:
-            raise UnsupportedModelError(f"model config: {field} = {getattr(architecture, field)} must be positive")
-    return architecture
+
+
+def _need(config: dict[str, Any], key: str) -> Any:
+    if key not in config:
+        raise UnsupportedModelError(f"model config: key {key!r} is missing")
+    return config[key]
+
+
+def _whole(config: dict[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
+    value = config.get(key, default) if default is not None else _need(config, key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UnsupportedModelError(f"model config: {key} = {value!r} must be a whole number from 1 to {most:,}")
+    return value
+
+
+def _number(config: dict[str, Any], key: str, default: float) -> float:
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise UnsupportedModelError(f"model config: {key} = {value!r} must be a number, 0 or more")
+    return float(value)
 
 
 def _rope_scaling(rope: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """What `Architecture.rope_scaling` holds. Raises UnsupportedModelError."""
     kind = rope.get("rope_type", rope.get("type")) or "default"
-    if kind not in ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise UnsupportedModelError(
             f"model config: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}"
         )
@@ -127,7 +141,7 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[s
         return ()
     given = {key: value for key, value in rope.items() if value is not None}
     if kind == "yarn":  # transformers takes the longest sequence of a config that does not state the original one
-        given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", 2048))
+        given.setdefault("original_max_position_embeddings", _whole(config, "max_position_embeddings", 2048))
     known = {*ROPE_KEYS[kind], "original_max_position_embeddings", *(_ROPE_OPTIONS if kind == "yarn" else ())}
     for key in ROPE_KEYS[kind]:
         if key not in given:
@@ -135,6 +149,8 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[s
     for key in given:
         if key not in {*known, "rope_type", "type", "rope_theta"}:
             raise UnsupportedModelError(f"model config: {key} does not belong to rope type {kind!r}; leave it out")
+        if key in known - {"truncate"}:
+            _number(given, key, 0.0)
     return (("rope_type", kind), *sorted((key, given[key]) for key in known if key in given))
 
 

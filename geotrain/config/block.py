@@ -197,7 +197,7 @@ def explain(kind: Any, fault: Any) -> str:
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Advice for a word that is none of those known. otherwise: what to say when none is like it; by default, all."""
-    names = sorted(known)
+    names = list(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else otherwise or f"known: {', '.join(names)}"
 

@@ -7,7 +7,9 @@ errors. The names are those that DeepSpeed itself reads, as tests/test_config_de
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+import reprlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from geotrain.config.block import nearest
@@ -74,27 +76,74 @@ _MAY_BE_AUTO = _keys(
 )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+_READ: dict[str, tuple[frozenset[str], Callable[[Any], bool]]] = {  # what its value must be → places, the test
+    "an object": (
+        frozenset(BLOCKS) | _keys("data_types fp16 optimizer.params scheduler.params"),
+        lambda value: isinstance(value, dict),
+    ),
+    "a string": (_keys("optimizer.type scheduler.type"), lambda value: isinstance(value, str)),
+    "true or false": (
+        _keys("bf16.enabled fp16.enabled zero_optimization.round_robin_gradients"),
+        lambda value: isinstance(value, bool),
+    ),
+    "a positive integer": (
+        _keys("train_batch_size train_micro_batch_size_per_gpu"),
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
+    ),
+    "a whole number, 0 or more": (
+        _keys(
+            "gradient_accumulation_steps scheduler.params.total_num_steps scheduler.params.warmup_num_steps "
+            "zero_optimization.reduce_bucket_size zero_optimization.stage"
+        ),
+        lambda value: _is_number(value) and value == int(value),  # DeepSpeed's own examples write 5e8
+    ),
+    "a number, 0 or more": (
+        _keys(
+            "gradient_clipping optimizer.params.lr scheduler.params.cos_min_ratio scheduler.params.warmup_max_lr "
+            "scheduler.params.warmup_min_lr"
+        ),
+        _is_number,
+    ),
+}
+
+
 def check_block(block: dict[str, Any]) -> dict[str, Any]:
-    """The block as it is. Raises ValueError, a line for each key that DeepSpeed would pass over, and for each "auto"
-    that stands where nothing follows from the run."""
-    if faults := [*_unknown(block), *_no_auto(block)]:
+    """The block as it is. Raises ValueError, a line for each value of the wrong kind among those that GeoTrain itself
+    reads, for each key that DeepSpeed would pass over, and for each "auto" that stands where nothing follows from the
+    run."""
+    if faults := [*_misshapen(block), *_no_auto(block)] or [*_unknown(block)]:
         raise ValueError("; ".join(faults))
     return block
 
 
+def _misshapen(block: dict[str, Any]) -> Iterator[str]:
+    for kind, (places, fits) in _READ.items():
+        for place in places:
+            *way, last = place.split(".")
+            holder: Any = block
+            for part in way:
+                holder = holder.get(part, {}) if isinstance(holder, dict) else {}
+            if not isinstance(holder, dict) or last not in holder:
+                continue  # absent, or its holder is told by itself
+            value = holder[last]
+            if value != AUTO and not fits(value):
+                yield f"{place} = {reprlib.repr(value)}: must be {kind}"
+
+
 def _unknown(block: dict[str, Any]) -> Iterator[str]:
-    looked_into: list[tuple[str, Any, frozenset[str]]] = [("", block, KEYS)]
+    looked_into: list[tuple[str, dict[str, Any], frozenset[str]]] = [("", block, KEYS)]
     looked_into += [(f"{key}.", block[key], known) for key, known in BLOCKS.items() if key in block]
-    scheduler = block.get("scheduler")
-    if isinstance(scheduler, dict) and scheduler.get("type") in SCHEDULERS:
+    scheduler = block.get("scheduler", {})
+    if scheduler.get("type") in SCHEDULERS:
         looked_into.append(("scheduler.params.", scheduler.get("params", {}), SCHEDULERS[scheduler["type"]]))
     for place, inner, known in looked_into:
-        if not isinstance(inner, dict):
-            yield f"{place.removesuffix('.')} = {inner!r}: must be an object"
-            continue
         for key in inner:
             if key not in known:
-                advice = nearest(key, known, "it would do nothing; leave it out")
+                advice = nearest(key, sorted(known), "it would do nothing; leave it out")
                 yield f"{place}{key}: DeepSpeed knows no such key; {advice}"
 
 
@@ -125,7 +174,7 @@ def completed(block: dict[str, Any], total_steps: int) -> dict[str, Any]:
         params["total_num_steps"] = total_steps
     schedule_steps = params.get("total_num_steps", total_steps)
     found = {
-        "warmup_num_steps": max(1, min(WARMUP_STEPS, schedule_steps // 10)),
+        "warmup_num_steps": max(1, min(WARMUP_STEPS, int(schedule_steps) // 10)),
         "warmup_min_lr": 0.0,
         "warmup_max_lr": block.get("optimizer", {}).get("params", {}).get("lr", _DEEPSPEED_WARMUP_MAX_LR),
         "cos_min_ratio": COS_MIN_RATIO,
@@ -141,7 +190,7 @@ def warnings_of(block: dict[str, Any], total_steps: int) -> list[str]:
     params = params.get("params", {})
     where, told = "deepspeed.scheduler.params", list[str]()
     total = params.get("total_num_steps")
-    if isinstance(total, int) and total != total_steps:
+    if total is not None and total != total_steps:
         then = "the rest trains at the lowest rate" if total < total_steps else "the rate never comes down to its end"
         told.append(
             f"{where}.total_num_steps = {total}, but the run has {total_steps} steps (data.train_samples / "
@@ -154,7 +203,7 @@ def warnings_of(block: dict[str, Any], total_steps: int) -> list[str]:
         )
     warmup = params.get("warmup_num_steps", _DEEPSPEED_WARMUP_STEPS)
     follows = stated.get("warmup_num_steps") == AUTO or kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-    if not follows and isinstance(warmup, int) and warmup >= total_steps:
+    if not follows and warmup >= total_steps:
         whose = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
         told.append(
             f"{where}.warmup_num_steps = {warmup}{whose}, but the run has {total_steps} steps: the rate is never "

@@ -180,7 +180,7 @@ def open_tokens(prefix: str | Path) -> TokenFile:
     bounds = np.fromfile(index, "<i8", bound_count, offset=_HEADER.size + sequences * (4 + 8))
     if bounds[-1] != sequences:
         raise DataError(f"{index}: its last document does not end with the file: it is damaged; copy it again")
-    if bounds[0] != 0 or (np.diff(bounds) < 0).any() or (lengths < 0).any():
+    if bounds[0] != 0 or (bounds[1:] < bounds[:-1]).any() or (lengths < 0).any():
         raise DataError(f"{index}: its documents are not in order: the file is damaged; prepare the data again")
     dtype = _DTYPES[code]
     count, rest = divmod(data.stat().st_size, dtype.itemsize)

@@ -123,3 +123,14 @@ def test_damaged_files_are_refused(tmp_path: Path, ending: str, change: object, 
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_tokens(prefix)
+
+
+@pytest.mark.parametrize("bound", [6199499590824596226, -(2**62), 2**63 - 1])
+def test_a_bound_far_off_is_refused_though_differences_overflow(tmp_path: Path, bound: int) -> None:
+    index = Path(write(tmp_path / "train")).with_suffix(".idx")
+    bounds = np.frombuffer(index.read_bytes()[-32:], "<i8").copy()
+    assert bounds.tolist() == [0, 1, 2, 3]
+    bounds[1] = bound
+    index.write_bytes(index.read_bytes()[:-32] + bounds.tobytes())
+    with pytest.raises(DataError, match="its documents are not in order"):
+        open_tokens(str(tmp_path / "train"))
