@@ -221,6 +221,9 @@ def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
     data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
     tasks: Annotated[str, typer.Option(metavar="TASK,…", help="Of lm-evaluation-harness: pip install lm-eval.")] = "",
+    task_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Tasks of one's own (YAML), in place of the harness's.")
+    ] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of a sample, with --data; default: the model's positions, at most 1024."),
@@ -231,7 +234,7 @@ def evaluate(
     """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
     from geotrain.commands.evaluate import measure
 
-    print(json.dumps(measure(folder, data, tasks, sequence_length, limit, batch), indent=2))
+    print(json.dumps(measure(folder, data, tasks, sequence_length, limit, batch, task_folder), indent=2))
 
 
 @app.command(

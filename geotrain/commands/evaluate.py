@@ -22,7 +22,13 @@ TOKENS_AT_ONCE = 8192  # of a run's final validation: a batch's logits are 4 byt
 
 
 def measure(
-    folder: Path, validation: Path | None, tasks: str, sequence_length: int | None, limit: int | None, batch: int
+    folder: Path,
+    validation: Path | None,
+    tasks: str,
+    sequence_length: int | None,
+    limit: int | None,
+    batch: int,
+    task_folder: Path | None = None,
 ) -> dict[str, Any]:
     """What `geotrain eval` prints. tasks: names, separated by commas. sequence_length: None takes the model's, see
     `usual_length`. Raises ConfigError and as its parts do."""
@@ -33,7 +39,7 @@ def measure(
         length = sequence_length or usual_length(folder)
         said |= {"loss": evaluate(folder, validation, limit, length, batch), "sequence_length": length}
     if tasks:
-        said["tasks"] = run_tasks(folder, tasks.split(","), limit, batch)
+        said["tasks"] = run_tasks(folder, tasks.split(","), limit, batch, task_folder)
     return said
 
 
@@ -125,10 +131,13 @@ def loss_of_model(
     return total / (samples * sequence_length)
 
 
-def run_tasks(folder: Path, tasks: list[str], limit: int | None, batch: int) -> dict[str, dict[str, float]]:
+def run_tasks(
+    folder: Path, tasks: list[str], limit: int | None, batch: int, task_folder: Path | None = None
+) -> dict[str, dict[str, float]]:
     """Tasks of EleutherAI's lm-evaluation-harness: task → its figures, as the harness names them.
 
-    limit: examples a task at most. Raises HFCheckpointError, DataError (no such task), ConfigError (no harness).
+    limit: examples a task at most. task_folder: with YAML files of tasks, in place of the harness's own. Raises
+    HFCheckpointError, DataError (no such task), ConfigError (no harness).
     """
     if not (folder / "config.json").exists():
         raise HFCheckpointError(
@@ -136,6 +145,7 @@ def run_tasks(folder: Path, tasks: list[str], limit: int | None, batch: int) -> 
         )
     try:
         import lm_eval
+        from lm_eval.tasks import TaskManager
     except ImportError:
         raise ConfigError(
             "geotrain eval --tasks needs lm-evaluation-harness, which is not installed: pip install lm-eval"
@@ -146,6 +156,7 @@ def run_tasks(folder: Path, tasks: list[str], limit: int | None, batch: int) -> 
             model="hf",
             model_args={"pretrained": str(folder), "dtype": "float32"},
             tasks=tasks,
+            task_manager=TaskManager(include_path=task_folder, include_defaults=task_folder is None),
             limit=limit,
             batch_size=batch,
             device=device,

@@ -66,7 +66,7 @@ class Monitor:
                 boards.append(TensorBoard(Path(config.tensorboard)))
                 opened.callback(boards[-1].close)
             if site == GLOBAL and config.wandb is not None:
-                boards.append(Wandb(config.wandb, run.name, Path(run.run_folder)))
+                boards.append(Wandb(config.wandb, run))
                 opened.callback(boards[-1].close)
             live += [board.on for board in boards]
             if with_past or live:
