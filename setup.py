@@ -48,7 +48,7 @@ setup(
     package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch", "geotrain.configs": "configs"},
     package_data={
         "geotrain": ["py.typed", "monitor/web/*"],
-        "geotrain.configs": ["*/*.json", "*/*.yaml", "runs/baselines/*.json"],
+        "geotrain.configs": ["*/*.json", "*/*.yaml", "*/*.sbatch", "runs/baselines/*.json"],
     },
     ext_modules=[CPU_KERNELS],
     install_requires=[

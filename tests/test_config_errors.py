@@ -27,7 +27,7 @@ def told(outer: dict[str, Any]) -> list[str]:
     [
         ({"levls": 2}, "levls: unknown key; did you mean 'levels'?"),
         ({"rule": {"name": "hallos"}}, "rule.name = \"hallos\": did you mean 'halos'?"),
-        ({"rule": {"name": "x"}}, 'rule.name = "x": known: halos, region_momentum, sync'),
+        ({"rule": {"name": "x"}}, 'rule.name = "x": known: sync, halos, region_momentum'),
         ({"rule": {"lr": 1.0}}, 'rule.name: this key is required; known: sync, halos, region_momentum'),
         ({"rule": {**HALOS, "legder": True}}, "rule.legder: unknown key; did you mean 'ledger'?"),
         ({"rule": {**SYNC, "lr": -1.0}}, "rule.lr = -1.0: Input should be greater than 0"),

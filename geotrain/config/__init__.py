@@ -44,6 +44,7 @@ from geotrain.config.outer import (
     codec_config,
     rule_config,
 )
+from geotrain.config.plugins import AsyncConfig, PluggedCodec, PluggedRule
 from geotrain.config.run import (
     AccoConfig,
     CheckpointConfig,

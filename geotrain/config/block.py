@@ -185,9 +185,9 @@ def explain(kind: Any, fault: Any) -> str:
         case "union_tag_invalid":
             name = fault["input"]["name"]
             return f"{'.'.join([*where, 'name'])} = {json.dumps(name)}: {nearest(str(name), names)}"
-        case "dict_type" if fault["input"] in names:
+        case "dict_type" | "model_attributes_type" if fault["input"] in names:
             return f'{key} = {value}: write {{"name": {value}}}; the settings of {value} stand beside its name'
-        case "dict_type" if names:
+        case "dict_type" | "model_attributes_type" if names:
             return f'{key} = {value}: write {{"name": …}}; known: ' + ", ".join(names)
     told = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error" and isinstance(fault["input"], dict):  # the message names what is meant

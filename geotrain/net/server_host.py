@@ -54,7 +54,6 @@ from geotrain.net.server_thread import ServerThread
 from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
 from geotrain.net.snapshots import StoreError
 from geotrain.net.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.region_server import RegionServer
 
@@ -259,7 +258,7 @@ class ServerHost:
     async def _validate_final_weights(self) -> None:
         """Once all data is trained. No worker is there any more, so this process does it, in a bounded time."""
         server, evaluate, began_s = self.server, self.place.evaluate, time.monotonic()
-        if evaluate is None or not isinstance(server, GlobalServer) or not server.final_validation:
+        if evaluate is None or not server.final_validation:
             return
         given_up = threading.Event()
 
