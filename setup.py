@@ -77,6 +77,7 @@ setup(
     ],
     extras_require={
         "dev": [
+            "accelerate>=1.1",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
@@ -91,6 +92,7 @@ setup(
             "lm_eval[hf]>=0.4.9",
             "wandb>=0.20",
         ],
+        "hf": ["accelerate>=1.1"],
         "s3": ["s3fs>=2025.1"],
     },
     entry_points={"console_scripts": ["geotrain = geotrain.cli:main"]},

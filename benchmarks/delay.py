@@ -1,18 +1,19 @@
 """What the delay between regions costs ours with Muon, and what shortens or corrects it: trials of one seed.
 
-    python -m benchmarks.delay                                           all trials: a quarter of an hour of one core
+    python -m benchmarks.delay                                           all trials: twenty minutes of one core
     python -m benchmarks.delay --trials "one worker a region" --seed 1   some of them
 
 The small model of claims.py, in its world, at its length. A loss is of 5,000 windows of each held-out slice, the mean
-of both; beside it that of the mean of the global weights over the last tenth of the run. Finished trials are kept in
-the results file (JSON lines), which is committed, and not done again. The last line printed is one JSON object.
+of both; beside it that of the mean of the global weights over the last tenth of the run, and in later rows that of
+the selection slice alone. Finished trials are kept in the results file (JSON lines), which is committed, and not done
+again. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,18 @@ from benchmarks.claims.report import plain
 from benchmarks.claims.runs import Job
 from benchmarks.claims.study import FULL
 from benchmarks.common import command_line
-from benchmarks.learner.optimizers import MuonSettings
-from benchmarks.learner.training import Curve, Study, training_task
+from benchmarks.learner.optimizers import MuonSettings, QuasiHyperbolicMuonSettings
+from benchmarks.learner.training import Curve, Learning, Study, training_task
 from geotrain.config import OuterConfig, RegionMomentumConfig
 from geotrain.layout import Layout
 from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import Finished, FragmentWeights, Lease, LeaseRequest
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import FragmentState
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion
 from geotrain.outer.server import Identity
+from geotrain.simulate.spec import WorkerSpec
+from geotrain.simulate.worker import Learner
 from geotrain.simulate.world import VirtualWorld
 
 RESULTS = ROOT / "benchmarks/data/delay.jsonl"
@@ -105,20 +109,59 @@ class Agreeing(AveragingGlobal):
         return answered
 
 
+def quasi_hyperbolic(share: float, rate: float) -> MakeRegion:
+    """x −= rate · (ν·m + (1−ν)·Δ), with ν = share and m the region's momentum, the average of its deltas (Ma and
+    Yarats, arXiv 1810.06801). The product's rule is this with ν = gain / (1 + gain), rate = 1 + gain."""
+
+    def make(config: RegionMomentumConfig, workers: int, decay: float) -> MomentumRegion:
+        rule = MomentumRegion(config, workers, decay)
+        rule.gain, rule.weight = share / (1 - share), rate * (1 - share) / workers
+        return rule
+
+    return make
+
+
+def sharing_momenta(make: Callable[[WorkerSpec], Learner]) -> Callable[[WorkerSpec], Learner]:
+    """MT-DAO's averaging of momenta (arXiv 2510.05361), better than any network allows: whenever a worker takes new
+    weights, its moments become the mean of all workers', at once. Second moments go with the first: a worker's own
+    may be next to nothing where the others' gradients are not."""
+    members: list[Learning] = []
+
+    def learner(spec: WorkerSpec) -> Learner:
+        mine = make(spec)
+        assert isinstance(mine, Learning)
+        members.append(mine)
+        take = mine.on_weights
+
+        def on_weights(weights: FragmentWeights, start: bool = False) -> None:
+            take(weights, start)
+            optimizers = [other.optimizer for other in members]
+            mine.optimizer.m.copy_(torch.stack([o.m for o in optimizers]).mean(0))
+            mine.optimizer.v.copy_(torch.stack([o.v for o in optimizers]).mean(0))
+
+        mine.on_weights = on_weights  # type: ignore[method-assign]
+        return mine
+
+    return learner
+
+
 MakeRegion = Callable[[RegionMomentumConfig, int, float], MomentumRegion]
 MakeGlobal = Callable[[Layout], AveragingGlobal]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """settings: changes of the method's run file, and the rate. momentum: Muon's, in place of its own. region,
-    top: make the rules that stand in for the product's."""
+    """settings: changes of the method's run file, and the rate. muon: changes of Muon's settings. region, top: make
+    the rules that stand in for the product's. learner: changes what workers learn with. cool_down: H and K of the
+    run's last tenth."""
 
     method: str
     settings: Settings
-    momentum: float | None = None
+    muon: Settings = field(default_factory=dict)
     region: MakeRegion | None = None
     top: MakeGlobal | None = None
+    learner: Callable[[Callable[[WorkerSpec], Learner]], Callable[[WorkerSpec], Learner]] | None = None
+    cool_down: tuple[int, int] | None = None
 
 
 def two_bits(density: float = 1.0) -> Settings:
@@ -130,14 +173,18 @@ def ahead(by: float) -> MakeRegion:
     return lambda config, workers, decay: LookAhead(config, workers, decay, by, REGIONS)
 
 
-def trial(
-    method: str,
-    momentum: float | None = None,
-    region: MakeRegion | None = None,
-    top: MakeGlobal | None = None,
-    **settings: Any,
-) -> Trial:
-    return Trial(method, {"momentum_share": 0.1, "lr": 0.016, **settings}, momentum, region, top)
+SLOW: Settings = {"momentum": 0.99, "momentum_share": 0.9}
+OF_TRIAL = ("muon", "region", "top", "learner", "cool_down")
+
+
+def trial(method: str, **changes: Any) -> Trial:
+    own = {name: changes.pop(name) for name in OF_TRIAL if name in changes}
+    return Trial(method, {"momentum_share": 0.1, "lr": 0.016, **changes}, **own)
+
+
+def sixteen(updates_per_send: int = 2, **changes: Any) -> Trial:
+    """Sixteen workers, in two bits."""
+    return trial(SIXTEEN, updates_per_send=updates_per_send, **two_bits(), **changes)
 
 
 TRIALS = {
@@ -155,10 +202,17 @@ TRIALS = {
     "2 bits, K 1, merge_alpha 1": trial(ONE, updates_per_send=1, merge_alpha=1.0, **two_bits()),
     "2 bits, K 1, look-ahead 0.5": trial(ONE, region=ahead(0.5), updates_per_send=1, **two_bits()),
     "16 workers": trial(SIXTEEN),
-    "16 workers, 2 bits, K 2": trial(SIXTEEN, updates_per_send=2, **two_bits()),
-    "16 workers, 2 bits, K 2, merge_alpha 0.75": trial(SIXTEEN, updates_per_send=2, merge_alpha=0.75, **two_bits()),
+    "16 workers, 2 bits, K 2": sixteen(),
+    "16 workers, 2 bits, K 2, merge_alpha 0.75": sixteen(merge_alpha=0.75),
     "16 workers, merge_alpha 0.75": trial(SIXTEEN, merge_alpha=0.75),
-    "16 workers, Muon's momentum 0.975": trial(SIXTEEN, momentum=0.975),
+    "16 workers, Muon's momentum 0.975": trial(SIXTEEN, muon={"momentum": 0.975}),
+    "16 workers, 2 bits, K 1": sixteen(1),
+    "16 workers, 2 bits, K 2, H 1": sixteen(local_steps=1),
+    "16 workers, 2 bits, K 2, cool-down H 1, K 1": sixteen(cool_down=(1, 1)),
+    "16 workers, 2 bits, K 2, Muon's momentum 0.9": sixteen(muon={"momentum": 0.9}),
+    "16 workers, 2 bits, K 2, outer nu 0.7, rate 2": sixteen(region=quasi_hyperbolic(0.7, 2.0)),
+    "16 workers, 2 bits, K 2, inner momentum 0.99, nu 0.9": sixteen(muon=SLOW),
+    "16 workers, 2 bits, K 2, momenta averaged": sixteen(learner=sharing_momenta),
 }
 
 
@@ -179,7 +233,9 @@ class Averaged(Curve):
         def loss(weights: Tensor) -> float:
             return (self.model.evaluate(weights, self.test) + self.model.evaluate(weights, self.selection)) / 2
 
-        return {"loss": loss(self._flat(world)), "averaged": loss(self.total / self.count)}
+        last = self._flat(world)
+        selection = self.model.evaluate(last, self.selection)
+        return {"loss": loss(last), "selection": selection, "averaged": loss(self.total / self.count)}
 
 
 def run(trial: Trial, seed: int, steps: int = FULL.steps, size: dict[str, int] | None = None) -> dict[str, Any]:
@@ -187,16 +243,16 @@ def run(trial: Trial, seed: int, steps: int = FULL.steps, size: dict[str, int] |
     torch.set_num_threads(1)
     r = Job(trial.method, trial.settings, "published", seed, steps, size or FULL.size).resolved
     study = r.study
-    if trial.momentum is not None:
-        assert isinstance(study.inner, MuonSettings)
-        study = replace(study, inner=replace(study.inner, momentum=trial.momentum))
+    if trial.muon:
+        kind = QuasiHyperbolicMuonSettings if "momentum_share" in trial.muon else MuonSettings
+        study = replace(study, inner=kind(**(asdict(study.inner) | trial.muon)))
     task = training_task(study, r.outer, r.environment.numel, r.devices)
-    task = replace(
-        task,
-        momentum_decay=r.momentum_decay,
-        region_server=RegionServer if trial.region is None else _with_region_rule(trial.region),
-        global_server=GlobalServer if trial.top is None else _with_global_rule(trial.top),
-    )
+    region = RegionServer if trial.region is None else _with_region_rule(trial.region)
+    top = GlobalServer if trial.top is None else _with_global_rule(trial.top)
+    if trial.cool_down is not None:
+        region, top = _cooling_down(*trial.cool_down, (1 - LAST) * task.train_samples)
+    learner = task.learner if trial.learner is None else trial.learner(task.learner)
+    task = replace(task, momentum_decay=r.momentum_decay, region_server=region, global_server=top, learner=learner)
     curve = Averaged(study)
     world = VirtualWorld(r.world, task, curve.watch)
     report = world.run()
@@ -222,6 +278,27 @@ def _with_global_rule(make: MakeGlobal) -> type[GlobalServer]:
             self.rule = make(self.layout)
 
     return Server
+
+
+def _cooling_down(
+    local_steps: int, updates_per_send: int, after: float
+) -> tuple[type[RegionServer], type[GlobalServer]]:
+    """Servers that take this H and K once so many samples of the run are committed or, in a region, lent."""
+
+    class Region(RegionServer):
+        def _on_lease(self, lease: Lease | Finished) -> None:
+            if isinstance(lease, Lease) and lease.start >= after:
+                assert isinstance(self.rule, MomentumRegion)
+                self.rule.every = updates_per_send
+            super()._on_lease(lease)
+
+    class Top(GlobalServer):
+        def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
+            if self.book.next_start >= after:
+                self.book.local_steps = local_steps
+            return super()._on_lease_request(request)
+
+    return Region, Top
 
 
 def main() -> None:

@@ -25,8 +25,7 @@ from benchmarks.common import command_line, report, units_by_ending
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch.check import free_ports
 from geotrain.layout import layout_of
-from geotrain.outer.exchange import wait_for
-from geotrain.outer.messages import Lease, LeaseRequest
+from geotrain.outer.messages import Lease
 from geotrain.outer.server import identity_of
 
 if TYPE_CHECKING:  # they take seconds to import, and the environment must be set before
@@ -66,6 +65,7 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
     raw["folder"] = str(folder / "run")
     raw["data"].update(train=str(folder / "data/train"), validation=None, train_samples=1 << 20)
     raw["outer"]["local_steps"] = local_steps
+    raw["checkpoint"] = {"every_jobs": 1 << 20}  # saving is no part of what is measured
     del raw["monitor"]["validate_every_samples"]
     for block, keys in run_keys.items():
         raw[block] = {**raw.get(block, {}), **keys}
@@ -103,12 +103,12 @@ def only_rank(run: RunConfig, **deepspeed: Any) -> Iterator[tuple[GeoEngine, Lea
     """This process as the only rank of a worker: its engine and its data. deepspeed: laid over the run's block."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(free_ports(1)[0])
-    from geotrain.data.loader import LeasedLoader, open_source
+    from geotrain.data.loader import LeasedLoader, open_training
     from geotrain.inner.build import build_engine
 
     with closing(build_engine(run, run.parallel, {**run.deepspeed, **deepspeed})) as engine:
-        vocab_size, length = engine.architecture.vocab_size, run.data.sequence_length
-        source = open_source(Path(run.data.train), length, vocab_size, run.seed)
+        vocab_size = engine.architecture.vocab_size
+        source = open_training(run.data, vocab_size, run.seed)
         micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
         yield engine, LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
 
@@ -120,9 +120,9 @@ def joined(
     engine: GeoEngine,
     loader: LeasedLoader,
     report: Callable[[dict[str, Any]], None] = lambda numbers: None,
-) -> Iterator[tuple[Trainer, int]]:
-    """The product's training loop, joined to the region server, and the number of its first job. report: called with
-    the figures of each job."""
+) -> Iterator[tuple[Trainer, Iterator[Lease]]]:
+    """The product's training loop, joined to the region server, and its leases. report: called with the figures of
+    each job."""
     from geotrain.net.worker_client import WorkerClient
     from geotrain.trainer import Trainer
 
@@ -130,7 +130,8 @@ def joined(
     identity = identity_of(run, layout)
     with closing(WorkerClient(str(cluster.region("eu").server))) as client:
         trainer = Trainer(run, "eu-0", identity, layout, engine, loader, client, folder, report=report)
-        yield trainer, wait_for(trainer.exchange.start(identity, f"eu-0-{time.time_ns():x}"))
+        trainer.loop.start()
+        yield trainer, trainer.loop.leases()
 
 
 def by_turns(pairs: int) -> Iterator[bool]:
@@ -147,14 +148,14 @@ def speeds(seconds: dict[bool, list[float]], run: RunConfig) -> dict[str, float]
 
 def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    with only_rank(run) as (engine, loader), joined(run, cluster, engine, loader) as (trainer, job):
+    with only_rank(run) as (engine, loader), joined(run, cluster, engine, loader) as (trainer, leases):
+        lease = next(leases)
+        trainer.train_job(lease)  # for warming up; without the outer loop its samples are trained again
         for exchanging in by_turns(pairs):
-            lease = trainer.client.lease(LeaseRequest("eu-0", job)).result()
-            assert isinstance(lease, Lease)
             begin = time.perf_counter()
             if exchanging:
+                lease = next(leases)
                 trainer.train_job(lease)
-                job += 1
             else:
                 for step, batches in enumerate(loader.steps(lease.start, lease.samples)):
                     engine.train_step(batches, step)

@@ -1,3 +1,30 @@
-"""GeoTrain: pretrain language models on GPU clusters in several regions, joined by slow links."""
+"""GeoTrain: pretrain language models on GPU clusters in several regions, joined by slow links.
+
+For a training loop of your own: `OuterLoop`, `OuterLoopCallback` (Hugging Face), `save_parameters`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from geotrain.own_loop.hf_trainer import OuterLoopCallback
+    from geotrain.own_loop.loop import OuterLoop
+    from geotrain.parameter_file import save_parameters
 
 __version__ = "0.1.0"
+__all__ = ["OuterLoop", "OuterLoopCallback", "save_parameters"]
+_WHERE = {
+    "OuterLoop": "own_loop.loop",
+    "OuterLoopCallback": "own_loop.hf_trainer",
+    "save_parameters": "parameter_file",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for: torch takes seconds, and commands need none of them."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'geotrain' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"geotrain.{_WHERE[name]}"), name)

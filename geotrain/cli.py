@@ -81,16 +81,17 @@ def main() -> None:
 @app.command(epilog="Example: geotrain quickstart")
 def quickstart(
     resume: Resume = False,
+    moe: Annotated[bool, typer.Option("--moe", help="A model with experts, which one region divides.")] = False,
     run: Annotated[Path | None, typer.Option(help="The run file; default: the shipped one.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: the shipped one.")] = None,
 ) -> None:
     """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
 
-    Leaves logs, a checkpoint, the export and summary.json in runs/quickstart.
+    Leaves logs, a checkpoint, the export and summary.json in runs/quickstart; with --moe in runs/quickstart-moe.
     """
     from geotrain.commands.quickstart import quickstart as start
 
-    raise typer.Exit(start(run, cluster, resume))
+    raise typer.Exit(start(run, cluster, resume, "-moe" if moe else ""))
 
 
 @app.command(
@@ -119,6 +120,24 @@ def prepare(
     prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
 
 
+@app.command(epilog="Example: geotrain adopt data/wiki_text_document --tokenizer data/tokenizer")
+def adopt(
+    prefix: Annotated[Path, typer.Argument(help="Of the .bin/.idx pair, without the ending.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer that made it.")] = None,
+) -> None:
+    """Read a data set that Megatron's own tools made and write its manifest beside it, so that runs can train on it.
+
+    Without --tokenizer its largest id decides how large its vocabulary is.
+    """
+    from geotrain.data.dataset import adopt as write_manifest
+
+    manifest = write_manifest(prefix, tokenizer)
+    print(
+        f"{prefix}.json: {manifest.tokens:,} tokens in {manifest.documents:,} documents, ids below "
+        f"{manifest.vocab_size:,}"
+    )
+
+
 @app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
 def launch(
     run: RunFile,
@@ -142,11 +161,13 @@ def launch(
 
 
 @app.command("launch-site", hidden=True)
-def launch_site() -> None:
+def launch_site(
+    keep: Annotated[bool, typer.Option("--keep", help="Be the process that keeps the site.")] = False,
+) -> None:
     """What `launch` starts on another machine: reads what to do from standard input."""
-    from geotrain.launch.launcher import launch_site as start
+    from geotrain.launch.far_site import keep_site, launch_site
 
-    raise typer.Exit(start())
+    raise typer.Exit(keep_site() if keep else launch_site())
 
 
 @serve.callback()

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from geotrain.config import UnsupportedModelError, architecture_from_hf
+from geotrain.config import Architecture, UnsupportedModelError, architecture_from_hf
 from geotrain.files import whole_folder
 from geotrain.layout import Parameter, canonical_parameters
 
@@ -23,6 +23,8 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = "model.safetensors.index.json"
@@ -66,7 +68,7 @@ def write_checkpoint(
             "rope_theta": architecture.rope_theta,
             **dict(architecture.rope_scaling),
         },
-        **({"sliding_window": architecture.sliding_window} if architecture.model_type == "mistral" else {}),
+        **_family_keys(architecture),
         "max_position_embeddings": architecture.max_positions,
         "tie_word_embeddings": architecture.tied_embeddings,
         "initializer_range": architecture.init_std,
@@ -94,6 +96,27 @@ def write_checkpoint(
             size_bytes = sum(p.numel for p in parameters) * torch_dtype.itemsize
             weight_map = {p.name: file for file, members in shards.items() for p in members}
             _write_json(target / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
+
+
+def _family_keys(architecture: Architecture) -> dict[str, Any]:
+    """What only some families' configs have."""
+    keys: dict[str, Any] = {}
+    if architecture.model_type in ("mistral", "mixtral"):
+        keys["sliding_window"] = architecture.sliding_window
+    if (experts := architecture.experts) is not None:
+        keys |= {"num_experts_per_tok": experts.per_token, "router_aux_loss_coef": experts.aux_loss}
+    if experts is not None and architecture.model_type == "qwen3_moe":
+        keys |= {"norm_topk_prob": experts.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return keys
+
+
+def write_parameters(
+    tensors: Iterable[tuple[str, torch.Tensor]], parameters: Iterable[Parameter], folder: Path, dtype: DType
+) -> None:
+    """Write the parameters of a model that is no Hugging Face family as model.safetensors, under their own names.
+    Raises as `write_checkpoint`."""
+    with whole_folder(folder, "export") as target:
+        _write_shards(tensors, {_SINGLE: list(parameters)}, target, getattr(torch, dtype))
 
 
 def _plan_shards(parameters: list[Parameter], itemsize: int, max_shard_bytes: int) -> dict[str, list[Parameter]]:

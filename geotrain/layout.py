@@ -1,31 +1,36 @@
 """The canonical address space: the names of a model's parameters, and where in them the pieces that ranks own lie.
 
-Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), never
-those of a parallel layout. Servers, exports and checkpoints speak only of them, so regions may differ in tensor,
-pipeline and data parallelism. A *fragment* is a set of whole parameters that is synchronized together; its vector is
-those parameters, flattened and laid end to end in canonical order. Everything here is plain data, except `gather` and
-`scatter`, which move elements between a fragment's vector and a rank's payload.
+Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), or of
+the file that `model.weights` names; never those of a parallel layout. Servers, exports and checkpoints speak only of
+them, so regions may differ in tensor, pipeline and data parallelism. A *fragment* is a set of whole parameters that
+is synchronized together; its vector is those parameters, flattened and laid end to end in canonical order.
+Everything here is plain data, except `gather` and `scatter`, which move elements between a fragment's vector and a
+rank's payload.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from geotrain.config import Architecture, RunConfig
+from geotrain.config import Architecture, ConfigError, RunConfig
+from geotrain.parameter_file import read_shapes
 
 if TYPE_CHECKING:  # importing it takes seconds, and commands that only speak to servers need no tensor
     from torch import Tensor
 
 Init = Literal["normal", "ones", "zeros"]
+_NUMBER = re.compile(r"(?:^|[._])(\d+)(?=[._]|$)")  # in the name of a parameter
 
 
 @dataclass(frozen=True)
@@ -136,10 +141,15 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
             parameters += [norm(f"{at}self_attn.{kind}_norm.weight", a.head_dim, i) for kind in "qk"]
         parameters += [
             norm(at + "post_attention_layernorm.weight", h, i),
-            matrix(at + "mlp.gate_proj.weight", a.ffn_size, h, i, std),
-            matrix(at + "mlp.up_proj.weight", a.ffn_size, h, i, std),
-            matrix(at + "mlp.down_proj.weight", h, a.ffn_size, i, residual_std),
         ]
+        if a.router is not None:
+            parameters.append(matrix(at + a.router, len(a.mlps), h, i, std))
+        for gate, up, down in a.mlps:
+            parameters += [
+                matrix(at + gate, a.ffn_size, h, i, std),
+                matrix(at + up, a.ffn_size, h, i, std),
+                matrix(at + down, h, a.ffn_size, i, residual_std),
+            ]
     parameters.append(norm("model.norm.weight", h, None))
     if not a.tied_embeddings:
         parameters.append(matrix("lm_head.weight", a.vocab_size, h, None, std))
@@ -149,6 +159,11 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
 def parameter_count(architecture: Architecture) -> int:
     """Elements of all parameters, each counted once."""
     return sum(p.numel for p in canonical_parameters(architecture))
+
+
+def active_parameter_count(a: Architecture) -> int:
+    """Elements that a token meets: all but the matrices of experts that it is not sent to."""
+    return parameter_count(a) - 3 * a.layers * (len(a.mlps) - a.active_mlps) * a.hidden_size * a.ffn_size
 
 
 class LayoutError(ValueError):
@@ -254,8 +269,20 @@ class Layout:
 
 
 def layout_of(run: RunConfig) -> Layout:
-    """The layout of a run's model. Raises UnsupportedModelError."""
-    return Layout(canonical_parameters(run.architecture), run.outer.fragments.layers_per_fragment)
+    """The layout of a run's model. Raises UnsupportedModelError; ConfigError, where its weights' file is no good."""
+    if run.model.weights is None:
+        parameters = canonical_parameters(run.architecture)
+    else:
+        parameters = any_parameters(read_shapes(Path(run.model.weights)))
+    return Layout(parameters, run.outer.fragments.layers_per_fragment)
+
+
+def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
+    """The parameters of any model, from name → shape. A name's first number is taken for its layer."""
+    return [
+        Parameter(name, shape, int(found[1]) if (found := _NUMBER.search(name)) else None, "zeros")
+        for name, shape in shapes.items()
+    ]
 
 
 def numel(slices: Iterable[StridedSlice]) -> int:
@@ -309,15 +336,21 @@ def fragments_due(fragment_count: int, period: int, step: int) -> tuple[int, ...
 def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | None) -> Iterator[Fragment]:
     groups: dict[str, list[Parameter]] = {"all": list(parameters)}
     if layers_per_fragment is not None:
-        layers = 1 + max(p.layer for p in parameters if p.layer is not None)
+        layers = 1 + max((p.layer for p in parameters if p.layer is not None), default=-1)
+        if not layers:
+            raise ConfigError(
+                "outer.fragments.layers_per_fragment: no parameter of this model has a number in its name, so it has "
+                "no layers; leave it out: the whole model is one fragment"
+            )
         count = -(-layers // layers_per_fragment)  # rounded up
         groups = {f"layers-{i}": [] for i in range(count)}
         for p in parameters:
             if p.layer is not None:
                 groups[f"layers-{p.layer % count}"].append(p)
-        embedding, *rest = (p for p in parameters if p.layer is None)
-        groups |= {"embedding": [embedding], "head": rest}
-    for index, (name, members) in enumerate(groups.items()):
+        first = next(i for i, p in enumerate(parameters) if p.layer is not None)
+        groups |= {"embedding": list(parameters[:first])}
+        groups |= {"head": [p for p in parameters[first:] if p.layer is None]}
+    for index, (name, members) in enumerate((name, members) for name, members in groups.items() if members):
         *offsets, total = accumulate((p.numel for p in members), initial=0)
         yield Fragment(index, name, tuple(members), tuple(offsets), total)
 

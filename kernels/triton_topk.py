@@ -30,10 +30,11 @@ from geotrain.kernels.triton_math import (
 @triton.jit
 def put_bits(words, first, value, mask):
     """Or `value` (int32 ≥ 0, up to 16 bits) into the bit string at `first`."""
-    shifted = value.to(tl.int64) << (first % 32).to(tl.int64)
-    low, high = shifted.to(tl.int32), (shifted >> 32).to(tl.int32)
-    tl.atomic_or(words + first // 32, low, mask=mask & (low != 0), sem="relaxed")
-    tl.atomic_or(words + first // 32 + 1, high, mask=mask & (high != 0), sem="relaxed")
+    shift = first & 31
+    word = words + (first >> 5)
+    low, high = value << shift, (value >> 1) >> (31 - shift)
+    tl.atomic_or(word, low, mask=mask & (low != 0), sem="relaxed")
+    tl.atomic_or(word + 1, high, mask=mask & (high != 0), sem="relaxed")
 
 
 @triton.jit
@@ -66,10 +67,14 @@ def quantize_topk(
     block = (first + tl.program_id(0)).to(tl.int64)
     inside = tl.arange(0, BLOCK)
     mask = inside < LENGTH
-    at = block * BLOCK + inside
     words += block * FULL_WORDS
+    values += block * BLOCK  # by the program's own offset: 64 bits for each element would cost registers
+    if ANCHOR:
+        anchor += block * BLOCK
+    if RESIDUAL:
+        residual += block * BLOCK
 
-    v = read_meant(values, anchor, residual, at, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+    v = read_meant(values, anchor, residual, inside, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
     largest = tl.max(as_int(v) & MAGNITUDE, axis=0)
     finite = largest < INFINITY_BITS
     tl.atomic_or(bad, 1, mask=largest >= INFINITY_BITS, sem="relaxed")
@@ -116,7 +121,7 @@ def quantize_topk(
         which = magnitude > low_level * 0.5 + high_level * 0.5
     left = v - copy_sign(tl.where(which, high_level, low_level), v)
     if RESIDUAL:
-        tl.store(residual + at, tl.where(kept, left, v), mask=inside < tl.where(finite, LENGTH, 0))
+        tl.store(residual + inside, tl.where(kept, left, v), mask=inside < tl.where(finite, LENGTH, 0))
 
     SCALE_BITS: tl.constexpr = 32 - SCALE_SHIFT if SCALE_SHIFT < 23 else 8
     stored_low = (tl.where(finite, low_bits, NAN_BITS) >> SCALE_SHIFT).to(tl.int64) & 0xFFFFFFFF
@@ -180,8 +185,14 @@ def launch_quantize(
     for first, rows, length in spec.groups(numel):
         quantize_topk[(rows,)](
             *inputs, payload.view(torch.int32), bad, first, MAX_SCALE_BITS=spec.max_scale_bits,
-            **_constants(spec.record(length), spec), **common,
+            num_warps=warps(spec.block), **_constants(spec.record(length), spec), **common,
         )  # fmt: skip
+
+
+def warps(block: int) -> int:
+    """For one block: four elements a thread. With more than eight, the bisection's values no longer fit into
+    registers; with fewer, its 31 sums wait for more warps than they have work for."""
+    return min(max(block // 128, 1), 16)
 
 
 def launch_dequantize(payload: Tensor, out: Tensor, spec: Spec, common: dict[str, Any]) -> None:

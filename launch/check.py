@@ -18,7 +18,8 @@ from geotrain.config import (
     WorkerConfig,
     WorkerSetup,
 )
-from geotrain.data.tokens import DataError, read_manifest
+from geotrain.data.dataset import open_dataset, training_digest
+from geotrain.data.tokens import DataError
 from geotrain.launch.worker_command import regions_of
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
@@ -86,35 +87,43 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     try:
         dp = check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
         if run.acco is not None:
-            check_acco(run.acco, block, accumulation_steps(block, dp))
+            check_acco(run.acco, run.architecture, block, accumulation_steps(block, dp))
         return dp
     except ConfigError as error:
         raise ConfigError(f"worker {worker.name!r}: {error}") from None
 
 
 def check_data(run: RunConfig) -> None:
-    """Check that the prepared data is on this machine, is whole and fits the model. Raises DataError."""
-    for prefix in filter(None, (run.data.train, run.data.validation)):
+    """Check that the data is on this machine, is whole, is the run's and fits the model. Raises DataError."""
+    for prefix in run.data.prefixes:
         check_split(run, prefix)
+    check_digest(run)
     check_tokenizer(run)
+
+
+def check_digest(run: RunConfig) -> None:
+    """As `check_data`, of which data it is."""
+    found = training_digest(run.data)
+    if run.data.sha256 is not None and run.data.sha256 != found:
+        raise DataError(
+            f"{', '.join(each.prefix for each in run.data.train)}: is other data than data.sha256 = "
+            f"{run.data.sha256!r} asks for: its digest is {found!r}"
+        )
+
+
+def with_data_digest(run: RunConfig, before: RunConfig | None = None) -> RunConfig:
+    """The run with `data.sha256`, so that whoever has other data is refused: its own, that of an earlier launch of
+    the run (`before`), or that of the data on this machine. Unchanged where none is known."""
+    known = run.data.sha256 or (before.data.sha256 if before else None)
+    if known is None:
+        with contextlib.suppress(DataError, OSError):  # the launcher's machine need not have the data
+            known = training_digest(run.data)
+    return run.model_copy(update={"data": run.data.model_copy(update={"sha256": known})})
 
 
 def check_split(run: RunConfig, prefix: str) -> None:
     """As `check_data`, of one .bin/.idx pair."""
-    manifest, vocab_size = read_manifest(Path(prefix)), run.architecture.vocab_size
-    data = Path(f"{prefix}.bin")
-    size_bytes = data.stat().st_size if data.exists() else 0
-    stated_bytes = manifest.tokens * (2 if manifest.dtype == "uint16" else 4)
-    if not Path(f"{prefix}.idx").exists() or size_bytes != stated_bytes:
-        raise DataError(
-            f"{data}: {size_bytes} bytes, its manifest states {stated_bytes} (and an .idx beside it); "
-            "prepare the data again"
-        )
-    if manifest.vocab_size > vocab_size:
-        raise DataError(
-            f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, the model's vocab_size is "
-            f"{vocab_size}; raise it or use another tokenizer"
-        )
+    open_dataset(Path(prefix), run.architecture.vocab_size)
 
 
 def check_tokenizer(run: RunConfig) -> None:

@@ -39,7 +39,7 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
             for host in worker.hosts if worker.launcher == "ssh" else ():
                 if (host.region or region.name) in request.sites:
                     wanted.setdefault(host.host, []).append(hostfile_path(worker.name))
-    data = [f"{request.run.data.train}{suffix}" for suffix in DATA_SUFFIXES]
+    data = [f"{each.prefix}{suffix}" for each in request.run.data.train for suffix in DATA_SUFFIXES]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         prepared = [
             pool.submit(_prepare, host, folder, ["run.json", "cluster.json", *hostfiles], data)

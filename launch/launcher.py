@@ -8,17 +8,14 @@ import dataclasses
 import json
 import os
 import shlex
-import signal
 import socket
 import sys
-import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from geotrain.config import (
-    EXIT_FOR_GOOD,
     Address,
     ClusterConfig,
     ConfigError,
@@ -30,17 +27,17 @@ from geotrain.config import (
 from geotrain.emulate import wan
 from geotrain.files import OutputError, try_lock, write_whole
 from geotrain.launch.check import (
-    check_data,
     check_ports_are_free,
     check_together,
     free_ports,
     link_to_global,
     links_between,
+    with_data_digest,
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site, ssh_hosts
-from geotrain.launch.supervisor import STOP_DEADLINE_S, RunOutcome, Supervisor, tail
+from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_words, new_console, share_of, size
 from geotrain.launch.worker_command import this_machine
 from geotrain.monitor.events import EventLog, ProcessDied, Trouble
@@ -56,6 +53,10 @@ _FINISHED = (
 )
 HOLDER_BYTES = 300  # length of a lock's file, which names the host and process id of its holder
 WAN_CONTROL = "wan.control"  # in the run's folder: commands to the pump of emulated links
+
+
+class RunsAlready(ConfigError):
+    """Another launcher runs this run, or this site of it."""
 
 
 def launch(
@@ -75,6 +76,8 @@ def launch(
     console = new_console()
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
     check_together(run, cluster)
+    before = _launched_before(run.run_folder.absolute()) if resume else None
+    run = with_data_digest(run, before[0] if before else None)
     if only:
         cluster = _with_sites_here(cluster, only)
     hosts = {site: host for site, host in ssh_hosts(cluster).items() if not only or site in only}
@@ -97,8 +100,8 @@ def launch(
             star = {region.name: link_to_global(cluster, region.name) for region in cluster.regions}
             between = links_between(cluster)
             links = stack.enter_context(wan.emulated(star, between=between, control=folder / WAN_CONTROL))
-        cluster = resolve(cluster, links, here)
-        request = LaunchRequest(run, cluster, here, resume)
+        cluster = resolve(cluster, links, here, before[1] if before else None)
+        request = LaunchRequest(run, cluster, here, resume, uuid.uuid4().hex)
         request.write_files(folder)
         if GLOBAL in hosts:
             (folder / OUTCOME).unlink(missing_ok=True)
@@ -109,7 +112,8 @@ def launch(
         events = stack.enter_context(event_log(run, folder, only))
         if GLOBAL in hosts:
             stack.enter_context(Monitor(run, cluster, LAUNCHER, events))
-        supervisor = stack.enter_context(_supervisor(request, folder, events, console))
+        say = partial(console.print, style="yellow", highlight=False, soft_wrap=True)
+        supervisor = stack.enter_context(supervisor_of(request, folder, events, say))
         for process in starting:
             supervisor.start(process)
         console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
@@ -134,7 +138,7 @@ def launch(
             outcome = RunOutcome(1, f"{left} samples are not trained: continue with --resume; {outcome.reason}")
     if display and (how := how_to_go_on(folder, run_path, cluster_path, changes)):
         console.print(how, style="yellow", highlight=False, soft_wrap=True)
-    return _exit_code(outcome)
+    return exit_code(outcome)
 
 
 def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tuple[str, ...] = ()) -> str:
@@ -148,35 +152,6 @@ def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tupl
     return f"{share_of(top):.1%} of the data is trained, and kept; the run goes on with: {again}"
 
 
-def launch_site() -> int:
-    """Start, on another machine than the launcher's, what a line on standard input says. Returns the exit code.
-
-    Everything stops when standard input ends.
-    """
-    line = b""
-    # Byte by byte, because a buffered reader could swallow the end of the input, which the supervisor waits for.
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    request = LaunchRequest.from_line(line)
-    folder = request.run.run_folder.absolute()
-    if set(request.sites) - {GLOBAL}:
-        check_data(request.run)
-    with (
-        locked(folder, request.sites, take_over=True),
-        event_log(request.run, folder, request.sites) as events,
-        _supervisor(request, folder, events, new_console()) as supervisor,
-    ):
-        request.write_files(folder)
-        supervisor.stop_on_end_of(0)
-        starting = local_processes(request, folder, this_machine())
-        prepare_far_hosts(request, folder)
-        for process in starting:
-            supervisor.start(process)
-        outcome = supervisor.wait()
-    code = _exit_code(outcome)
-    return EXIT_FOR_GOOD if 0 < code < 128 else code  # restarts were tried here, so the launcher should not try
-
-
 def event_log(run: RunConfig, folder: Path, sites: tuple[str, ...] = ()) -> EventLog:
     """The event log of a launcher, in the run's folder on this machine.
 
@@ -187,15 +162,16 @@ def event_log(run: RunConfig, folder: Path, sites: tuple[str, ...] = ()) -> Even
     return EventLog(folder / "events" / f"{name}.jsonl", source=name, enabled=run.monitor.enabled)
 
 
-def _supervisor(request: LaunchRequest, folder: Path, events: EventLog, console: Console) -> Supervisor:
+def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: Callable[[str], object]) -> Supervisor:
+    """The supervisor of a launcher's processes. say: tells a person what happens to them."""
+
     def on_event(event: Event) -> None:
         events.write(event)
         if isinstance(event, ProcessDied):
             then = "given up" if event.pause_s is None else f"started again in {event.pause_s:.3g} s"
-            told = f"{event.unit} {event.how}; {then} (restarts so far: {event.restarts})"
-            console.print(told, style="yellow")
+            say(f"{event.unit} {event.how}; {then} (restarts so far: {event.restarts})")
         elif isinstance(event, Trouble):
-            console.print(event.what, style="yellow")
+            say(event.what)
 
     sync = request.run.outer.rule.synchronous  # then every worker takes part in every round, and none can be given up
     return Supervisor(folder / "logs", DRAIN_S, request.cluster.restart, sync, on_event)
@@ -222,22 +198,33 @@ def _with_sites_here(cluster: ClusterConfig, only: tuple[str, ...]) -> ClusterCo
 
 
 def resolve(
-    cluster: ClusterConfig, links: wan.Wan | None = None, here: tuple[str, ...] | None = None
+    cluster: ClusterConfig,
+    links: wan.Wan | None = None,
+    here: tuple[str, ...] | None = None,
+    before: ClusterConfig | None = None,
 ) -> ClusterConfig:
     """The cluster with all addresses filled in: free ports in place of 0, addresses of emulated links.
 
-    here: the sites whose servers are started on this machine; None: those without `ssh`. Raises ConfigError.
+    here: the sites whose servers are started on this machine; None: those without `ssh`. before: as resolved by an
+    earlier launch of the run, whose ports are taken again where they are free: regions that live on know them.
+    Raises ConfigError.
     """
     free = iter(free_ports(1 + len(cluster.regions)))
+    known = {} if before is None else {GLOBAL: before.global_server, **{r.name: r.server for r in before.regions}}
 
-    def at(address: Address, emulated_host: str | None) -> Address:
-        return Address(host=emulated_host or address.host, port=address.port or next(free))
+    def at(site: str, address: Address, emulated_host: str | None) -> Address:
+        host = emulated_host or address.host
+        if address.port == 0 and (old := known.get(site)) is not None and old.host == host:
+            with contextlib.suppress(ConfigError):
+                check_ports_are_free([old])
+                return old
+        return Address(host=host, port=address.port or next(free))
 
     regions = tuple(
-        region.model_copy(update={"server": at(region.server, links.addresses[region.name] if links else None)})
-        for region in cluster.regions
+        r.model_copy(update={"server": at(r.name, r.server, links.addresses[r.name] if links else None)})
+        for r in cluster.regions
     )
-    global_server = at(cluster.global_server, links.global_address if links else None)
+    global_server = at(GLOBAL, cluster.global_server, links.global_address if links else None)
     if here is None:
         here = tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
     local = [global_server] if GLOBAL in here else []
@@ -258,6 +245,14 @@ def _is_finished(run: RunConfig, folder: Path) -> bool:
     return trained and outcome["code"] == 0
 
 
+def _launched_before(folder: Path) -> tuple[RunConfig, ClusterConfig] | None:
+    """Both files as the run's last launch resolved them; None if they are not there, or not readable any more."""
+    try:
+        return load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+    except (ConfigError, OSError):
+        return None
+
+
 def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, ...] = ()) -> None:
     servers = folder / "servers"
     begun = any((servers / site).exists() for site in only) if only else servers.exists()
@@ -272,7 +267,8 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
         raise ConfigError(f"{folder} holds no run to resume; start without --resume")
     if servers.exists() and (folder / "run.json").exists():
         before = load_run(folder / "run.json")
-        if config_digest(before) != config_digest(run):
+        known = before.data.sha256
+        if config_digest(before) != config_digest(run) or (known and known != run.data.sha256):
             raise ConfigError(
                 f"{folder} was begun with another model, data or outer block (see its run.json); resume with the "
                 "same, or give this run another name or folder"
@@ -280,33 +276,19 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
 
 
 @contextlib.contextmanager
-def locked(folder: Path, sites: tuple[str, ...] = (), take_over: bool = False) -> Iterator[None]:
+def locked(folder: Path, sites: tuple[str, ...] = ()) -> Iterator[None]:
     """Keep other launchers of the same run, or of the same sites, out of the folder during the block.
 
-    The kernel releases the lock however this process ends. take_over: if a launcher on this machine holds the lock,
-    stop it: its ssh connection has broken, which it has not noticed yet. Raises ConfigError.
+    The kernel releases the lock however this process ends. Raises RunsAlready.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / "-".join((".lock", *sites)), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic()
-        while not try_lock(fd):
-            host, pid = os.pread(fd, HOLDER_BYTES, 0).decode().split() or ("", "")
-            if take_over and host == socket.gethostname():
-                take_over, deadline = False, deadline + STOP_DEADLINE_S + 10.0
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGTERM)
-            if time.monotonic() >= deadline:
-                raise ConfigError(f"{folder}: this run is running already")
-            time.sleep(0.1)
+        if not try_lock(fd):
+            holder = os.pread(fd, HOLDER_BYTES, 0).decode().split()
+            where = " (host {}, process {})".format(*holder) if len(holder) == 2 else ""
+            raise RunsAlready(f"{folder}: this run is running already{where}")
         os.pwrite(fd, f"{socket.gethostname()} {os.getpid()}\n".encode().ljust(HOLDER_BYTES), 0)
         yield
     finally:
         os.close(fd)
-
-
-def _exit_code(outcome: RunOutcome) -> int:
-    """The outcome's exit code, after its reason was printed."""
-    if outcome.reason:
-        print(f"geotrain: {outcome.reason}", file=sys.stderr, flush=True)
-    return outcome.code

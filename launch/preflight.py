@@ -22,9 +22,10 @@ from geotrain.config import (
     is_loopback,
 )
 from geotrain.config.deepspeed import warnings_of
-from geotrain.data.tokens import DataError, read_manifest
+from geotrain.data.dataset import end_of_document, read_manifest
+from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
-from geotrain.launch.check import check_ports_are_free, check_split, check_tokenizer, open_links
+from geotrain.launch.check import check_digest, check_ports_are_free, check_split, check_tokenizer, open_links
 from geotrain.launch.site_processes import SSH, LaunchRequest, local_processes, ssh_hosts
 from geotrain.launch.worker_command import this_machine
 from geotrain.layout import canonical_parameters
@@ -54,9 +55,9 @@ def obstacles(
     topology = Topology(run, cluster)
     checks: list[Callable[[], object]] = [partial(_check_fragments, run)]
     if set(here) - {GLOBAL}:  # other machines check their copies themselves
-        checks += [partial(check_split, run, prefix) for prefix in (run.data.train, run.data.validation) if prefix]
-        checks += [partial(_check_digest, run), partial(_check_validation, run, topology)]
-        checks += [partial(check_tokenizer, run)]
+        checks += [partial(check_split, run, prefix) for prefix in run.data.prefixes]
+        checks += [partial(check_digest, run), partial(_check_validation, run, topology)]
+        checks += [partial(end_of_document, run.data), partial(check_tokenizer, run)]
     if GLOBAL in here:
         checks += [partial(_check_boards, run)]
         if begins:
@@ -159,15 +160,6 @@ def _check_fragments(run: RunConfig) -> None:
         raise ConfigError(
             f"outer.fragments.layers_per_fragment = {stated}, but the model has {layers} layers; use {layers} for "
             "one fragment of all layers, or null for one of the whole model"
-        )
-
-
-def _check_digest(run: RunConfig) -> None:
-    found = read_manifest(Path(run.data.train)).sha256
-    if run.data.sha256 is not None and run.data.sha256 != found:
-        raise DataError(
-            f"{run.data.train}: is other data than data.sha256 = {run.data.sha256!r} asks for: its digest is "
-            f"{found!r}"
         )
 
 

@@ -71,11 +71,12 @@ def _say(what: str, where: TextIO) -> None:
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
     """Build everything, train, close everything."""
+    run.check_for_trainer()
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
     # right.
-    from geotrain.data.loader import LeasedLoader, open_source, validation_batches
-    from geotrain.data.tokens import read_manifest
+    from geotrain.data.dataset import end_of_document, training_digest
+    from geotrain.data.loader import LeasedLoader, open_source, open_training, validation_batches
     from geotrain.inner.build import build_engine
     from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
     from geotrain.monitor.utilization import peak_flops, training_flops_per_token
@@ -86,10 +87,10 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
     setup, site = topology.workers[worker.name], topology.server_of(worker.name)
     server, folder = topology.servers[site], run.run_folder
-    engine = build_engine(run, setup.parallel, setup.deepspeed)
+    engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end_of_document(run.data))
     _say(_place(engine.mesh, server), sys.stdout)
     vocab_size = engine.architecture.vocab_size
-    source = open_source(Path(run.data.train), run.data.sequence_length, vocab_size, run.seed)
+    source = open_training(run.data, vocab_size, run.seed)
     micro_batch = setup.deepspeed["train_micro_batch_size_per_gpu"]
     loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
     validation: Sequence[Tensor] = ()
@@ -98,7 +99,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
         validation = validation_batches(held_out, *sizes)
     layout = layout_of(run)
-    identity = identity_of(run, layout, read_manifest(Path(run.data.train)).sha256)
+    identity = identity_of(run, layout, training_digest(run.data))
     peak = peak_flops(cluster, worker)
     per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
     trust = trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
@@ -135,7 +136,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             peak_flops_per_token_s=None if peak is None else peak / per_token,
         )
         client.on_acknowledged = lambda sequence: events.write(
-            Acknowledged(worker.name, trainer.exchange.incarnation, sequence)
+            Acknowledged(worker.name, trainer.loop.exchange.incarnation, sequence)
         )
         trainer.train(resume)
     engine.close()

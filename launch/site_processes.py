@@ -43,12 +43,13 @@ SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "Ser
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a machine is asked to start."""
+    """What a machine is asked to start. launch: names the launcher's life."""
 
     run: RunConfig
     cluster: ClusterConfig
     sites: tuple[str, ...]
     resume: bool
+    launch: str = ""
 
     def to_line(self) -> bytes:
         """The request as one line of JSON, for another machine."""
@@ -113,20 +114,21 @@ def local_processes(
 
 
 def remote_site(request: LaunchRequest, site: str, host: str) -> ProcessSpec:
-    """The process that starts a site on another machine, by `geotrain launch-site` over ssh.
+    """The front, by ssh, of a site on another machine (`geotrain launch-site`).
 
-    The request goes to its standard input. The site's processes have their logs on that machine and are restarted
-    there; the log here has what ssh and that launcher say.
+    The request goes to its standard input. The site's processes have their logs on that machine, are restarted there,
+    and live on without the front; the log here has what ssh and that site's launcher say.
     """
     folder = request.cluster.global_folder if site == GLOBAL else request.cluster.region(site).folder
     command = over_ssh(host, folder, (remote_python(folder), "-m", "geotrain", "launch-site"))
     role: Literal["server", "worker"] = "server" if site == GLOBAL else "worker"
 
-    def process(resume: bool) -> ProcessSpec:
-        line = replace(request.seen_from(folder), sites=(site,), resume=resume).to_line()
-        return ProcessSpec(f"{site}.ssh", command, first_input=line, role=role, respawn=lambda: process(True))
+    line = replace(request.seen_from(folder), sites=(site,)).to_line()
 
-    return process(request.resume)
+    def process() -> ProcessSpec:
+        return ProcessSpec(f"{site}.ssh", command, first_input=line, role=role, respawn=process, front=True)
+
+    return process()
 
 
 def pump_process(links: Wan) -> ProcessSpec:

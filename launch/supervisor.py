@@ -3,7 +3,7 @@ over, when it has failed, or when the user says so.
 
 Each process writes one log file, and stops when its standard input ends; `guarded` makes any command do so. The
 supervisor holds the other end of that pipe, and the kernel closes it however the supervisor ends. So no process
-outlives the supervisor, even if that is killed by SIGKILL.
+outlives the supervisor, even if that is killed by SIGKILL. What a *front* speaks for does: see `ProcessSpec.front`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
 LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
 LOG_TAIL_BYTES = 16384
 FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
+STOP_ORDER = b"stop\n"  # what a front is told before its standard input ends, where the end alone does not mean it
+EXIT_SSH = 255  # of ssh itself, when it made no connection or lost it
 
 
 class LaunchError(RuntimeError):
@@ -48,6 +50,8 @@ class ProcessSpec:
         helper (which carries emulated links) never ends by itself.
     inherited_fds: file descriptors that it inherits.
     respawn: gives the process that replaces it after its death; None: its death fails the run.
+    front: it only speaks, over a connection, for processes of another machine that live on without it. It stops them
+        on STOP_ORDER, and when it loses the connection, nothing has died: it is started again without bound.
     unit: the processes of one unit (such as a worker's, one on each host) live and die together; "": it is a unit by
         itself.
     depends_on: the unit of the server that a worker talks to. Once that has ended well, the worker is not restarted.
@@ -60,6 +64,7 @@ class ProcessSpec:
     role: Literal["worker", "server", "helper"] = "worker"
     inherited_fds: tuple[int, ...] = ()
     respawn: Callable[[], ProcessSpec] | None = None
+    front: bool = False
     unit: str = ""
     depends_on: str = ""
 
@@ -101,6 +106,8 @@ class RunningProcess:
 
     def ask_to_stop(self) -> None:
         with contextlib.suppress(BrokenPipeError):
+            if self.spec.front and not self._stdin.closed:
+                self._stdin.write(STOP_ORDER)
             self._stdin.close()
 
     def reap(self) -> int:
@@ -110,7 +117,8 @@ class RunningProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         code = self.popen.wait()
-        self.ask_to_stop()
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
         os.close(self.pidfd)
         return code
 
@@ -138,11 +146,15 @@ class Backoff:
         self._granted_s = [t for t in self._granted_s if now_s - t < self.config.window_s]
         if len(self._granted_s) >= self.config.limit:
             return None
+        self._granted_s.append(now_s)
+        self.restarts += 1
+        return self.next_pause_s(lived_s)
+
+    def next_pause_s(self, lived_s: float) -> float:
+        """The pause after what is no death, as a connection's loss: it grows as others do, and counts nowhere."""
         self._in_a_row = 0 if lived_s > self.config.longest_s else self._in_a_row
         pause_s = min(self.config.first_s * 2.0 ** min(self._in_a_row, 30), self.config.longest_s)
         self._in_a_row += 1
-        self._granted_s.append(now_s)
-        self.restarts += 1
         return pause_s
 
 
@@ -152,7 +164,7 @@ class RestartUnit:
 
     specs, running: by the process's name. restart_at_s: the earliest time at which the unit is started again, when
     none of its processes runs any more; None if that is not planned. given_up: why it is not restarted any more, or
-    "". no_room: it could not be started, because the disk was full.
+    "". no_room: it could not be started, because the disk was full. cut_off: a front that has lost its connection.
     """
 
     role: str
@@ -162,6 +174,7 @@ class RestartUnit:
     restart_at_s: float | None = None
     given_up: str = ""
     no_room: bool = False
+    cut_off: bool = False
 
     @property
     def active(self) -> bool:
@@ -174,8 +187,9 @@ class Supervisor:
     leaving it stops whatever still runs.
 
     logs: folder of the log files `<name>.log`, which are appended to. drain_s: how long servers may take to end after
-    the workers have. restart: when and how often processes with a `respawn` are restarted; beyond that they are given
-    up. A worker that is given up fails the run only if no other is left or if `needs_all`; a server always does.
+    the workers have, and the others after all servers have. restart: when and how often processes with a `respawn`
+    are restarted; beyond that they are given up. A worker that is given up fails the run only if no other is left or
+    if `needs_all`; a server always does.
     on_event: called for each process that was started or has ended, and for each death that does not end the run.
     """
 
@@ -231,9 +245,13 @@ class Supervisor:
         with contextlib.suppress(OSError):
             self._on_event(event)
 
-    def stop_on_end_of(self, stdin: int) -> None:
-        """Also stop when this file descriptor ends, as for a supervisor on another machine than the launcher's."""
-        self._selector.register(stdin, selectors.EVENT_READ, "stdin")
+    def watch(self, fd: int, on_readable: Callable[[], RunOutcome | None]) -> None:
+        """Call this whenever something can be read there, until `unwatch`. If it returns an outcome, that ends the
+        run."""
+        self._selector.register(fd, selectors.EVENT_READ, on_readable)
+
+    def unwatch(self, fd: int) -> None:
+        self._selector.unregister(fd)
 
     def wait(self, tick: Callable[[], None] = lambda: None, every_s: float = 1.0) -> RunOutcome:
         """Wait until all processes have ended, restarting those that die; returns how the run ended.
@@ -258,11 +276,20 @@ class Supervisor:
         self._wait_until(time.monotonic() + guard.KILL_DEADLINE_S + 1.0)
         for process in self._alive():
             self._reap(process)
+        for name, unit in self._units.items():
+            if unit.cut_off:
+                told = "was not reached when all was stopped: what runs there goes on, and --resume finds it"
+                self.on_event(Trouble(f"{name}: {told}"))
+                unit.cut_off = False
 
     # -- waiting
 
     def _alive(self) -> list[RunningProcess]:
         return [process for unit in self._units.values() for process in unit.running.values()]
+
+    def _have_ended(self, role: str) -> bool:
+        """Whether there were units of this role, and all of them have ended."""
+        return bool(self._of_role(role)) and not any(unit.active for unit in self._of_role(role))
 
     def _of_role(self, role: str) -> list[RestartUnit]:
         return [unit for unit in self._units.values() if unit.role == role]
@@ -272,13 +299,17 @@ class Supervisor:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 if isinstance(key.data, RunningProcess):
                     self._reap(key.data)
-                elif key.data == "signal" and self._read_signal() is not None and hurry:
+                elif callable(key.data):
+                    key.data()  # what it asks for is under way
+                elif self._read_signal() is not None and hurry:
                     return
 
     def _reap(self, process: RunningProcess) -> int:
         self._selector.unregister(process.pidfd)
         code = process.reap()
-        del self._units[process.spec.unit_name].running[process.spec.name]
+        unit = self._units[process.spec.unit_name]
+        del unit.running[process.spec.name]
+        unit.cut_off = process.spec.front and (code == EXIT_SSH or code < 0)
         self.on_event(ProcessEnded(process.spec.name, code))
         return code
 
@@ -297,19 +328,19 @@ class Supervisor:
         units = self._units.values()
         while any(unit.active for unit in units if unit.role != "helper"):
             now = time.monotonic()
-            workers = self._of_role("worker")
             # Once all workers have ended, servers only have to send and write what they hold. A server that goes on
-            # for longer waits for a worker that is not there any more.
-            if drain_deadline is None and workers and not any(unit.active for unit in workers):
+            # for longer waits for a worker that is not there any more; a worker, for a server.
+            ended = next((role for role in ("worker", "server") if self._have_ended(role)), "")
+            if drain_deadline is None and ended:
                 drain_deadline = now + self.drain_s
             if drain_deadline is not None and now > drain_deadline:
-                alive = [process.spec.name for process in self._alive() if process.spec.role == "server"]
-                log = self.log(alive[0]) if alive else self.logs
+                alive = [name for name, unit in self._units.items() if unit.active and unit.role != "helper"]
+                log = self.log(next(iter(self._units[alive[0]].specs)))
+                left = "a worker left before its work was done" if ended == "worker" else "they missed the run's end"
                 return RunOutcome(
                     1,
-                    f"{', '.join(map(repr, alive)) or 'a server'} still running {self.drain_s:g} s after all workers "
-                    f"ended: a worker left before its work was done; look at the workers' logs in {self.logs}. "
-                    f"The end of {log}:\n{_quoted(tail(log))}",
+                    f"{', '.join(map(repr, alive))} still running {self.drain_s:g} s after all {ended}s ended: "
+                    f"{left}; look at the workers' logs in {self.logs}. The end of {log}:\n{_quoted(tail(log))}",
                 )
             if outcome := self._restart_what_is_due(now):
                 return outcome
@@ -364,11 +395,9 @@ class Supervisor:
 
     def _handle(self, key: selectors.SelectorKey) -> RunOutcome | None:
         """Handle one event of the selector. Returns the outcome if it ends the run."""
-        if key.data == "stdin":
-            if os.read(key.fd, 4096):
-                return None
-            self._selector.unregister(key.fd)
-            return RunOutcome(128 + signal.SIGTERM, "stopped: whoever started this has ended")
+        if callable(key.data):
+            on_readable: Callable[[], RunOutcome | None] = key.data
+            return on_readable()
         if key.data == "signal":
             number = self._read_signal()
             return None if number is None else RunOutcome(128 + number, f"stopped by {signal.Signals(number).name}")
@@ -376,9 +405,20 @@ class Supervisor:
         name, unit, code = process.spec.name, self._units[process.spec.unit_name], self._reap(process)
         if unit.restart_at_s is not None or unit.given_up or (code == 0 and unit.role != "helper"):
             return None  # it ended well, or was stopped because another process of its unit had died
+        if unit.cut_off:
+            self._try_again(name, unit, time.monotonic() - process.started_s)
+            return None
         log = self.log(name)
         reason = f"process {name!r} {how_it_ended(code)}; the end of its log {log}:\n{_quoted(tail(log))}"
         return self._died(process.spec, code, time.monotonic() - process.started_s, reason)
+
+    def _try_again(self, name: str, unit: RestartUnit, lived_s: float) -> None:
+        """A front has lost its connection, or has made none: it tries again for as long as the run lasts."""
+        pause_s = unit.backoff.next_pause_s(lived_s)
+        unit.restart_at_s = time.monotonic() + pause_s
+        why = (tail(self.log(name)) or ["no word"])[-1]
+        told = f"{name}: no connection ({why}); what runs there goes on; tried again in {pause_s:.3g} s"
+        self.on_event(Trouble(told))
 
     def _died(self, spec: ProcessSpec, code: int, lived_s: float, reason: str) -> RunOutcome | None:
         """Plan a restart of the process's unit, or give it up. Returns the outcome if that ends the run."""
@@ -419,6 +459,13 @@ def tail(path: Path) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     except OSError:
         return []
+
+
+def exit_code(outcome: RunOutcome) -> int:
+    """The outcome's exit code, after its reason was printed."""
+    if outcome.reason:
+        print(f"geotrain: {outcome.reason}", file=sys.stderr, flush=True)
+    return outcome.code
 
 
 def how_it_ended(code: int) -> str:

@@ -19,11 +19,13 @@ PRODUCT = ("geotrain", "kernels", "launch")  # its folders
 # Lowest first. A module may import its own layer and every lower one.
 LAYERS = [
     {"config", "files", "kernels"},
+    {"parameter_file"},
     {"layout"},
     {"initial", "parallelism"},
     {"outer", "optimizers"},
-    {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate"},
-    {"trainer", "launch", "commands"},
+    {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate", "staging"},
+    {"worker_loop"},
+    {"trainer", "own_loop", "launch", "commands"},
     {"cli", "cli_operate", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -33,16 +35,17 @@ ONLY_IN = {  # who may import these
     "grpc": {"net"},
 }
 # What a newcomer reads first, to know how a run trains.
-GROUND_FLOOR = {"config", "layout", "trainer", "outer", "inner"}
+GROUND_FLOOR = {"config", "layout", "worker_loop", "trainer", "outer", "inner"}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
-    "__init_subclass__",  # Python itself
+    *("__init_subclass__", "__getattr__"),  # Python itself
     # http.server
     *("do_GET", "log_message", "server_bind", "service_actions", "handle_error"),
     # DeepSpeed: of its engine, of an optimizer, of an `mpu`
     *("_configure_zero_optimizer", "checkpoint_event_prologue"),
     *("get_model_parallel_rank", "get_model_parallel_world_size"),
     *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
+    *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback
 ]
 CALLED_BY_DECORATORS = ["@*.command", "@command", "@*.callback", "@field_validator", "@model_validator"]
 

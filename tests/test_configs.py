@@ -23,7 +23,7 @@ from geotrain.config import (
 from geotrain.config.deepspeed import warnings_of
 from geotrain.launch.check import check_together, link_to_global
 from geotrain.launch.site_processes import LaunchRequest
-from geotrain.layout import layout_of, parameter_count
+from geotrain.layout import active_parameter_count, layout_of, parameter_count
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.json"))
@@ -58,7 +58,7 @@ def test_runs_are_what_they_say(path: Path) -> None:
     assert block["bf16"]["enabled"]
     assert block["zero_optimization"]["stage"] == 1
     outer = run.outer
-    if path.stem == "quickstart":
+    if path.stem.startswith("quickstart"):
         assert isinstance(outer.rule, HalosConfig) and outer.rule.ledger
     else:  # what docs/evidence.md speaks for, in four regions
         assert outer.rule == rule_config("region_momentum", updates_per_send=outer.rule.updates_per_send)
@@ -73,6 +73,9 @@ def test_models_have_their_published_sizes() -> None:
     assert sizes["llama-70b"] == 70_553_706_496
     assert sizes["llama-1b"] == 1_235_814_400
     assert sizes["qwen3-0.6b"] == 596_049_920
+    assert sizes["qwen3-30b-a3b"] == 30_532_122_624
+    experts = architecture_from_hf(json.loads((CONFIGS / "models/qwen3-30b-a3b.json").read_text()))
+    assert 3.3e9 < active_parameter_count(experts) < 3.4e9, "A3B: what a token meets, embeddings included"
     assert 0.12e9 < sizes["llama-125m"] < 0.14e9
 
 
@@ -87,7 +90,9 @@ def test_clusters_are_what_they_say(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("run", "cluster"),
-    [("quickstart", c) for c in LOCAL] + [(r, c) for r in ("125m", "1b", "8b", "70b") for c in LARGE],
+    [("quickstart", c) for c in LOCAL]
+    + [("quickstart-moe", "local-two-regions-moe"), ("moe-30b-a3b", "four-regions-ssh")]
+    + [(r, c) for r in ("125m", "1b", "8b", "70b") for c in LARGE],
 )
 def test_the_dry_run_of_every_pair(run: str, cluster: str) -> None:
     begin = time.process_time()
@@ -104,6 +109,14 @@ def test_the_quickstarts_regions_differ_in_layout() -> None:
     assert [w.layout for w in found.workers] == [
         "TP 2 × PP 1 × DP 1, ZeRO 1",
         "TP 1 × PP 1 × DP 2, ZeRO 1",
+    ]
+
+
+def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() -> None:
+    found = dry_run.needs(*pair("quickstart-moe", "local-two-regions-moe"))
+    assert [w.layout for w in found.workers] == [
+        "TP 2 + sequence × PP 1 × DP 1, ZeRO 1",
+        "TP 1 × PP 1 × DP 2 (EP 2), ZeRO 1",
     ]
 
 

@@ -98,6 +98,8 @@ def check(words: list[str]) -> None:
         case "make":
             done = subprocess.run(["make", "--dry-run", *rest], cwd=ROOT, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
+        case "deepspeed" | "torchrun" if scripts := [word for word in rest if word.startswith("examples/")]:
+            assert (ROOT / scripts[0]).exists(), f"there is no {scripts[0]}"
         case "deepspeed":
             check_deepspeed(rest)
         case "python" if rest[0] == "-c":

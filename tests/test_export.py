@@ -41,9 +41,14 @@ LLAMA_3: dict[str, Any] = {
         "original_max_position_embeddings": 32,
     },
 }
+QWEN3_MOE: dict[str, Any] = {
+    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"norm_topk_prob": True, "router_z_loss_coef": 0.001, "head_dim": 12, **BASE},
+}
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.02, **BASE}
 YARN: dict[str, Any] = {**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
-FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, LLAMA_3, YARN]
-NAMES = ["llama", "qwen3", "qwen2", "mistral", "llama3", "yarn"]
+FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN]
+NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn"]
 
 
 def weights(config: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:
@@ -93,6 +98,9 @@ def test_transformers_loads_every_weight(
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
     loaded = model.state_dict()
+    if architecture_from_hf(config).experts:  # transformers fuses experts, and takes them apart again when it saves
+        model.save_pretrained(tmp_path / "theirs")
+        loaded = dict(read_checkpoint(tmp_path / "theirs")[1])
     assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in original.items())
     logits = model(torch.arange(50)[None]).logits
     assert logits.shape == (1, 50, 264)
@@ -109,7 +117,7 @@ def test_the_exported_config_states_what_was_trained(tmp_path: Path, tokenizer: 
     assert loaded.rope_parameters["rope_theta"] == a.rope_theta
     pad = 256 if a.model_type == "qwen2" else None  # transformers' class for its tokenizers has a token for that
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, pad)
-    assert loaded.architectures == [f"{a.model_type.capitalize()}ForCausalLM"]
+    assert loaded.architectures == [f"{a.model_type.title().replace('_', '')}ForCausalLM"]
     assert loaded.rope_parameters.items() >= dict(a.rope_scaling).items()
     assert architecture_from_hf(json.loads((tmp_path / "out/config.json").read_text())) == a
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())

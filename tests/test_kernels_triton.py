@@ -26,7 +26,8 @@ from tests.support.orthogonal_cases import LARGE_SHAPES, SHAPES, UNEQUAL, check_
 
 HERE = Path(__file__).parent
 # Bytes of shared memory that one block may take. For sm_80, what its smaller kin (sm_86, sm_89) has.
-SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10}
+SHARED["gfx950"] = 160 << 10
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
 
 
@@ -62,6 +63,10 @@ def every_launch() -> list[triton_aot.Launch]:
         calls.append(lambda v=weights, p=payload, s=spec, a=anchor: triton_ops.quantize(v, p, s, a, z, 2**40))
         weight = None if name == "int8" else 0.5
         calls.append(lambda p=payload, s=spec, w=weight: triton_ops.dequantize(p, x, s, w, squares))
+    for spec in (Spec("topk2", 4096), Spec("topk2", 2048, stochastic=True), Spec("int4", 4096)):  # the most a program
+        large, kept = torch.zeros(spec.block), torch.zeros(spec.block)
+        payload = torch.zeros(spec.encoded_bytes(spec.block), dtype=torch.uint8)
+        calls.append(lambda v=large, r=kept, p=payload, s=spec: triton_ops.quantize(v, p, s, v, r, 1))
     calls += [
         lambda: triton_ops.outer_update(x, y, z, w, OUTER_STEPS[1]),
         lambda: triton_ops.merge(x, y, z, w, 0.25),

@@ -18,6 +18,7 @@ from geotrain.config import (
     load_run,
     relocated,
 )
+from geotrain.config.block import with_paths
 from geotrain.export import export_run
 from geotrain.launch.site_processes import LaunchRequest, path_there, remote_site
 from geotrain.layout import layout_of
@@ -40,7 +41,11 @@ def files(folder: Path, keys: dict[str, Any] | None = None) -> tuple[Path, Path]
     (folder / "here/model.json").write_text(json.dumps(raw["model"]["config"]))
     (folder / "block.json").write_text(json.dumps(raw["deepspeed"]))
     raw |= {"folder": "../out", "model": {"config": "model.json", "init_from": "start"}, "deepspeed": "../block.json"}
-    raw["data"] |= {"train": "../data/train", "validation": "../data/held", "tokenizer": "../data/tokenizer"}
+    raw["data"] |= {
+        "train": [{"prefix": "../data/train"}, {"prefix": "../data/more"}],
+        "validation": "../data/held",
+        "tokenizer": "../data/tokenizer",
+    }
     raw |= {
         "checkpoint": {"folder": "saved"},
         "monitor": {"token_file": "token", "tensorboard": "boards"},
@@ -51,12 +56,11 @@ def files(folder: Path, keys: dict[str, Any] | None = None) -> tuple[Path, Path]
     return run, cluster
 
 
-def paths_of(config: RunConfig | ClusterConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key in config.paths:
-        found[key] = config
-        for part in key.split("."):
-            found[key] = getattr(found[key], part)
+def paths_of(config: RunConfig | ClusterConfig) -> list[str]:
+    """All paths, in the order of `paths`."""
+    found: list[str] = []
+    raw = config.model_dump(by_alias=True, mode="json")
+    with_paths(raw, config.paths, lambda path: found.append(path) or path)
     return found
 
 
@@ -70,16 +74,13 @@ def test_paths_are_relative_to_the_file_that_names_them(
         run_file, cluster_file = Path(run_file.name), Path(cluster_file.name)
     run, cluster = load_run(run_file), load_cluster(cluster_file)
     here = tmp_path / "here"
-    assert paths_of(run) == {
-        "folder": str(tmp_path / "out"),
-        "model.init_from": str(here / "start"),
-        **{f"data.{k}": str(tmp_path / "data" / n) for k, n in [("train", "train"), ("validation", "held")]},
-        "data.tokenizer": str(tmp_path / "data/tokenizer"),
-        "checkpoint.folder": str(here / "saved"),
-        "monitor.token_file": str(here / "token"),
-        "monitor.tensorboard": str(here / "boards"),
-    }
-    assert paths_of(cluster) == {"security.folder": str(here / "certs")}
+    assert paths_of(run) == [
+        str(tmp_path / "out"),
+        str(here / "start"),
+        *(str(tmp_path / "data" / name) for name in ("train", "more", "held", "tokenizer")),
+        *(str(here / name) for name in ("saved", "token", "boards")),
+    ]
+    assert paths_of(cluster) == [str(here / "certs")]
     assert run.model.config == MODEL and run.deepspeed["train_batch_size"] == 4
 
 
@@ -92,7 +93,7 @@ def test_paths_of_the_command_line_and_the_default_folder_follow_the_working_dir
     run = load_run(
         run_file.relative_to(tmp_path), ("data.train=mine/train", "model.config=other.json", "folder=null")
     )
-    assert run.data.train == str(tmp_path / "mine/train") and run.architecture.layers == 3
+    assert run.data.train[0].prefix == str(tmp_path / "mine/train") and run.architecture.layers == 3
     assert run.data.validation == str(tmp_path / "data/held")  # that stands in the file
     assert run.run_folder.absolute() == tmp_path / "runs/small"
     assert run.checkpoint_folder == tmp_path / "here/saved"
@@ -110,6 +111,8 @@ def test_every_text_of_a_run_file_is_a_path_or_known_not_to_be_one() -> None:
                     found |= texts(schema["$defs"][kind["$ref"].rpartition("/")[2]], f"{place}{name}.")
                 elif kind.get("type") == "string" and "enum" not in kind:
                     found.add(place + name)
+                elif kind.get("type") == "array" and "$ref" in kind["items"]:
+                    found |= texts(schema["$defs"][kind["items"]["$ref"].rpartition("/")[2]], f"{place}{name}.*.")
         return found
 
     del schema["properties"]["outer"]  # numbers and names
@@ -119,7 +122,7 @@ def test_every_text_of_a_run_file_is_a_path_or_known_not_to_be_one() -> None:
 def test_where_things_lie_is_not_in_the_digest(tmp_path: Path) -> None:
     run = load_run(files(tmp_path)[0])
     moved = relocated(run, lambda path: "/elsewhere" + path)
-    assert paths_of(moved) == {key: "/elsewhere" + path for key, path in paths_of(run).items()}
+    assert paths_of(moved) == ["/elsewhere" + path for path in paths_of(run)]
     assert config_digest(moved) == config_digest(run)
     other = load_run(files(tmp_path)[0], ("seed=5",))
     assert config_digest(other) != config_digest(run)
@@ -135,7 +138,7 @@ def test_a_far_region_gets_paths_as_they_are_there(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     asked = LaunchRequest(load_run(run_file), load_cluster(cluster_file), ("eu",), False)
     there = LaunchRequest.from_line(remote_site(asked, "eu", "eu.example.org").first_input)
-    assert there.run.data.train == "/srv/geotrain/data/train"
+    assert [each.prefix for each in there.run.data.train] == ["/srv/geotrain/data/train", "/srv/geotrain/data/more"]
     assert there.run.checkpoint_folder == Path("/srv/geotrain/here/saved")
     assert there.run.run_folder == Path("/scratch/out")
     assert there.cluster.security is not None and there.cluster.security.folder == "/srv/geotrain/here/certs"

@@ -40,7 +40,8 @@ def main() -> None:
     print(plan.told(methods, arguments.search_only, arguments.harsh), flush=True)
     if plan.trials:
         lengths = plan.search_steps, plan.trials, plan.steps
-        found = search(methods, *lengths, plan.size, lambda jobs: results.complete(jobs, arguments.jobs))
+        seeds = arguments.final_seeds
+        found = search(methods, *lengths, plan.size, lambda jobs: results.complete(jobs, arguments.jobs), seeds)
         merge(tuned, found)
     if arguments.search_only:
         print(json.dumps({m: of["settings"] for m, of in found.items()}))
@@ -93,6 +94,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--harsh-steps", type=int, help="the same of a run in a harsher world")
     parser.add_argument("--search-steps", type=int, help="of a run of the search")
     parser.add_argument("--trials", type=int, help="settings tried for each method; 0: those found before")
+    parser.add_argument(
+        "--final-seeds", type=int, default=1, help="of the search's runs at full length; its rates by their mean"
+    )
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--harsh-seeds", type=int)
     parser.add_argument(

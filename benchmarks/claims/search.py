@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,25 @@ JobOf = Callable[[str, Settings], Job]
 
 
 def search(
-    methods: Sequence[str], steps: int, trials: int, final_steps: int, size: dict[str, Any], complete: Complete
+    methods: Sequence[str],
+    steps: int,
+    trials: int,
+    final_steps: int,
+    size: dict[str, Any],
+    complete: Complete,
+    final_seeds: int = 1,
 ) -> dict[str, Any]:
     """What is kept of each method in the file of settings. complete: runs jobs and gives their rows.
 
     First the published outer settings on a ladder of inner learning rates; then draws of the outer settings at the
     best rate, up to `trials` of so many steps in all; at last the best settings in runs as long as those that are
-    compared, with their rate and half of it, by more windows of the selection slice. A method that is like
-    another shares all but that with it. The methods walk together, so that every pass of the pool has work for all
-    processes.
+    compared, with their rate and half of it, by more windows of the selection slice, in the mean of `final_seeds`
+    seeds. A method that is like another shares all but that with it. The methods walk together, so that every pass of
+    the pool has work for all processes.
     """
 
-    def job(method: str, settings: Settings, length: int = steps) -> Job:
-        return Job(method, settings, "published", SEED, length, size, points=4)
+    def job(method: str, settings: Settings, length: int = steps, seed: int = SEED) -> Job:
+        return Job(method, settings, "published", seed, length, size, points=4)
 
     own = list(dict.fromkeys(METHODS[m].like or m for m in methods))
     rows = ladders({m: {**METHODS[m].published(), "lr": START_LR} for m in own}, min(RUNGS, trials), job, complete)
@@ -48,6 +55,13 @@ def search(
     source = {m: METHODS[m].like or m for m in methods}
     starts = {m: best(rows[of])["settings"] for m, of in source.items()}
     final = ladders(starts, FINAL_RUNGS, lambda m, settings: job(m, settings, final_steps), complete)
+    more = range(SEED + 1, SEED + final_seeds)
+    again = iter(
+        complete(
+            [job(m, r["settings"], final_steps, seed) for m, rows in final.items() for r in rows for seed in more]
+        )
+    )
+    final = {m: [_mean([row, *islice(again, len(more))]) for row in rows] for m, rows in final.items()}
     return {
         m: {
             "steps": steps,
@@ -55,6 +69,7 @@ def search(
             "settings": best(final[m], "final_selection")["settings"],
             "tried": _told(rows[of]),
             "final_steps": final_steps,
+            "final_seeds": final_seeds,
             "final": _told(final[m], "final_selection"),
         }
         for m, of in source.items()
@@ -138,6 +153,12 @@ def _drawn(method: str, lr: float, count: int) -> list[Settings]:
         scale = draw.pop("lr_scale", 1.0)
         found.append({"lr": float(f"{scale * lr:.4g}"), **draw})
     return found
+
+
+def _mean(seeds: list[Row]) -> Row:
+    """The first of the rows with the mean of all their final losses on the selection slice."""
+    losses = [_loss(row, "final_selection") for row in seeds]
+    return {**seeds[0], "final_selection": sum(losses) / len(losses)}
 
 
 def _told(rows: list[Row], loss: str = "selection") -> list[dict[str, Any]]:

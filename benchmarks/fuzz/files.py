@@ -23,7 +23,8 @@ from geotrain.config import (
     load_run,
     parse,
 )
-from geotrain.data.tokens import DataError, Manifest, TokenWriter, manifest_path, open_dataset
+from geotrain.data.dataset import Manifest, manifest_path, open_dataset
+from geotrain.data.tokens import DataError, TokenWriter
 from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions
 from geotrain.net.journal import JournalDamaged
@@ -207,7 +208,7 @@ class Indexes:
             victim.write_bytes(damage(rng, self._files[victim]))
         try:
             _, file = open_dataset(self._prefix, 50)
-            tokens, ends = np.array(file.tokens), file.document_ends
+            tokens, ends = np.array(file.tokens), file.document_ends(0, file.documents)
         except DataError as error:
             return "refused" if str(self._prefix) in str(error) else f"unclear: {error}"
         same = np.array_equal(tokens, self._tokens) and ends[-1] == len(tokens) and (np.diff(ends) >= 0).all()

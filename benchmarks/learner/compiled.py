@@ -65,10 +65,11 @@ class AdamWStep(NamedTuple):
 
 
 class MuonStep(NamedTuple):
-    """Coefficients of a step of Muon: m = keep·m + (1−keep)·g ;  u = keep·m + (1−keep)·g ;
+    """Coefficients of a step of Muon: m = keep·m + (1−keep)·g ;  u = mix·m + (1−mix)·g ;
     x −= shrink·x + lr·√max(rows, columns)·O(u), where O is `optimizers.orthogonalized` with a, b, c."""
 
     keep: float
+    mix: float
     lr: float
     shrink: float
     eps: float

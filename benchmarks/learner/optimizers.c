@@ -36,7 +36,7 @@ void geotrain_lm_adamw(long n, float *weights, const float *gradient, float *m, 
 /* ---- Muon */
 
 typedef struct {
-    float keep, lr, shrink, eps; /* lr: of the orthogonal matrix */
+    float keep, mix, lr, shrink, eps; /* mix: weight of the momentum; lr: of the orthogonal matrix */
     float a, b, c;               /* of an iteration */
     int32_t iterations;
 } Muon;
@@ -55,11 +55,11 @@ static void multiply_symmetric(int n, int k, const float *a, long row_step, long
     }
 }
 
-CLONES static void momentum(long n, const float *gradient, float part, float keep, float *m, float *u) {
+CLONES static void momentum(long n, const float *gradient, float part, float keep, float mix, float *m, float *u) {
     for (long i = 0; i < n; i++) {
         float g = gradient[i] * part;
         m[i] += (1 - keep) * (g - m[i]);
-        u[i] = (1 - keep) * g + keep * m[i];
+        u[i] = (1 - mix) * g + mix * m[i];
     }
 }
 
@@ -124,7 +124,7 @@ void geotrain_lm_muon(long n, float *weights, const float *gradient, float *m, f
         long rows = places[3 * i + 1], columns = places[3 * i + 2], size = rows * columns;
         long most = rows > columns ? rows : columns;
         float *u = work, *turned = u + size, *made = turned + size, *rest = made + size;
-        momentum(size, gradient + at, part, s->keep, m + at, u);
+        momentum(size, gradient + at, part, s->keep, s->mix, m + at, u);
         if (rows >= columns)
             orthogonal(rows, columns, u, s, rest, made);
         else {

@@ -49,6 +49,19 @@ class MuonSettings(InnerSettings):
     iterations: int = 5
     scale: float = 0.2
 
+    @property
+    def momentum_share(self) -> float:
+        """ν: what is orthogonalized is ν·momentum + (1−ν)·gradient. Nesterov's ν is the momentum's own decay."""
+        return self.momentum
+
+
+@dataclass(frozen=True)
+class QuasiHyperbolicMuonSettings(MuonSettings):
+    """Muon whose momentum has a share ν of its own (Ma and Yarats, arXiv 1810.06801), so that a slow momentum leaves
+    room for the newest gradient; MT-DAO (arXiv 2510.05361) has it in workers that seldom exchange."""
+
+    momentum_share: float = 0.9
+
 
 class Optimizer(Protocol):
     """m, v: moments, 1-D fp32, as long as the weights. steps: taken so far."""
@@ -140,7 +153,9 @@ class FlatMuon(FlatAdamW):
         self.steps += 1
         adam = self._coefficients(lr)
         if self._loaded is not None:
-            of = MuonStep(s.momentum, lr * s.scale, lr * s.weight_decay, EPS, *s.coefficients, s.iterations)
+            of = MuonStep(
+                s.momentum, s.momentum_share, lr * s.scale, lr * s.weight_decay, EPS, *s.coefficients, s.iterations
+            )
             muon(self._loaded, (weights, gradient, self.m, self.v, self.decays), adam, of, self._places)
             return
         self._clip(gradient)
@@ -152,7 +167,7 @@ class FlatMuon(FlatAdamW):
             if not rows:
                 return
             m.lerp_(g, 1 - s.momentum)
-            update = orthogonalized(g.lerp(m, s.momentum), s.coefficients, s.iterations)
+            update = orthogonalized(g.lerp(m, s.momentum_share), s.coefficients, s.iterations)
             x.mul_(1 - lr * s.weight_decay).sub_(update, alpha=lr * s.scale * max(rows, columns) ** 0.5)
 
 

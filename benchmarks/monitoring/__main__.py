@@ -37,7 +37,6 @@ from geotrain.monitor.events import EventLog, JobTrained
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
-from geotrain.outer.messages import Lease, LeaseRequest
 
 READER = """
 import itertools, json, sys, time, urllib.request
@@ -146,22 +145,20 @@ def _measure(worlds: dict[bool, World], pairs: int) -> dict[str, float]:
             True: lambda numbers: events.write(JobTrained(worker="eu-0", **numbers)),
             False: lambda numbers: None,
         }
-        trainers, jobs = {}, {}
+        trainers, leases = {}, {}
         for monitored, world in worlds.items():
-            trainers[monitored], jobs[monitored] = stack.enter_context(
+            trainers[monitored], leases[monitored] = stack.enter_context(
                 joined(world.run, world.cluster, engine, loader, reports[monitored])
             )
             world.send(signal.SIGSTOP)
         for monitored in by_turns(pairs):
             trainer, engine.monitor.enabled = trainers[monitored], monitored
             with worlds[monitored].turn():
-                lease = trainer.client.lease(LeaseRequest("eu-0", jobs[monitored])).result()
-                assert isinstance(lease, Lease)
-                trainer.laps.restart()
+                lease = next(leases[monitored])
+                trainer.loop.laps.restart()
                 begin = time.perf_counter()
                 trainer.train_job(lease)
                 seconds[monitored].append(time.perf_counter() - begin)
-                jobs[monitored] += 1
             print(
                 f"{'with' if monitored else 'without'} monitoring: {seconds[monitored][-1]:.3f} s a job", flush=True
             )

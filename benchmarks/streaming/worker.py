@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.config import load_cluster, load_run
-from geotrain.data.loader import LeasedLoader, open_source
+from geotrain.data.loader import LeasedLoader, open_training
 from geotrain.inner import parallel
 from geotrain.inner.build import build_engine
 from geotrain.inner.engine import GeoEngine
@@ -56,8 +56,8 @@ class Trained:
     def __init__(self, path: Path, region: str, worker: str, control: Connection) -> None:
         run, cluster = load_run(path / "run.json"), load_cluster(path / "cluster.json")
         self.engine: GeoEngine = build_engine(run, run.parallel, run.deepspeed)
-        vocab_size, length = self.engine.architecture.vocab_size, run.data.sequence_length
-        source = open_source(Path(run.data.train), length, vocab_size, run.seed)
+        vocab_size = self.engine.architecture.vocab_size
+        source = open_training(run.data, vocab_size, run.seed)
         micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
         self.loader = LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
         self.samples = run.samples_per_step

@@ -77,11 +77,12 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         setup = WorkerSetup.of(run, worker)
         parallel, dp, zero = setup.parallel, sizes[worker.name], zero_stage(setup.deepspeed)
         sequence = " + sequence" if parallel.sequence else ""
+        expert = f" (EP {parallel.expert})" if parallel.expert > 1 else ""
         workers.append(
             WorkerNeeds(
                 worker.name,
                 home,
-                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline} × DP {dp}, ZeRO {zero}",
+                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline} × DP {dp}{expert}, ZeRO {zero}",
                 worker.ranks,
                 check_shards(layout, run, parallel),
                 rank_memory(run, run.architecture, worker),
@@ -138,12 +139,13 @@ def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> in
     architecture, spoken_for, fullest = run.architecture, 0, 0
     for stage in range(parallel.pipeline):
         for rank in range(parallel.tensor):
-            local = local_parameters(architecture, parallel, rank, stage)
-            for parameter in local:
-                for run_ in parameter.runs:
-                    layout.slices((run_,), layout.fragment_of(run_.parameter))
-            spoken_for += sum(p.numel for p in local if p.pushes)
-            fullest = max(fullest, sum(p.numel for p in local))
+            for part in range(parallel.expert):
+                local = local_parameters(architecture, parallel, rank, stage, part)
+                for parameter in local:
+                    for run_ in parameter.runs:
+                        layout.slices((run_,), layout.fragment_of(run_.parameter))
+                spoken_for += sum(p.numel for p in local if p.pushes and (p.expert or part == 0))
+                fullest = max(fullest, sum(p.numel for p in local))
     if spoken_for != layout.numel:
         raise AssertionError(f"the ranks speak for {spoken_for} of {layout.numel} elements")
     return fullest

@@ -40,14 +40,15 @@ PROMPTS = ("The ", "def ")
 SAMPLE_TOKENS = 160
 
 
-def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool) -> int:
+def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, kind: str = "") -> int:
     """Train, export, evaluate, sample; gives the exit code. A finished run's folder is moved to <folder>.previous.
 
-    run_path, cluster_path: None: the shipped ones. Raises ConfigError and whatever the steps raise.
+    run_path, cluster_path: None: the shipped ones, whose names end in `kind`. Raises ConfigError and whatever the
+    steps raise.
     """
     console = new_console()
-    run_path = run_path or shipped_configs() / "runs/quickstart.json"
-    cluster_path = cluster_path or shipped_configs() / "clusters/local-two-regions.json"
+    run_path = run_path or shipped_configs() / f"runs/quickstart{kind}.json"
+    cluster_path = cluster_path or shipped_configs() / f"clusters/local-two-regions{kind}.json"
     folder = load_run(run_path).run_folder.absolute()
     changes = tuple(f"data.{what}={folder / 'data' / what}" for what in ("train", "validation", "tokenizer"))
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from geotrain.config import RunConfig, load_cluster, load_run
+from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server_process import serve_global, serve_region
 from geotrain.outer.messages import GLOBAL
 
@@ -18,9 +19,13 @@ def run_server(region: str | None, run_path: Path, cluster_path: Path | None, re
     """The server of a region, or the global one (None). Gives the exit code. Raises ConfigError."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
+    if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there
+        LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
     servers = run.run_folder / "servers"
     if region is None:
-        validates = run.monitor.validate_every_samples is not None
+        # A loop of the user's own validates by itself, and documents that are apart look so to GeoTrain's model only.
+        apart = run.data.attention == "document" or run.model.weights is not None
+        validates = run.monitor.validate_every_samples is not None and run.data.validation and not apart
         return serve_global(run, cluster, servers / GLOBAL, resume, partial(_loss, run) if validates else None)
     cluster.region(region)
     return serve_region(run, cluster, region, servers / region, resume)

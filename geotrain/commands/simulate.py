@@ -16,7 +16,7 @@ from geotrain.config import (
     load_run,
     parse,
 )
-from geotrain.layout import Layout, canonical_parameters, parameter_count
+from geotrain.layout import Layout, active_parameter_count, canonical_parameters
 from geotrain.simulate.spec import WorldSpec, world_of_cluster
 from geotrain.simulate.world import VirtualWorld, timing_task
 
@@ -45,11 +45,12 @@ class WhatIf:
 
 
 def step_seconds(run: RunConfig, cluster: ClusterConfig, tflops: float) -> dict[str, float]:
-    """Seconds of an inner step of each worker: 6 · parameters · tokens over its ranks' useful speed.
+    """Seconds of an inner step of each worker: 6 · parameters · tokens over its ranks' useful speed. Of experts, only
+    the parameters of those that a token is sent to count.
 
     tflops: what one rank really reaches (its peak times the utilization that your model gets there).
     """
-    parameters = parameter_count(run.architecture)
+    parameters = active_parameter_count(run.architecture)
     tokens = run.samples_per_step * run.data.sequence_length
     return {w.name: 6 * parameters * tokens / (w.ranks * tflops * 1e12) for r in cluster.regions for w in r.workers}
 

@@ -6,7 +6,7 @@ against the number of heads in `geotrain.parallelism.checks`).
 """
 
 # ruff: noqa: F401 — everything imported here is what other packages use
-from geotrain.config.architecture import Architecture, UnsupportedModelError, architecture_from_hf
+from geotrain.config.architecture import Architecture, Experts, UnsupportedModelError, architecture_from_hf
 from geotrain.config.block import (
     EXIT_FOR_GOOD,
     Block,
@@ -30,6 +30,7 @@ from geotrain.config.cluster import (
     WorkerConfig,
     load_cluster,
 )
+from geotrain.config.data import DataConfig, DataSet, Phase
 from geotrain.config.outer import (
     CodecConfig,
     FragmentConfig,
@@ -48,7 +49,6 @@ from geotrain.config.plugins import AsyncConfig, PluggedCodec, PluggedRule
 from geotrain.config.run import (
     AccoConfig,
     CheckpointConfig,
-    DataConfig,
     ModelConfig,
     MonitorConfig,
     ParallelConfig,

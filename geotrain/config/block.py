@@ -5,12 +5,11 @@ An error in a file is explained in the words of the file: the key, its value, th
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -103,16 +102,19 @@ def read_json(path: Path) -> Any:
 
 
 def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> Any:
-    """A copy of parsed JSON with `change` applied to the strings at these keys, as "data.train", as far as they are
-    there."""
-    raw = copy.deepcopy(raw)
+    """Parsed JSON with `change` applied to the strings at these keys, as far as they are there. A key is as
+    "data.train", or "data.train.*.prefix" for all items of a list. `raw` itself stays as it is."""
+
+    def at(place: Any, parts: Sequence[str]) -> Any:
+        if not parts:
+            return change(place) if isinstance(place, str) and place else place
+        first, *rest = parts
+        if first == "*":
+            return [at(item, rest) for item in place] if isinstance(place, list) else place
+        return {**place, first: at(place[first], rest)} if isinstance(place, dict) and first in place else place
+
     for key in keys:
-        *way, last = key.split(".")
-        place = raw
-        for part in way:
-            place = place.get(part) if isinstance(place, dict) else None
-        if isinstance(place, dict) and isinstance(place.get(last), str) and place[last]:
-            place[last] = change(place[last])
+        raw = at(raw, key.split("."))
     return raw
 
 

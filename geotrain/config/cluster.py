@@ -63,7 +63,7 @@ class WorkerConfig(Block):
     """One DeepSpeed world."""
 
     name: Name
-    hosts: tuple[HostConfig, ...] = Field(min_length=1)
+    hosts: tuple[HostConfig, ...] = Field((HostConfig(host="localhost", slots=1),), min_length=1)
     launcher: Literal["local", "ssh", "pdsh", "slurm", "openmpi", "mpich", "impi"] = Field(
         "local", description="`local` starts ranks on this machine; the rest are DeepSpeed's launchers."
     )

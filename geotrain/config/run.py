@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from geotrain.config.architecture import Architecture, architecture_from_hf
+from geotrain.config.architecture import Architecture, UnsupportedModelError, architecture_from_hf
 from geotrain.config.block import (
     SCHEMA,
     Block,
@@ -25,6 +25,7 @@ from geotrain.config.block import (
     parse,
     read_json,
 )
+from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
 from geotrain.config.outer import OuterConfig
 
@@ -42,9 +43,24 @@ class ModelConfig(Block):
         dict[str, Any],
         Field(description="A Hugging Face config: inline, or the path of a config.json."),
         WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "string"}]}),
-    ]  # a path may stand in the file only: `load_run` puts what it names in its place
+    ] = Field({})  # a path may stand in the file only: `load_run` puts what it names in its place
+    weights: str | None = Field(
+        None,
+        description="In place of `config`, for a loop of your own with any model: a safetensors file of its "
+        "parameters with initial values, as `geotrain.save_parameters` writes it.",
+    )
     init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+
+    @model_validator(mode="after")
+    def _is_stated_once(self) -> ModelConfig:
+        if self.weights is None and not self.config:
+            raise ValueError("config is required, or weights where a loop of your own trains any other model")
+        if self.weights is not None and (
+            idle := self.differing("init_from", "recompute") + ["config"] * bool(self.config)
+        ):
+            raise ValueError(f"{', '.join(idle)}: without effect beside weights; leave it out")
+        return self
 
 
 class ParallelConfig(Block):
@@ -53,20 +69,13 @@ class ParallelConfig(Block):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
-
-
-class DataConfig(Block):
-    train: str = Field(description="Prefix of the training .bin/.idx pair written by `geotrain prepare`.")
-    sha256: str | None = Field(
-        None,
-        description="Digest of the training .bin, as its manifest states it: who trains on other data is refused. "
-        "Without it, the first to join decides which data is the run's.",
+    expert: PositiveInt = Field(
+        1, description="So many neighbouring data-parallel ranks divide a layer's experts among them."
     )
-    validation: str | None = Field(None, description="Prefix of the validation .bin/.idx pair.")
-    tokenizer: str | None = Field(None, description="Folder with the tokenizer; copied into exports.")
-    sequence_length: PositiveInt
-    train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
-    validation_samples: PositiveInt = 64
+    dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall",
+        description="How tokens reach the ranks of their experts: each to those only, or all tokens to all ranks.",
+    )
 
 
 class AccoConfig(Block):
@@ -158,7 +167,8 @@ class RunConfig(Block):
     """The run file. Relative paths in it are meant from its folder."""
 
     paths: ClassVar[tuple[str, ...]] = (
-        *("folder", "model.init_from", "data.train", "data.validation", "data.tokenizer"),
+        *("folder", "model.weights", "model.init_from"),
+        *("data.train", "data.train.*.prefix", "data.validation", "data.tokenizer"),
         *("checkpoint.folder", "monitor.token_file", "monitor.tensorboard"),
     )
 
@@ -171,6 +181,7 @@ class RunConfig(Block):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     deepspeed: DeepSpeedBlock = Field(
+        {},
         description="Passed to DeepSpeed; see its documentation. Inline, or the path of a JSON file. "
         '"auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
         "warmup_max_lr, gradient_accumulation_steps, …",
@@ -182,15 +193,38 @@ class RunConfig(Block):
 
     @model_validator(mode="after")
     def _batch_is_stated(self) -> RunConfig:
+        stated = self.data.samples_per_step
+        if stated is None:
+            self.check_for_trainer()
+        elif not self.deepspeed:
+            return self
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
             if key not in self.deepspeed:
                 raise ValueError(f"deepspeed.{key} is missing: state it, a positive integer")
+        if stated not in (None, batch := self.deepspeed["train_batch_size"]):
+            raise ValueError(f"data.samples_per_step = {stated}, but deepspeed.train_batch_size = {batch}; state one")
         return self
+
+    def check_for_trainer(self) -> None:
+        """Raises ConfigError where something is missing that GeoTrain's own trainer needs, and a loop of the user's
+        own does not."""
+        data = self.data.model_fields_set
+        present = {
+            "model.config": bool(self.model.config),
+            "data.train": bool(self.data.train),
+            "data.sequence_length": "sequence_length" in data,
+            "deepspeed": bool(self.deepspeed),
+        }
+        if missing := [key for key, there in present.items() if not there]:
+            raise ConfigError(
+                f"{', '.join(missing)}: required where GeoTrain's own trainer trains; for a loop of your own state "
+                "data.samples_per_step instead, and start servers with `geotrain serve` (docs/own_loop.md)"
+            )
 
     @model_validator(mode="after")
     def _validation_is_affordable(self) -> RunConfig:
         every = self.monitor.validate_every_samples
-        if every is not None and self.data.validation is None:
+        if every is not None and self.data.validation is None and self.data.samples_per_step is None:
             raise ValueError("monitor.validate_every_samples needs data.validation, the prefix of its .bin/.idx pair")
         if every is not None and every < 4 * self.data.validation_samples:
             raise ValueError(
@@ -202,6 +236,11 @@ class RunConfig(Block):
     @property
     def architecture(self) -> Architecture:
         """The shape of the run's model. Raises UnsupportedModelError."""
+        if self.model.weights is not None:
+            raise UnsupportedModelError(
+                "model.weights: such a model is trained by a loop of your own only (docs/own_loop.md); this needs "
+                "model.config"
+            )
         return architecture_from_hf(self.model.config)
 
     @property
@@ -218,7 +257,7 @@ class RunConfig(Block):
     def samples_per_step(self) -> int:
         """Samples that one worker trains in one inner step: DeepSpeed's train_batch_size. The same for all workers,
         so that a lease is a whole number of steps for whoever takes it."""
-        return int(self.deepspeed["train_batch_size"])
+        return self.data.samples_per_step or int(self.deepspeed["train_batch_size"])
 
     @property
     def total_steps(self) -> int:
@@ -286,8 +325,14 @@ def config_digest(run: RunConfig) -> str:
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
     shared["model"].pop("init_from")
-    for key in ("train", "validation", "tokenizer"):
+    shared["model"].pop("weights")  # names and shapes are in the layout's digest
+    shared["data"].pop("sha256")  # compared by itself: not every machine knows it
+    shared["data"]["train"] = [each.weight for each in run.data.train]
+    for key in ("validation", "tokenizer"):
         shared["data"].pop(key)
-    shared["data"].pop("train_samples")  # a finished run may be extended
+    if run.data.samples_per_step is None:  # digests of older runs know no such key
+        shared["data"].pop("samples_per_step")
+    if run.data.curriculum is None:
+        shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -6,20 +6,26 @@ worker, with another layout, and the loader has nothing to save in a checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
+from math import floor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from geotrain.config import DataConfig, RunConfig
+from geotrain.data.dataset import open_dataset
+from geotrain.data.mixture import Mixture
 from geotrain.data.order import SampleOrder
-from geotrain.data.tokens import DataError, open_dataset
+from geotrain.data.tokens import DataError
 
 STEPS_AHEAD = 1  # read while the caller trains
 READ_DEADLINE_S = 300.0  # a batch takes milliseconds, but a network file system may hang without an error
@@ -70,10 +76,74 @@ class SampleSource:
         return torch.from_numpy(rows)
 
 
+class Source(Protocol):
+    """What a loader reads samples from. name: for errors."""
+
+    name: str
+
+    def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
+        """Samples by their numbers in the run (int64 [n]) → int64 tensor [n, sequence_length + 1]."""
+
+
+class MixedSource:
+    """Several data sets, read in the shares and the order of a mixture (see `Mixture`); Raises what they raise."""
+
+    def __init__(self, sources: Sequence[SampleSource], mixture: Mixture) -> None:
+        self.name = ", ".join(source.name for source in sources)
+        self._sources, self._mixture = sources, mixture
+
+    def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
+        """As `SampleSource.batch`."""
+        sets, numbers = self._mixture.places(samples)
+        rows = torch.empty((len(samples), self._sources[0].sequence_length + 1), dtype=torch.int64)
+        for which in np.unique(sets).tolist():
+            (chosen,) = np.nonzero(sets == which)
+            rows[torch.from_numpy(chosen)] = self._sources[which].batch(numbers[chosen])
+        return rows
+
+
 def open_source(prefix: Path, sequence_length: int, model_vocab_size: int, seed: int | None) -> SampleSource:
     """Open a prepared data set, checked against its manifest and the model. Raises DataError."""
     _, file = open_dataset(prefix, model_vocab_size)
     return SampleSource(file.tokens, sequence_length, seed, model_vocab_size, str(prefix))
+
+
+def open_training(data: DataConfig, model_vocab_size: int, seed: int) -> MixedSource:
+    """Open the run's training data. seed: the run's. Raises DataError."""
+    # The first set has the run's seed, so that a run of one set keeps the order it always had.
+    sources = [
+        open_source(Path(each.prefix), data.sequence_length, model_vocab_size, _seed_of(seed, number))
+        for number, each in enumerate(data.train)
+    ]
+    ends = [floor(Fraction(repr(phase.until)) * data.train_samples) for phase in data.phases]
+    return MixedSource(sources, Mixture([(end, p.weights) for end, p in zip(ends, data.phases, strict=True)]))
+
+
+class RunSamples:
+    """The run's training data as torch's loaders take one: map-style, for a loop of the user's own.
+
+    Sample i is the i-th of the run, int64 [sequence_length + 1]: which place of which data set that is, has been
+    decided. Raises DataError.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        if not run.data.train:
+            raise DataError("data.train: the run file names no training data; give your own, or prepare some")
+        vocab_size = run.architecture.vocab_size if run.model.config else np.iinfo(np.int64).max
+        self._source, self._samples = open_training(run.data, int(vocab_size), run.seed), run.data.train_samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        return self._source.batch(np.array([sample]))[0]
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """Of the order of the number-th set: equally long sets shall not be visited in step."""
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"data set {seed} {number}".encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -97,9 +167,7 @@ class LeasedLoader:
     micro-batches of `micro_batch` samples. Raises DataError: the sizes do not divide.
     """
 
-    def __init__(
-        self, source: SampleSource, samples_per_step: int, micro_batch: int, dp_rank: int, dp_size: int
-    ) -> None:
+    def __init__(self, source: Source, samples_per_step: int, micro_batch: int, dp_rank: int, dp_size: int) -> None:
         if samples_per_step % (micro_batch * dp_size):
             raise DataError(
                 f"{samples_per_step} samples (train_batch_size or validation_samples) do not divide into "

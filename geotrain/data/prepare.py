@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from geotrain.data.dataset import Manifest, manifest_path
 from geotrain.data.readers import TextBlock, parse_block, read_blocks
 from geotrain.data.tokenizer import Tokenizer
-from geotrain.data.tokens import DataError, Manifest, TokenWriter, manifest_path, token_dtype
+from geotrain.data.tokens import DataError, TokenWriter, token_dtype
 from geotrain.files import whole_folder
 
 BLOCKS_PER_PROCESS = 2  # in flight: bounds the memory and keeps every process busy
@@ -159,15 +160,15 @@ def prepare(
                 f"most lines are broken, {broken_count} beside {document_count} good ones: {first_broken}"
             )
         for split, writer in writers.items():
-            if not writer.lengths:
+            if not writer.documents:
                 raise DataError(f"no document came into the {split} split; give more text or another fraction")
         tokenizer.save(folder / "tokenizer")
         manifests = {}
         for split, writer in writers.items():
             writer.close()
             manifests[split] = Manifest(
-                tokens=sum(writer.lengths),
-                documents=len(writer.lengths),
+                tokens=writer.tokens,
+                documents=writer.documents,
                 text_bytes=text_bytes[split],
                 vocab_size=tokenizer.vocab_size,
                 end_of_document=tokenizer.end_of_document,

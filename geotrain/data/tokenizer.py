@@ -62,6 +62,11 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
     return {f"{kind}_token_id": getattr(loaded, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
 
 
+def vocabulary_size(folder: Path) -> int:
+    """Largest id + 1 of the tokenizer in a folder. Raises DataError."""
+    return max(_load(folder).get_vocab().values()) + 1
+
+
 def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenizer:
     """Read a Hugging Face tokenizer's folder. end_of_document: a token; default: the tokenizer's eos token.
 

@@ -1,18 +1,17 @@
-"""A prepared data set: a .bin/.idx pair of token files and a manifest.
+"""The .bin/.idx pairs of token files, in the format of Megatron-core's indexed dataset.
 
-The pair has the format of Megatron-core's indexed dataset: .bin holds the tokens, .idx the lengths of the documents.
-It is written and read here because Megatron-core writes in place and trusts what it reads. Ours appear whole or not
-at all, and everything is checked before it is used.
+.bin holds the tokens, .idx the lengths of the documents. They are written and read here because Megatron-core writes
+in place and trusts what it reads. Ours appear whole or not at all, and what is read of them is checked before it is
+used. An index has 20 bytes a document, 90 GB for 10 TB of text: it is never in memory whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geotrain.config import Block, ConfigError, PositiveInt, parse
 from geotrain.files import sync
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
+_LENGTH = struct.Struct("<i")
 # Megatron's codes of the types that tokens can have.
 _DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
-_HASHED_TOKENS = 1 << 24  # tokens read at a time when a file is verified
+_AT_ONCE = 1 << 20  # entries of an index that are in memory at a time
 
 
 class DataError(ValueError):
@@ -48,19 +47,20 @@ class TokenWriter:
     """Writes documents to `prefix`.bin and `prefix`.idx. `close()` gives both their names; it replaces an old pair.
 
     A context manager: an exception inside discards what was written.
-    lengths: tokens of each document so far. digest: sha256 of the .bin file's content so far.
+    documents, tokens: how many so far. digest: sha256 of the .bin file's content so far.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
         """vocab_size: all ids must be below it. Raises DataError if the folder cannot be written."""
         self.prefix, self.vocab_size, self.dtype = prefix, vocab_size, token_dtype(vocab_size)
-        self.lengths: list[int] = []
+        self.documents = self.tokens = 0
         self.digest = hashlib.sha256()
         self._final, self._closed = _pair(prefix), False
         self._temporary = tuple(path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in self._final)
+        self._lengths_path = self._temporary[1].with_suffix(".lengths.tmp")  # they may be more than memory holds
         try:
             self._final[0].parent.mkdir(parents=True, exist_ok=True)
-            self._data = self._temporary[0].open("wb")
+            self._data, self._lengths = self._temporary[0].open("wb"), self._lengths_path.open("wb")
         except OSError as error:
             raise DataError(f"{prefix}: cannot be written: {error.strerror}") from None
 
@@ -76,28 +76,35 @@ class TokenWriter:
         content = tokens.astype(self.dtype).tobytes()
         try:
             self._data.write(content)
+            self._lengths.write(_LENGTH.pack(tokens.size))
         except OSError as error:
             self.discard()
             raise DataError(f"{self.prefix}: writing failed: {error.strerror}; free some space") from None
         self.digest.update(content)
-        self.lengths.append(tokens.size)
+        self.documents, self.tokens = self.documents + 1, self.tokens + tokens.size
 
     def close(self) -> None:
         """Make both files durable and give them their names. Raises DataError, leaving nothing behind."""
         if self._closed:
             return
         try:
-            if not self.lengths:
+            if not self.documents:
                 raise DataError(f"{self.prefix}: no document was added; an empty token file is of no use")
             self._data.close()
-            lengths = np.array(self.lengths, "<i4")
-            begins = (np.cumsum(lengths, dtype="<i8") - lengths) * self.dtype.itemsize
-            # The format has bounds because Megatron's documents may have several sequences; ours have one each.
-            bounds = np.arange(lengths.size + 1, dtype="<i8")
+            self._lengths.close()
             code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
             with self._temporary[1].open("wb") as index:
-                index.write(_HEADER.pack(_MAGIC, 1, code, lengths.size, bounds.size))
-                index.writelines(array.tobytes() for array in (lengths, begins, bounds))
+                # The format has bounds because Megatron's documents may have several sequences; ours have one each.
+                index.write(_HEADER.pack(_MAGIC, 1, code, self.documents, self.documents + 1))
+                index.writelines(lengths.tobytes() for lengths in self._read_lengths())
+                end = 0
+                for lengths in self._read_lengths():
+                    ends = end + np.cumsum(lengths, dtype="<i8")
+                    index.write(((ends - lengths) * self.dtype.itemsize).tobytes())
+                    end = ends[-1]
+                for first in range(0, self.documents + 1, _AT_ONCE):
+                    bounds = np.arange(first, min(first + _AT_ONCE, self.documents + 1), dtype="<i8")
+                    index.write(bounds.tobytes())
             # Contents first: otherwise a power failure could leave a file with its name and without its content.
             for path in self._temporary:
                 sync(path)
@@ -111,12 +118,18 @@ class TokenWriter:
         finally:
             self.discard()
 
+    def _read_lengths(self) -> Iterator[npt.NDArray[np.int32]]:
+        with self._lengths_path.open("rb") as file:
+            while part := file.read(_AT_ONCE * _LENGTH.size):
+                yield np.frombuffer(part, "<i4")
+
     def discard(self) -> None:
         """Drop what was written. After `close()` there is nothing left to drop."""
         self._closed = True
-        with contextlib.suppress(OSError):  # a full disk may fail again when buffers are flushed
-            self._data.close()
-        for path in self._temporary:
+        for file in (self._data, self._lengths):
+            with contextlib.suppress(OSError):  # a full disk may fail again when buffers are flushed
+                file.close()
+        for path in (*self._temporary, self._lengths_path):
             path.unlink(missing_ok=True)
 
     def __enter__(self) -> TokenWriter:
@@ -133,13 +146,38 @@ class TokenWriter:
 class TokenFile:
     """A .bin/.idx pair, open for reading.
 
-    tokens: 1-D, uint16 or int32, all documents one after another. Mapped into memory, so that a file larger than
-    memory can be read and ranks of a host share its pages.
-    document_ends: 1-D int64; document i is tokens[document_ends[i-1] : document_ends[i]].
+    tokens: 1-D, uint16 or int32, all documents one after another. documents: how many. Everything is mapped into
+    memory: files may be larger than it, and ranks of a host share their pages.
     """
 
+    prefix: str
     tokens: npt.NDArray[Any]
-    document_ends: npt.NDArray[np.int64]
+    documents: int
+    _begins: npt.NDArray[np.int64]  # of each sequence in the .bin, in bytes
+    _bounds: npt.NDArray[np.int64]  # numbers of the sequences with which documents begin, and of sequences in all
+
+    def document_ends(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Where the documents `first` ≤ i < `last` end: token numbers, int64 [last − first]. Document i is
+        tokens[end of i − 1 : end of i]. Reads nothing else of the index. Raises DataError: it is damaged."""
+        bounds = self._bounds[first : last + 1]
+        if bounds[0] < 0 or bounds[-1] > len(self._begins) or (bounds[1:] < bounds[:-1]).any():
+            raise DataError(f"{self.prefix}.idx: its documents are not in order: it is damaged; copy it again")
+        inside = bounds[1:] < len(self._begins)
+        ends = np.full(len(bounds) - 1, len(self.tokens), np.int64)
+        ends[inside], rest = np.divmod(self._begins[bounds[1:][inside]], self.tokens.itemsize)
+        if rest.any() or (ends[:1] < 0).any() or (ends[1:] < ends[:-1]).any() or (ends[-1:] > len(self.tokens)).any():
+            raise DataError(f"{self.prefix}.idx: its documents overlap: it is damaged; copy it again")
+        return ends
+
+    def all_document_ends(self) -> Iterator[npt.NDArray[np.int64]]:
+        """`document_ends` of all documents, a part at a time. Raises DataError."""
+        last = 0
+        for first in range(0, self.documents, _AT_ONCE):
+            ends = self.document_ends(first, min(first + _AT_ONCE, self.documents))
+            if ends[0] < last:
+                raise DataError(f"{self.prefix}.idx: its documents overlap: it is damaged; copy it again")
+            last = int(ends[-1])
+            yield ends
 
 
 def open_tokens(prefix: str | Path) -> TokenFile:
@@ -176,89 +214,23 @@ def open_tokens(prefix: str | Path) -> TokenFile:
         )
     if sequences == 0 or bound_count < 2:
         raise DataError(f"{index}: tells of no document; prepare the data again")
-    lengths = np.fromfile(index, "<i4", sequences, offset=_HEADER.size).astype(np.int64)
-    bounds = np.fromfile(index, "<i8", bound_count, offset=_HEADER.size + sequences * (4 + 8))
-    if bounds[-1] != sequences:
+    lengths_end = _HEADER.size + sequences * 4
+    begins = np.memmap(index, "<i8", "r", lengths_end, (sequences,))
+    bounds = np.memmap(index, "<i8", "r", lengths_end + sequences * 8, (bound_count,))
+    last_length = int(np.memmap(index, "<i4", "r", lengths_end - 4, (1,))[0])
+    if bounds[0] != 0 or bounds[-1] != sequences:
         raise DataError(f"{index}: its last document does not end with the file: it is damaged; copy it again")
-    if bounds[0] != 0 or (bounds[1:] < bounds[:-1]).any() or (lengths < 0).any():
-        raise DataError(f"{index}: its documents are not in order: the file is damaged; prepare the data again")
     dtype = _DTYPES[code]
     count, rest = divmod(data.stat().st_size, dtype.itemsize)
     if rest:
         raise DataError(
             f"{data}: its size is no multiple of {dtype.itemsize} bytes, so it is truncated; copy it again"
         )
-    if int(lengths.sum()) != count:
+    # What lies between is checked where it is read: all of it would take hours at terabytes of text.
+    told = int(begins[-1]) // dtype.itemsize + last_length
+    if begins[0] != 0 or told != count:
         raise DataError(
-            f"{data} holds {count} tokens but {index} tells of {int(lengths.sum())}: "
+            f"{data} holds {count} tokens but {index} tells of {told}: "
             "the two do not belong together, or the copy is truncated; copy or prepare both again"
         )
-    ends = np.concatenate(([0], np.cumsum(lengths)))[bounds[1:]]
-    return TokenFile(np.memmap(data, dtype=dtype, mode="r"), ends)
-
-
-class Manifest(Block):
-    """`<prefix>.json`: describes a .bin/.idx pair.
-
-    text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document.
-    dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
-    tokenizer: the tokenizer's folder, relative to the manifest.
-    """
-
-    tokens: PositiveInt
-    documents: PositiveInt
-    text_bytes: PositiveInt
-    vocab_size: PositiveInt
-    end_of_document: int
-    dtype: str
-    sha256: str
-    tokenizer: str
-
-
-def manifest_path(prefix: Path) -> Path:
-    """Where the manifest of a .bin/.idx pair lies."""
-    return prefix.with_name(prefix.name + ".json")
-
-
-def read_manifest(prefix: Path) -> Manifest:
-    """The manifest of a prepared data set. Raises DataError."""
-    path = manifest_path(prefix)
-    try:
-        return parse(Manifest, json.loads(path.read_text()), str(path))
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror}; `geotrain prepare` writes it beside the .bin and .idx files"
-        ) from None
-    except (ConfigError, ValueError) as error:
-        raise DataError(f"{path}: damaged; prepare the data again ({error})") from None
-
-
-def open_dataset(prefix: Path, model_vocab_size: int, verify: bool = False) -> tuple[Manifest, TokenFile]:
-    """Open a prepared data set and check it against its manifest and the model's vocabulary.
-
-    verify: also read the whole file and compare its digest (about a gigabyte a second).
-    Raises DataError: something is missing, damaged, or was prepared for a larger vocabulary.
-    """
-    manifest = read_manifest(prefix)
-    file = open_tokens(prefix)
-    found = (len(file.tokens), len(file.document_ends), file.tokens.dtype.name)
-    stated = (manifest.tokens, manifest.documents, manifest.dtype)
-    if found != stated:
-        raise DataError(
-            f"{prefix}: the .bin/.idx pair has {found[0]} tokens ({found[2]}) in {found[1]} documents, its manifest "
-            f"states {stated[0]} ({stated[2]}) in {stated[1]}; they do not belong together: prepare the data again"
-        )
-    if manifest.vocab_size > model_vocab_size:
-        raise DataError(
-            f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, but the model's vocab_size is "
-            f"{model_vocab_size}; raise the model's vocab_size or prepare the data with another tokenizer"
-        )
-    if verify:
-        digest = hashlib.sha256()
-        for start in range(0, len(file.tokens), _HASHED_TOKENS):
-            digest.update(file.tokens[start : start + _HASHED_TOKENS].tobytes())
-        if digest.hexdigest() != manifest.sha256:
-            raise DataError(
-                f"{prefix}.bin: its content does not match the digest in its manifest; prepare the data again"
-            )
-    return manifest, file
+    return TokenFile(str(prefix), np.memmap(data, dtype, "r"), bound_count - 1, begins, bounds)

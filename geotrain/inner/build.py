@@ -17,7 +17,7 @@ from geotrain.config.deepspeed import completed
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
 from geotrain.inner.model import build_model, placements
-from geotrain.inner.parallel import RankMesh, group_like, initialize, join
+from geotrain.inner.parallel import EXPERTS, RankMesh, group_like, initialize, join
 from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
@@ -28,12 +28,17 @@ from geotrain.parallelism.whole_matrices import ALIGNED, pack
 
 
 def build_engine(
-    run: RunConfig, parallel: ParallelConfig, deepspeed_block: dict[str, Any], timeout_s: float = 600.0
+    run: RunConfig,
+    parallel: ParallelConfig,
+    deepspeed_block: dict[str, Any],
+    timeout_s: float = 600.0,
+    end_of_document: int | None = None,
 ) -> GeoEngine:
     """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
 
     deepspeed_block: the run's `deepspeed` block, overridden by the worker's own keys; it may say "auto".
     timeout_s: the longest that a collective may wait. ACCO's collectives use `acco.timeout_s` instead.
+    end_of_document: the id that ends documents, to keep attention inside them; None: it is causal over a sample.
     Raises ConfigError if the layout or the DeepSpeed block cannot work for this model.
     """
     architecture, deepspeed_block = run.architecture, completed(deepspeed_block, run.total_steps)
@@ -43,22 +48,24 @@ def build_engine(
     ranks = join(timeout_s)
     dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:
-        check_acco(run.acco, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
+        check_acco(run.acco, architecture, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
     mesh, settings = initialize(parallel, timeout_s), optimizer_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
-        model = build_model(architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed)
+        shape = architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed
+        model = build_model(*shape, packed=end_of_document is not None)
         placed = placements(model, architecture, parallel, mesh)
         groups = parameter_groups(placed, settings)
         if isinstance(settings, MuonSettings):
             if checks.zero_stage(deepspeed_block):
-                keep_matrices_whole(groups, dp, run.acco is not None, model)
+                keep_matrices_whole(groups, dp, dp // parallel.expert, run.acco is not None, model)
             optimizer: torch.optim.Optimizer = Muon(groups, settings)
         else:
             optimizer = build_adamw(groups, settings, offloaded)
         config = complete_block(deepspeed_block, sum(place.numel for _, place in placed))
         parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
         engine = GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
+        engine.end_of_document = end_of_document
     if isinstance(optimizer, Muon):
         owned = owned_matrices(placed, architecture, engine.optimizer, bool(checks.zero_stage(deepspeed_block)))
         optimizer.bind(owned, tensor_ranks(mesh, optimizer.settings, timeout_s))
@@ -97,40 +104,36 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
 def parameter_groups(
     placed: Iterable[tuple[nn.Parameter, LocalParameter]], settings: AdamWSettings
 ) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups; empty ones are left out.
+    """The optimizer's parameter groups, none of them empty.
 
-    The first holds what decays: matrices, embedding, head. The second holds norms, which do not. The third, marked
-    `sums_over_tp`, holds norms that see only a part of the tokens or heads on each tensor rank, so their gradients
-    must be summed. With Muon, the hidden matrices are a fourth group instead, marked `is_matrices`.
+    Apart are: norms, which do not decay; what is marked `sums_over_tp`, since each tensor rank sees only a part of
+    the tokens or heads, so that gradients must be summed; experts that data-parallel ranks divide, marked `moe` and
+    with DeepSpeed's name of the ranks that have the same; with Muon, at the end, hidden matrices (`is_matrices`).
     """
     muon = isinstance(settings, MuonSettings)
-    rest, decay = settings.rate_of_the_rest, settings.weight_decay
-
-    def group(lr: float, weight_decay: float, **marks: bool) -> dict[str, Any]:
-        marks = {"sums_over_tp": False, "is_matrices": False, **marks}
-        return {"params": [], "lr": lr, "weight_decay": weight_decay, **marks}
-
-    others, norms, partial_norms = group(rest, decay), group(rest, 0.0), group(rest, 0.0, sums_over_tp=True)
-    matrices = group(settings.lr, decay, is_matrices=True)
+    groups: dict[tuple[bool, ...], dict[str, Any]] = {}
     for parameter, place in placed:
-        if muon and place.is_hidden_matrix:
-            chosen = matrices
-        elif place.decays:
-            chosen = others
-        else:
-            chosen = partial_norms if place.sums_over_tp else norms
-        chosen["params"].append(parameter)
-    return [group for group in (others, norms, partial_norms, matrices) if group["params"]]
+        matrix = muon and place.is_hidden_matrix
+        key = (matrix, place.expert, not place.decays, place.sums_over_tp)
+        lr, decay = settings.lr if matrix else settings.rate_of_the_rest, settings.weight_decay * place.decays
+        marks = {"sums_over_tp": place.sums_over_tp, "is_matrices": matrix}
+        if place.expert:
+            marks |= {"moe": True, "name": EXPERTS}
+        group = groups.setdefault(key, {"params": [], "lr": lr, "weight_decay": decay, **marks})
+        group["params"].append(parameter)
+    return [group for _, group in sorted(groups.items(), key=lambda item: item[0])]
 
 
-def keep_matrices_whole(groups: list[dict[str, Any]], dp: int, acco: bool, model: nn.Module) -> None:
-    """Arrange the group of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
-    ACCO all groups as one sequence."""
-    *others, last = groups
-    if last["is_matrices"]:
-        sizes = [parameter.numel() for parameter in last["params"]]
-        head = FlatLayout([[p.numel() for p in group["params"]] for group in others], 1).numel if acco else 0
-        last["params"] = with_gaps(last["params"], pack(sizes, dp, head, ALIGNED), model)
+def keep_matrices_whole(groups: list[dict[str, Any]], dp: int, expert_dp: int, acco: bool, model: nn.Module) -> None:
+    """Arrange the groups of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
+    ACCO all groups as one sequence. expert_dp: data-parallel ranks that have the same experts."""
+    others = [[p.numel() for p in group["params"]] for group in groups if not group["is_matrices"]]
+    head = FlatLayout(others, 1).numel if acco else 0
+    for group in groups:
+        if group["is_matrices"]:
+            sizes = [parameter.numel() for parameter in group["params"]]
+            ranks = expert_dp if "moe" in group else dp
+            group["params"] = with_gaps(group["params"], pack(sizes, ranks, head, ALIGNED), model)
 
 
 def tensor_ranks(mesh: RankMesh, settings: MuonSettings, timeout_s: float) -> TensorRanks | None:

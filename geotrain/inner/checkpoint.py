@@ -333,7 +333,8 @@ def _kind(engine: GeoEngine) -> str:
 
 def _layout(engine: GeoEngine) -> dict[str, Any]:
     mesh = engine.mesh
-    return {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "data": mesh.dp_size, "cuda": platform.HAS_CUDA}
+    layout = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "data": mesh.dp_size, "cuda": platform.HAS_CUDA}
+    return layout | ({"expert": mesh.ep_size} if mesh.ep_size > 1 else {})  # as checkpoints have it from before
 
 
 # ---------------------------------------------------------------------------------------------------- reading

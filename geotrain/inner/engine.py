@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from geotrain.config import Architecture
 from geotrain.inner import platform
-from geotrain.inner.parallel import RankMesh
+from geotrain.inner.documents import cu_seqlens
+from geotrain.inner.parallel import EXPERTS, RankMesh
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.parallelism.local_parameters import LocalParameter
 
@@ -21,6 +22,7 @@ with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 (else DeepSpeed imports it at its first engine)
+    from deepspeed.utils import groups
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -82,8 +84,11 @@ class StepResult:
 class GeoEngine(DeepSpeedEngine):
     """A DeepSpeed engine driven by Megatron-core's schedules. Built by `geotrain.inner.build.build_engine`.
 
-    placed: the model's parameters with their places in the canonical address space.
+    placed: the model's parameters with their places in the canonical address space. end_of_document: the id behind
+    which attention begins anew; None: nowhere in a sample.
     """
+
+    end_of_document: int | None = None
 
     def __init__(
         self,
@@ -110,7 +115,16 @@ class GeoEngine(DeepSpeedEngine):
         self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.dp_rank, mesh.dp_size
         self.is_metrics_rank = mesh.rank == 0  # the one that reports for the worker
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
-        self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh.dp_rank, mesh.dp_size)
+        self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh)
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        """DeepSpeed looks here for its own layers of experts. Megatron-core's are told to it by the process groups of
+        the ranks among which experts are divided, and of those that have the same ones."""
+        if self.mesh.ep_size > 1:
+            self.has_moe_layers = True
+            groups._EXPERT_PARALLEL_GROUP[EXPERTS] = self.mesh.ep_group
+            groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = self.mesh.expert_dp_group
+        super()._configure_distributed_model(model)
 
     # ------------------------------------------------------------------------------------ train, evaluate
 
@@ -213,9 +227,12 @@ class GeoEngine(DeepSpeedEngine):
 
     def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Each token's loss [micro_batch, sequence_length] on the last pipeline stage; else the stage's output."""
+        boundaries = None
+        if self.end_of_document is not None:  # found before the copy: on a device it would have to be waited for
+            boundaries = cu_seqlens(tokens[:, :-1], self.end_of_document).to(self.device, non_blocking=True)
         tokens = tokens.to(self.device, non_blocking=True)
         # No position ids and no mask: the positions are rotary, and the attention is causal by itself.
-        return model(tokens[:, :-1], None, None, labels=tokens[:, 1:])
+        return model(tokens[:, :-1], None, boundaries, labels=tokens[:, 1:])
 
     def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool, summed: bool = False) -> Tensor:
         """Forward and, unless forward_only, backward of these micro-batches, by Megatron-core's pipeline schedule.
@@ -311,13 +328,21 @@ class GeoEngine(DeepSpeedEngine):
         a tied embedding twice.
         """
         gradients = [_gradient(p) for p, _ in self._placed]
-        # Every element of the model once: of what tensor ranks replicate, only rank 0's copy.
-        counted = [
-            g
-            for g, (_, place) in zip(gradients, self._placed, strict=True)
-            if not place.tied_copy and (place.sharded or self.mesh.tp_rank == 0)
-        ]
-        total = torch.stack(torch._foreach_norm(counted)).square().sum() if counted else self._zero()
+
+        def squares(expert: bool) -> Tensor:
+            # Every element of the model once: of what tensor ranks replicate, only rank 0's copy.
+            counted = [
+                g
+                for g, (_, place) in zip(gradients, self._placed, strict=True)
+                if place.expert == expert and not place.tied_copy and (place.sharded or self.mesh.tp_rank == 0)
+            ]
+            return torch.stack(torch._foreach_norm(counted)).square().sum() if counted else self._zero()
+
+        total = squares(expert=False)
+        if self.mesh.ep_size > 1:
+            of_experts = squares(expert=True)
+            dist.all_reduce(of_experts, group=self.mesh.ep_group)
+            total += of_experts
         dist.all_reduce(total, group=self.mesh.model_group)
         self._global_grad_norm = total.sqrt()
         clip = self.gradient_clipping()
@@ -340,6 +365,10 @@ class GeoEngine(DeepSpeedEngine):
         box = [text]
         dist.broadcast_object_list(box, src=0, group=self.mesh.control_group)
         return box[0]
+
+    def mean_loss(self, loss: float) -> float:
+        """The worker's loss of steps whose losses have this mean: `train_step` gives it on every rank already."""
+        return loss
 
     # --------------------------------------------------------------------------------------------- shards
 
@@ -373,6 +402,8 @@ class GeoEngine(DeepSpeedEngine):
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
         self.destroy()
+        for of_experts in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+            of_experts.pop(EXPERTS, None)
         # This cache belongs to the class and holds the last models, which hold their process groups.
         RotaryEmbedding.forward.cache_clear()
 

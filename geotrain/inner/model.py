@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.inner import platform
-from geotrain.inner.parallel import RankMesh
+from geotrain.inner.documents import PackedAttention, inside_documents
+from geotrain.inner.parallel import EXPERTS, RankMesh
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
 
 with platform.quiet_imports():
@@ -27,10 +28,18 @@ with platform.quiet_imports():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+if not hasattr(
+    moe_utils, "te_general_gemm"
+):  # Megatron-core 0.16 asks whether it is None, but defines it with TE only
+    moe_utils.te_general_gemm = None
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -56,19 +65,22 @@ class CausalAttention(nn.Module):
         self.grouped = config.num_query_groups != config.num_attention_heads
         self.window = config.window_size
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
         """Returns the attention's output, [sequence, batch, heads · head_dim].
 
         query: [sequence, batch, heads, head_dim]. key, value: [sequence, batch, groups, head_dim], where each group
-        serves heads / groups heads. attention_mask: not used, the
-        attention is always causal, and within `window_size` where the model has one.
+        serves heads / groups heads. attention_mask: the boundaries of documents
+        (`geotrain.inner.documents`), or None. The attention is always causal, within a document where there are
+        boundaries, and within `window_size` where the model has one.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        length, mask = len(query), None
+        length = len(query)
+        mask = None if attention_mask is None else inside_documents(attention_mask, len(q), length)
         if self.window is not None and self.window[0] + 1 < length:
             ahead = torch.arange(length, device=query.device)
             distance = ahead[:, None] - ahead
-            mask = (distance >= 0) & (distance <= self.window[0])
+            near = (distance >= 0) & (distance <= self.window[0])
+            mask = near if mask is None else mask & near
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.grouped
         )
@@ -125,12 +137,44 @@ def transformer_config(
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
+        **_expert_settings(architecture, parallel),
     )
 
 
-def _block_spec(architecture: Architecture, layers: int) -> Any:
+def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    # Behind the all-to-all, tensor ranks gather parts of unequal length from each other, which gloo cannot.
+    gathers = not platform.HAS_CUDA and parallel.tensor > 1
+    return {
+        "num_moe_experts": len(architecture.mlps),
+        "moe_ffn_hidden_size": architecture.ffn_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalized,  # the softmax of the chosen only has a sum of 1
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if experts.aux_loss else "none",
+        "moe_aux_loss_coeff": experts.aux_loss,
+        "moe_z_loss_coeff": experts.z_loss or None,
+        "moe_token_dispatcher_type": "allgather" if gathers else parallel.dispatcher,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.tensor,
+    }
+
+
+def _block_spec(architecture: Architecture, layers: int, packed: bool) -> Any:
     if HAS_TRANSFORMER_ENGINE:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=len(architecture.mlps) if architecture.experts else None, qk_layernorm=architecture.qk_norm
+        )
+        if packed:
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = ModuleSpec(module=MLP, submodules=linear)
+    if architecture.experts:
+        experts = ModuleSpec(module=SequentialMLP, submodules=linear)
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
     head_norm = RMSNorm if architecture.qk_norm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -149,9 +193,7 @@ def _block_spec(architecture: Architecture, layers: int) -> Any:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -166,18 +208,22 @@ def build_model(
     bf16: bool,
     recompute: Recompute,
     seed: int,
+    packed: bool = False,
 ) -> GPTModel:
     """This rank's part of the model, on `platform.device()`. All weights are zero: they are written from outside.
 
+    packed: it is always given the boundaries of documents as its attention mask.
+
     Each parameter gets the attributes `tensor_model_parallel` and `ds_pipe_replicated`, by which DeepSpeed's gradient
-    norm counts each element of the model once.
+    norm counts each element of the model once. With expert parallelism those of experts also get `allreduce` and
+    `group_name`, by which DeepSpeed finds the ranks that have the same ones.
     """
     with platform.megatron_runtime():
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
         model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
             config=transformer_config(architecture, parallel, bf16, recompute),
-            transformer_layer_spec=_block_spec(architecture, architecture.layers // parallel.pipeline),
+            transformer_layer_spec=_block_spec(architecture, architecture.layers // parallel.pipeline, packed),
             vocab_size=architecture.vocab_size,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,
@@ -195,6 +241,8 @@ def build_model(
         parameter.data.zero_()
         for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
             setattr(parameter, mark, value)
+        if place.expert:
+            parameter.allreduce, parameter.group_name = False, EXPERTS  # type: ignore[attr-defined]
     return model
 
 
@@ -229,7 +277,7 @@ def placements(
         for fused, plain in _FUSED_NORMS.items():
             name = name.replace(fused, plain)
         own[name] = parameter
-    places = local_parameters(architecture, parallel, mesh.tp_rank, mesh.pp_rank)
+    places = local_parameters(architecture, parallel, mesh.tp_rank, mesh.pp_rank, mesh.ep_rank)
     sizes, wanted = {n: p.numel() for n, p in own.items()}, {p.name: p.numel for p in places}
     if sizes != wanted:
         wrong = sorted(n for n in sizes.keys() | wanted.keys() if sizes.get(n) != wanted.get(n))

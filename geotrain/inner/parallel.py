@@ -12,6 +12,7 @@ import torch.distributed as dist
 from geotrain.config import ParallelConfig
 from geotrain.inner import platform
 
+EXPERTS = "experts"  # DeepSpeed's name for the process group of ranks that have the same experts
 # Made by `initialize`. Megatron-core does not know of them, so `shut_down` destroys them from this list.
 _control_groups: list[dist.ProcessGroup] = []
 
@@ -56,6 +57,10 @@ class RankMesh:
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
+    ep_rank: int
+    ep_size: int
+    ep_group: dist.ProcessGroup
+    expert_dp_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None
     control_group: dist.ProcessGroup  # all ranks, over gloo: small messages that need not wait for the device
 
@@ -140,6 +145,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
@@ -157,6 +163,10 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         dp_group=parallel_state.get_data_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel.expert,
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        expert_dp_group=parallel_state.get_expert_data_parallel_group(),
         embedding_group=parallel_state.get_embedding_group(check_initialized=False),
         control_group=control_group,
     )

@@ -97,10 +97,20 @@ def quiet_construction() -> Iterator[None]:
                 logger.setLevel(before)
 
 
+class _HostStream:
+    """Takes the place of a CUDA stream where all work is done when a call returns."""
+
+    def wait_stream(self, other: _HostStream) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self) -> _HostStream:
+        return self
+
+
 def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in) for each CUDA function that Megatron-core calls even where there is no CUDA."""
     with quiet_imports():
         from megatron.core.tensor_parallel import random as megatron_random
+        from megatron.core.transformer.moe import token_dispatcher
     real_zeros = torch.zeros
 
     def zeros(*size: Any, **options: Any) -> torch.Tensor:
@@ -108,10 +118,17 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
             options["device"] = "cpu"
         return real_zeros(*size, **options)
 
+    def on_host(tensor: Any, record_stream: bool = False, as_numpy: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
     return [
         (torch, "zeros", zeros),  # the pipeline schedules count tokens in a tensor on the device "cuda"
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),  # called for a tied embedding
         (torch.cuda, "current_device", lambda: torch.device("cpu")),  # where new weights, pipeline messages go
+        (token_dispatcher, "maybe_move_tensor_to_cpu", on_host),  # it leaves what is there already as a tensor
+        (torch.cuda, "Stream", _HostStream),  # on one the all-to-all dispatcher of tokens copies their counts
+        (torch.cuda, "current_stream", _HostStream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
         (torch.cuda.random, "get_rng_state", lambda device=None: torch.get_rng_state()),

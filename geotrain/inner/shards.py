@@ -5,7 +5,7 @@ Deltas and checkpoints are made from these parts directly, so no rank ever gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from geotrain.inner.parallel import RankMesh
 from geotrain.layout import StridedSlice, clip_runs
 from geotrain.optimizers.updates import moments
 from geotrain.parallelism.local_parameters import LocalParameter
@@ -47,14 +48,13 @@ def owned_shards(
     placed: Iterable[tuple[nn.Parameter, LocalParameter]],
     optimizer: Any,
     partitioned: bool,
-    dp_rank: int,
-    dp_size: int,
+    mesh: RankMesh,
 ) -> tuple[OwnedShard, ...]:
     """The shards of this rank, in canonical order.
 
     optimizer: the engine's. partitioned: whether it split the masters over data-parallel ranks (ZeRO 1 and 2,
-    BF16_Optimizer). If not, every data-parallel rank holds the same parameters whole; each then pushes one of dp_size
-    equal parts, so that the upload is shared among them.
+    BF16_Optimizer). If not, every data-parallel rank holds the same parameters whole; each then pushes one of as many
+    equal parts as there are ranks that hold them, so that the upload is shared among them.
     """
     shards: list[OwnedShard] = []
     for parameter, place in placed:
@@ -75,12 +75,21 @@ def owned_shards(
         else:
             flat = parameter.data.view(-1)
             assert flat.dtype == torch.float32, "without a partition the parameters are their own masters"
-            # Three pieces: before this rank's part, the part itself, after it. Only the middle one pushes.
-            bounds = [flat.numel() * i // dp_size for i in (0, dp_rank, dp_rank + 1, dp_size)]
-            for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
-                if begin < end:
-                    add(begin, flat[begin:end], mine, parameter, begin)
+            copies, rank = mesh.dp_size, mesh.dp_rank
+            if place.expert:
+                copies, rank = copies // mesh.ep_size, rank // mesh.ep_size  # ep ranks are neighbours
+            for begin, end, mine in replica_parts(flat.numel(), rank, copies):
+                add(begin, flat[begin:end], mine, parameter, begin)
     return tuple(shards)
+
+
+def replica_parts(numel: int, rank: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """(begin, end, whether this rank pushes it) of the parts of a tensor of which `size` ranks have a copy: before
+    this rank's part, the part itself, after it. Empty ones are left out."""
+    bounds = [numel * i // size for i in (0, rank, rank + 1, size)]
+    for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
+        if begin < end:
+            yield begin, end, mine
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> int:

@@ -5,10 +5,11 @@ MFU is the arithmetic that the model needs over what the worker's accelerators c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from geotrain.config import Architecture, ClusterConfig, WorkerConfig
-from geotrain.layout import parameter_count
+from geotrain.layout import active_parameter_count
 
 
 class PhaseTimer:
@@ -32,16 +33,53 @@ class PhaseTimer:
         self._last = now
 
 
+class StepNumbers(Protocol):
+    """The numbers of one optimizer step (`geotrain.inner.engine.StepResult`). Reading them may wait for the step."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+def job_metrics(
+    steps: Sequence[StepNumbers], laps: PhaseTimer, seconds: float, peak_flops_per_token_s: float | None
+) -> dict[str, float]:
+    """What `geotrain.monitor.events.JobTrained` says of a job's steps so far, which took so many seconds.
+
+    peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, in tokens a second, for the MFU;
+    None: not known.
+    """
+    tokens, spent = sum(step.tokens for step in steps), laps.seconds
+    metrics = {
+        "loss": sum(step.loss for step in steps) / len(steps),
+        "lr": steps[-1].lr,
+        "grad_norm": steps[-1].grad_norm,
+        "tokens": float(tokens),
+        "tokens_per_s": tokens / seconds,
+        "steps": float(len(steps)),
+        **{f"{name}_s": spent_s for name, spent_s in spent.items()},
+    }
+    if peak_flops_per_token_s and spent["compute"] > 0:
+        metrics["mfu"] = tokens / spent["compute"] / peak_flops_per_token_s
+    return metrics
+
+
 def training_flops_per_token(architecture: Architecture, sequence_length: int) -> float:
     """The floating-point operations that training needs for a token, as PaLM counts them (arXiv 2204.02311, appendix
     B).
 
     That is 6·N + 12·layers·heads·head_dim·sequence_length. N: the number of parameters; an input embedding that is
-    not tied is left out, because it is looked up and not multiplied. Recomputation does not count.
+    not tied is left out, because it is looked up and not multiplied, and so are experts that a token is not sent to.
+    Recomputation does not count.
     """
     a = architecture
     looked_up = 0 if a.tied_embeddings else a.vocab_size * a.hidden_size
-    return 6.0 * (parameter_count(a) - looked_up) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
+    return 6.0 * (active_parameter_count(a) - looked_up) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
 
 
 def peak_flops(cluster: ClusterConfig, worker: WorkerConfig) -> float | None:

@@ -1,5 +1,6 @@
 """Notices which members are dead. Every call of a member is a sign of life, and a member that gives none for too
-long, by this machine's clock, is taken for dead. The server's state machine has no clock, so a MemberSilent message
+long, by this machine's clock, is taken for dead. So is a worker that beats, but has held its leases for far longer
+than its job takes and has sent nothing: it hangs. The server's state machine has no clock, so a MemberSilent message
 tells it.
 """
 
@@ -10,6 +11,7 @@ import logging
 import time
 from contextlib import suppress
 
+from geotrain.monitor.events import Trouble
 from geotrain.net.server_thread import ServerThread
 from geotrain.outer.member import Member
 from geotrain.outer.messages import LiftQuarantine, MemberSilent, Refused
@@ -33,6 +35,8 @@ class FailureDetector:
         self.silent: set[str] = set()
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
+        # Worker → its life, its last update, whether it holds leases; and since when that is so.
+        self._progress: dict[str, tuple[tuple[str, int, bool], float]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -61,6 +65,7 @@ class FailureDetector:
             # members. That time does not count against them.
             if late_s > period_s:
                 self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
+                self._progress = {name: (mark, since_s + late_s) for name, (mark, since_s) in self._progress.items()}
             await self._look(woke_s)
 
     async def _look(self, now_s: float) -> None:
@@ -77,6 +82,7 @@ class FailureDetector:
             last_s = self._last_s(name, member, now_s)
             if member.left or not member.incarnation or now_s - last_s < self.silent_s:
                 self.silent.discard(name)
+                await self._look_at_work(name, member, now_s)
             elif name not in self.silent:
                 # Wait until the server's thread gets to it, and judge then: a member may have spoken meanwhile.
                 await self.server_thread.read(lambda: None)
@@ -86,6 +92,25 @@ class FailureDetector:
                     await self.server_thread.say(MemberSilent(name, member.incarnation))
                     self.silent.add(name)
                     log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
+
+    async def _look_at_work(self, name: str, member: Member, now_s: float) -> None:
+        """Take the leases of a worker that lives, but trains no more. The member of a region is judged there."""
+        server = self.server_thread.server
+        if server.member_role != "worker":
+            return
+        patience_s, held = await self.server_thread.read(lambda: (server.patience_s(name), bool(server.holds(name))))
+        mark = member.incarnation, member.sequence, held
+        before, since_s = self._progress.get(name, (None, now_s))
+        # Without room on the disk nothing is taken from anybody: what is trained waits with the workers.
+        if mark != before or self.server_thread.full is not None:
+            since_s = now_s
+        self._progress[name] = mark, since_s
+        if now_s - since_s > patience_s:
+            with suppress(Refused):
+                await self.server_thread.say(MemberSilent(name, member.incarnation))
+                told = f"{name}: lives, but has sent nothing for {now_s - since_s:.0f} s; its leases go to others"
+                log.warning("%s", told)
+                self.server_thread.write_event(Trouble(told))
 
     def _last_s(self, name: str, member: Member, now_s: float) -> float:
         """When the member's most silent rank was last heard of. One that never was counts as heard of now."""

@@ -149,16 +149,16 @@ class RegionClient:
                 except Refused as refused:
                     if isinstance(refused, NotJoined):
                         raise
-                    await self._start_over(refused.reason)
+                    await self._start_over(refused.reason, message.sequence)
                 self.on_acknowledged(message.sequence)
                 pushed[message.deltas[0].fragment].put_nowait(message)
             self._updates.popleft()
 
-    async def _start_over(self, reason: str) -> NoReturn:
+    async def _start_over(self, reason: str, sequence: int) -> NoReturn:
         """An update was refused for good. The region begins again from the global weights, as a new life: the global
         server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
-        await self._tell(UpdateRejected(self.server.name, self.server.incarnation, reason))
+        await self._tell(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
 
         def new_life() -> str:
             self.server.incarnation = uuid.uuid4().hex

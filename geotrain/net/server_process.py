@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server import Server, identity_of
+from geotrain.parameter_file import read_values
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ def serve_global(
         tokens = run.data.sequence_length
         server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every, tokens)
         server.incarnation = uuid.uuid4().hex
+        server.validation_steps = validation_steps(run)
         return server
 
     def begin(server: Server) -> None:
@@ -94,19 +97,33 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
         validates = run.monitor.validate_every_samples is not None
         server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates)
         server.incarnation = uuid.uuid4().hex
+        server.validation_steps = validation_steps(run)
         return server
 
     # A new region begins without weights; it gets them from the global server.
     return _serve(build, lambda server: None, ServerSetup(run, cluster, "region", region, folder), resume)
 
 
+def validation_steps(run: RunConfig) -> int:
+    """Inner steps that cost a worker at least as much as a validation, whose samples take a third of training's."""
+    return ceil(run.data.validation_samples / run.samples_per_step)
+
+
 def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
-    """The run's initial weights, from its seed or its Hugging Face checkpoint: a 1-D fp32 vector for each fragment.
+    """The run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's parameters: a
+    1-D fp32 vector for each fragment.
 
     Raises ConfigError.
     """
     vectors = [torch.empty(f.numel) for f in layout.fragments]
     places = {name: view for f in layout.fragments for name, view in layout.split(f.index, vectors[f.index])}
+    if run.model.weights is not None:
+        for name, tensor in read_values(Path(run.model.weights)):
+            places[name].copy_(tensor)
+        for fragment in layout.fragments:
+            if (bad := layout.not_finite(fragment.index, vectors[fragment.index])) is not None:
+                raise ConfigError(f"model.weights: {run.model.weights}: {bad} holds infinities or NaN")
+        return vectors
     if run.model.init_from is None:
         for parameter in layout.parameters:
             places[parameter.name].copy_(initial_tensor(parameter, run.seed))

@@ -212,7 +212,8 @@ class WorkerClient:
             if welcome.sequence <= self._applied:
                 raise ServerForgot(
                     f"{self.address} expects update {welcome.sequence} of {join.member}, but had acknowledged "
-                    f"{self._applied}: it was restored from an older state; start this worker again"
+                    f"{self._applied}: it was restored from an older state, or has started over; start this worker "
+                    "again"
                 )
             self._lives += 1
             self._note_applied(welcome.sequence - 1)

@@ -97,11 +97,12 @@ def with_gaps(parameters: Sequence[nn.Parameter], packing: Packing, model: nn.Mo
     equal parts. The model gets the fillers as well, since DeepSpeed looks up the names of all that it flattens; no
     forward uses them."""
     like, ordered = parameters[0], []
-    for i, entry in enumerate(packing.sequence):
+    for entry in packing.sequence:
         if entry >= 0:
             ordered.append(parameters[entry])
             continue
         filler = nn.Parameter(torch.zeros(-entry, dtype=like.dtype, device=like.device))
-        model.register_parameter(f"shard_gap_{i}", filler)
+        filler.__dict__.update(like.__dict__)  # by its attributes DeepSpeed knows an expert's parameter
+        model.register_parameter(f"shard_gap_{len(model._parameters)}", filler)
         ordered.append(filler)
     return ordered

@@ -21,6 +21,8 @@ FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
 SHORTEST_STEP_S, LONGEST_STEP_S = 1e-6, 1e6  # inner steps are neither shorter nor longer, whatever a worker claims
 MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
+PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
+LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not tell: a checkpoint, a slow disk, a first compilation
 ROUNDS_KEPT = 8  # of a synchronous run: the next life of a worker that died may ask for a recent round again
 
 
@@ -305,6 +307,18 @@ def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, m
         )
 
 
+def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:
+    """How long a worker with these leases may send nothing, in seconds, before others get them; inf: for ever.
+
+    step_s: of one inner step, as measured; 0: not known. validation_steps: inner steps that cost as much as a
+    validation, or more.
+    """
+    if not leases or not step_s:
+        return inf
+    steps = max(lease.steps + (validation_steps if lease.validate else 0) for lease in leases)
+    return max(LEAST_PATIENCE_S, PATIENCE * steps * step_s)
+
+
 class LentLeases:
     """What a region answers for to the global server, until it goes up as trained: the leases of its workers."""
 
@@ -313,6 +327,7 @@ class LentLeases:
         # Worker → lease number → lease that went back while its present life counted as dead. It may train it all the
         # same: it was only cut off, or has not heard of it.
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
+        self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
 
     def of(self, worker: str) -> dict[int, Lease]:
         """Those that the worker holds, by their numbers."""
@@ -332,11 +347,24 @@ class LentLeases:
         for lease in trained:
             if self.given_back[worker].pop(lease.lease, None) is None:
                 del self.held[worker][lease.job]
+            self.up[lease.lease] = lease
         return trained
+
+    def are_committed(self, numbers: tuple[int, ...]) -> None:
+        """The global server has taken the update with their training."""
+        for number in numbers:
+            self.up.pop(number, None)
+
+    def take_back(self, numbers: Collection[int]) -> set[str]:
+        """Their training is lost: they are held again, to be trained again. Returns the workers."""
+        lost = [self.up.pop(number) for number in numbers if number in self.up]
+        for lease in lost:
+            self.held[lease.worker][lease.job] = lease
+        return {lease.worker for lease in lost}
 
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
-        tables = {"leases": self.held, "given_back": self.given_back}
+        tables = {"leases": self.held, "given_back": self.given_back, "up": {"": self.up}}
         return {
             name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
             for name, table in tables.items()
@@ -350,6 +378,7 @@ class LentLeases:
             self.held[lease.worker][lease.job] = lease
         for lease in (Lease(*saved) for saved in state.get("given_back", ())):  # older snapshots have none
             self.given_back[lease.worker][lease.lease] = lease
+        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state.get("up", ()))}
 
 
 class Validations:

@@ -28,7 +28,7 @@ MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every
 # server.
 SAVED = (
     *("incarnation", "former", "restarts", "barred", "sequence", "job", "updates", "left", "silent"),
-    *("quarantined", "refused", "offences", "fault"),
+    *("quarantined", "refused", "offences", "fault", "step_s"),
 )
 
 
@@ -56,6 +56,7 @@ class Member:
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
     norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
+    step_s: float = 0.0  # of a worker: seconds of an inner step, as its last lease request told; 0: not known
     updates: int = 0
     left: bool = False
     silent: bool = False  # not heard from for too long
@@ -121,7 +122,7 @@ class Member:
         return {**{name: getattr(self, name) for name in SAVED}, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        state = {"restarts": len(state["former"]), **state}  # older snapshots have no count
+        state = {"restarts": len(state["former"]), "step_s": 0.0, **state}  # older snapshots have neither
         for name in SAVED:
             saved = state[name]
             setattr(self, name, list(saved) if isinstance(saved, list) else saved)  # share no list with the state

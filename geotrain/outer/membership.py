@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from math import inf
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout
 from geotrain.outer.events import Event, Joined, Left, Pardoned, Quarantined, UpdateRefused
-from geotrain.outer.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request
+from geotrain.outer.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
 from geotrain.outer.member import (
     Member,
     check_cover,
@@ -56,6 +57,7 @@ class Membership(ABC):
         self.fragments: list[FragmentState] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member has told it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
+        self.validation_steps = 0  # inner steps that cost as much as a validation, or more
         self._events: list[Event] = []  # what `Server.handle` is about to return
 
     @property
@@ -92,6 +94,14 @@ class Membership(ABC):
     def holds(self, name: str) -> dict[int, Lease]:
         """The leases that this member's workers hold, by their numbers."""
 
+    def patience_s(self, name: str) -> float:
+        """How long this worker may hold its leases and send nothing, in seconds: a multiple of what its job takes by
+        its own measure; before it has one, by that of the slowest other. inf: there is no bound, as in synchronous
+        rounds, where nobody else may train its data.
+        """
+        step_s = self.members[name].step_s or max(member.step_s for member in self.members.values())
+        return inf if self.rule.in_rounds else patience_s(self.holds(name).values(), step_s, self.validation_steps)
+
     # -- messages
 
     def _on_join(self, join: Join) -> Welcome:
@@ -127,7 +137,7 @@ class Membership(ABC):
         if not self.rule.in_rounds:
             return member.job + 1
         held = [lease.job for lease in self.holds(name).values()]
-        return min(held, default=1 + min(member.came.get(f, 0) for f in range(len(self.layout.fragments))))
+        return min([*held, 1 + min(member.came.get(f, 0) for f in range(len(self.layout.fragments)))])
 
     def _on_leave(self, leave: Leave) -> None:
         """It is done; leases that it still holds were reserved for it, and it did not come to them."""
@@ -136,7 +146,7 @@ class Membership(ABC):
         self._events.append(Left(leave.member))
 
     def _on_member_silent(self, silence: MemberSilent) -> None:
-        """The member counts as dead; others train what it had been given."""
+        """The member counts as dead, or as one who trains no more; others train what it had been given."""
         member = self._member(silence.member)
         # A newer life may have joined after the silence of the old one was noticed.
         if member.incarnation == silence.incarnation:
@@ -172,6 +182,7 @@ class Membership(ABC):
         jobs = {lease.job for lease in self.holds(request.worker).values()} | set(waiting)
         most = MOST_HELD_IN_ROUNDS if self.rule.in_rounds else MOST_HELD + self.reserve
         check_request(request, jobs, member.job, most)
+        member.step_s = request.step_s or member.step_s
         return min([request.job, *jobs]) + most - 1
 
     # -- for subclasses

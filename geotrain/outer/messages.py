@@ -206,7 +206,8 @@ class Leave:
 
 @dataclass(frozen=True)
 class MemberSilent:
-    """Nothing was heard from this life of the member for too long: it counts as dead until it speaks again.
+    """Nothing was heard from this life of the member for too long, or it has held its leases for too long and sent
+    nothing: it counts as dead until it says more than that it lives.
 
     A message, because the state machine has no clock and a replay must see the same silence at the same place.
     """
@@ -241,12 +242,13 @@ class UpdateRejected:
     """An update of this life of the member was refused for good. Refusals may precede the journal, so they are
     recorded by this message: a replay then quarantines the same members.
 
-    A region server is told so about itself when the global server has refused an update of it.
+    A region server is told so about itself when the global server has refused its update `sequence`.
     """
 
     member: str
     incarnation: str
     reason: str
+    sequence: int = 0
 
 
 @dataclass(frozen=True)

@@ -192,14 +192,33 @@ class RegionServer(Server):
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """The global server will never take an update of ours. Sent again, it would be refused again, after every
-        restart. What it holds is given up, and its data goes back to be trained again.
-
-        Raises Refused in synchronous rounds, which need it: there the run has to be looked at.
+        restart. What it holds is given up, and its data goes back to be trained again: in synchronous rounds by the
+        same workers, for whose deltas the round waits.
         """
+        if not self.in_flight:  # it was said twice
+            return
         if self.rule.in_rounds:
-            raise Refused(f"{self.name}: a synchronous round cannot do without this update: {rejected.reason}")
-        if self.in_flight:  # otherwise it was said twice
-            self._start_over(rejected.reason)
+            self._begin_round_again([u for s, u in self.in_flight.items() if s >= rejected.sequence])
+        self._start_over(rejected.reason)
+
+    def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
+        """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
+        those that wait here for other workers'. Leases whose training that was are the workers' again.
+
+        A worker of which any was taken finds its acknowledged update unknown when it joins: so it begins a new life,
+        with the first job that is not trained.
+        """
+        refused = {delta.fragment for update in untaken for delta in update.deltas}
+        again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
+        for fragment in range(len(self.layout.fragments)):
+            # A round ends before the next begins: all have sent this round's, or some have and the others the last.
+            taken = min(member.came.get(fragment, 0) for member in self.members.values()) - (fragment in refused)
+            for name, member in self.members.items():
+                if member.came.get(fragment, 0) > taken:
+                    member.came[fragment] = taken
+                    again.add(name)
+        for name in again:
+            self.members[name].sequence -= 1
 
     def _start_over(self, reason: str) -> None:
         """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.
@@ -207,16 +226,18 @@ class RegionServer(Server):
         Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So is the
         number of the last update that was answered: those in flight count as never sent.
         """
-        held = self._answered_for()
+        held = () if self.rule.in_rounds else self._answered_for()
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
         for table in (self.in_flight, self.trained, self.residuals, self.downlink.mirror):
             table.clear()
+        self.leases.up.clear()
         for name, member in self.members.items():
             member.forget()
             member.owed.clear()
-            self.leases.give_back(name)
+            if not self.rule.in_rounds:
+                self.leases.give_back(name)
             self.wanted[name].clear()
             self.reserved_to[name] = 0
         if held:
@@ -250,12 +271,14 @@ class RegionServer(Server):
             for weights, vector in zip(answer.weights, vectors, strict=True):
                 self.newest[weights.fragment] = vector.clone()  # the vector may be the mirror, which goes on changing
         if first:
-            self.set_weights([v.clone() for v in vectors])
-            self.global_versions = [w.version for w in answer.weights]
+            # Not in order: fragments that a former life of this region has sent come when their round has ended.
+            by_fragment = sorted(range(len(vectors)), key=lambda i: answer.weights[i].fragment)
+            self.set_weights([vectors[i].clone() for i in by_fragment])
+            self.global_versions = [answer.weights[i].version for i in by_fragment]
             for state in self.fragments:
                 self.rule.start(state)
         else:
-            del self.in_flight[answer.sequence]
+            self.leases.are_committed(self.in_flight.pop(answer.sequence).leases)
             for weights, vector in zip(answer.weights, vectors, strict=True):
                 self.global_versions[weights.fragment] = weights.version
                 state = self.fragments[weights.fragment]

@@ -47,7 +47,7 @@ from geotrain.outer.rules import FragmentState, Rule
 def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
     """What everybody who takes part in this run must agree on. data: sha256 of the training data that is here; a
     server, which has none, knows what the run file says."""
-    model = f"{run.model.config.get('model_type')} of {layout.numel:,} parameters"
+    model = f"{run.model.config.get('model_type', 'a model')} of {layout.numel:,} parameters"
     return Identity(run.name, config_digest(run), layout.digest, model, data or run.data.sha256 or "")
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Staging(Protocol):
     """How a rank's payloads get from its device to host memory and back while it trains.
 
-    `SynchronousStaging` does everything at once. `geotrain.inner.staging.CudaStaging` works beside training, on a
+    `SynchronousStaging` does everything at once. `geotrain.staging.CudaStaging` works beside training, on a
     CUDA stream and a thread of its own. It is handed in because nothing in `outer` may run asynchronously by itself.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from geotrain.config import AccoConfig, ConfigError
+from geotrain.config import AccoConfig, Architecture, ConfigError
 from geotrain.parallelism.checks import trains_in_bf16, zero_stage
 from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
 
@@ -93,12 +93,19 @@ def first_part(acco: AccoConfig, micro_batches: int) -> int:
     return first
 
 
-def check_acco(acco: AccoConfig, deepspeed_block: dict[str, Any], micro_batches: int) -> None:
+def check_acco(
+    acco: AccoConfig, architecture: Architecture, deepspeed_block: dict[str, Any], micro_batches: int
+) -> None:
     """Raises ConfigError if a worker with this `deepspeed` block, which `check_layout` allows, cannot use ACCO.
 
     micro_batches: of one replica in one step (`gradient_accumulation_steps`).
     """
     block = deepspeed_block
+    if architecture.experts:
+        raise ConfigError(
+            f"acco does not go with the experts of a {architecture.model_type}: its steps sum micro-batches that "
+            "Megatron-core scales the experts' balancing losses for by itself; leave out `acco`"
+        )
     if zero_stage(block) != 1:
         raise ConfigError(
             f"acco needs deepspeed.zero_optimization.stage = 1, not {zero_stage(block)}: it shards the optimizer, "

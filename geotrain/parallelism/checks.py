@@ -54,7 +54,7 @@ def check_layout(
     for what, size, parts, key in (
         ("num_attention_heads", architecture.heads, tp, "tensor"),
         ("num_key_value_heads", architecture.kv_heads, tp, "tensor"),
-        ("intermediate_size", architecture.ffn_size, tp, "tensor"),
+        (_ffn_key(architecture), architecture.ffn_size, tp, "tensor"),
         ("vocab_size", architecture.vocab_size, tp, "tensor"),
         ("num_hidden_layers", architecture.layers, pp, "pipeline"),
     ):
@@ -77,10 +77,61 @@ def check_layout(
         )
     _check_deepspeed(deepspeed_block, tp, pp)
     dp = ranks // (tp * pp)
+    _check_experts(architecture, parallel, deepspeed_block, dp)
     accumulation_steps(deepspeed_block, dp)
     if uses_muon(deepspeed_block) and zero_stage(deepspeed_block):
         _check_shards_are_filled(architecture, parallel, dp)
     return dp
+
+
+def _ffn_key(architecture: Architecture) -> str:
+    return "moe_intermediate_size" if architecture.model_type == "qwen3_moe" else "intermediate_size"
+
+
+def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: dict[str, Any], dp: int) -> None:
+    """Of a model with experts, and of expert parallelism. Raises ConfigError."""
+    ep, experts = parallel.expert, architecture.experts
+    if experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"parallel.expert = {ep}: the model, a {architecture.model_type}, has no experts; leave it out"
+            )
+        return
+    if dp % ep:
+        raise ConfigError(
+            f"parallel.expert = {ep} does not divide the worker's {dp} data-parallel ranks, among which it divides "
+            "experts; change it or the slots of the worker's hosts"
+        )
+    if experts.count % ep:
+        raise ConfigError(f"model config: {experts.count} experts cannot be divided by parallel.expert = {ep} ranks")
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true: otherwise each tensor "
+            "rank would send every token to the experts"
+        )
+    zero = block.get("zero_optimization", {})
+    if zero_stage(block) == 2:
+        raise ConfigError(
+            "deepspeed.zero_optimization.stage = 2 does not go with experts: its backward does not scale their "
+            "balancing losses; use stage 1"
+        )
+    if ep == 1:
+        return
+    for key in ("reduce_scatter", "contiguous_gradients"):
+        if not zero.get(key, True):
+            raise ConfigError(
+                f"deepspeed.zero_optimization.{key} = false does not go with parallel.expert; leave it out"
+            )
+    if "offload_optimizer" in zero:
+        raise ConfigError(
+            f"deepspeed.zero_optimization.offload_optimizer does not go with parallel.expert = {ep}: DeepSpeed's "
+            "gradient norm on the host leaves out other ranks' experts; take out one of the two"
+        )
+    if trains_in_bf16(block) and str(block.get("data_types", {}).get("grad_accum_dtype")) in ("fp32", "float32"):
+        raise ConfigError(
+            f"deepspeed.data_types.grad_accum_dtype = 'fp32' does not go with parallel.expert = {ep}: DeepSpeed's "
+            "optimizer for it averages the norms of different experts; take out one of the two"
+        )
 
 
 def _check_shards_are_filled(architecture: Architecture, parallel: ParallelConfig, dp: int) -> None:

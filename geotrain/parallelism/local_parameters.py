@@ -8,6 +8,8 @@ Megatron-core fuses parameters that Hugging Face keeps apart, and splits what Hu
 - `linear_proj` and `linear_fc2` are split by columns: strided runs.
 - embedding and head are split by rows; norms are whole on every tensor rank.
 - with a pipeline, a tied embedding has a second copy on the last stage.
+- an expert's matrices are an MLP's; expert parallelism deals out whole experts, in their order. A router is whole on
+  every rank.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class LocalParameter:
     tied_copy: whether it is the second copy of a tied embedding, on the last pipeline stage.
     sums_over_tp: whether each tensor rank computes only a part of its gradient, so that the parts must be summed.
     decays: whether weight decay applies.
+    expert: whether expert parallelism gives data-parallel ranks different ones of its kind.
     """
 
     name: str
@@ -39,6 +42,7 @@ class LocalParameter:
     tied_copy: bool
     sums_over_tp: bool
     decays: bool
+    expert: bool = False
 
     @property
     def numel(self) -> int:
@@ -50,8 +54,10 @@ class LocalParameter:
         return self.decays and self.name.startswith("decoder.")
 
 
-def local_parameters(a: Architecture, parallel: ParallelConfig, tp_rank: int, pp_rank: int) -> list[LocalParameter]:
-    """Every parameter of the rank at (tp_rank, pp_rank), in canonical order."""
+def local_parameters(
+    a: Architecture, parallel: ParallelConfig, tp_rank: int, pp_rank: int, ep_rank: int = 0
+) -> list[LocalParameter]:
+    """Every parameter of the rank at (tp_rank, pp_rank, ep_rank), in canonical order."""
     tp, h = parallel.tensor, a.hidden_size
     first, last = pp_rank == 0, pp_rank == parallel.pipeline - 1
 
@@ -66,8 +72,8 @@ def local_parameters(a: Architecture, parallel: ParallelConfig, tp_rank: int, pp
             return StridedSlice(0, h * count, parameter=name)
         return StridedSlice(tp_rank * (count // tp), count // tp, count, h, parameter=name)
 
-    def matrix(name: str, *runs: StridedSlice, tied_copy: bool = False) -> LocalParameter:
-        return LocalParameter(name, runs, not tied_copy, tp > 1, tied_copy, False, True)
+    def matrix(name: str, *runs: StridedSlice, tied_copy: bool = False, expert: bool = False) -> LocalParameter:
+        return LocalParameter(name, runs, not tied_copy, tp > 1, tied_copy, False, True, expert)
 
     def norm(name: str, canonical: str, size: int, per_head: bool = False) -> LocalParameter:
         # Every tensor rank has a copy of a norm. With sequence parallelism it sees a part of the tokens only, and a
@@ -77,7 +83,7 @@ def local_parameters(a: Architecture, parallel: ParallelConfig, tp_rank: int, pp
         return LocalParameter(name, runs, tp_rank == 0, False, False, partial, False)
 
     def layer(local: str, canonical: str) -> Iterator[LocalParameter]:
-        attention, mlp = canonical + "self_attn.", canonical + "mlp."
+        attention = canonical + "self_attn."
         # A group is a key-value head with the query heads that share it; sizes are rows of one group.
         groups = range(tp_rank * (a.kv_heads // tp), (tp_rank + 1) * (a.kv_heads // tp))
         sizes = {"q": a.heads // a.kv_heads * a.head_dim, "k": a.head_dim, "v": a.head_dim}
@@ -101,9 +107,18 @@ def local_parameters(a: Architecture, parallel: ParallelConfig, tp_rank: int, pp
             name = f"{local}self_attention.{kind}_layernorm.weight"
             yield norm(name, f"{attention}{kind}_norm.weight", a.head_dim, per_head=True)
         yield norm(local + "pre_mlp_layernorm.weight", canonical + "post_attention_layernorm.weight", h)
-        gate, up = rows(mlp + "gate_proj.weight", a.ffn_size), rows(mlp + "up_proj.weight", a.ffn_size)
-        yield matrix(local + "mlp.linear_fc1.weight", gate, up)
-        yield matrix(local + "mlp.linear_fc2.weight", columns(mlp + "down_proj.weight", a.ffn_size))
+        if a.router is not None:
+            # Tensor ranks route different tokens, as sequence parallelism deals them out: their gradients are parts.
+            routes = (StridedSlice(0, len(a.mlps) * h, parameter=canonical + a.router),)
+            name = local + "mlp.router.weight"
+            yield LocalParameter(name, routes, tp_rank == 0, False, False, tp > 1 and parallel.sequence, True)
+        mine = len(a.mlps) // parallel.expert  # of this rank; all where there is only one
+        for i, (gate, up, down) in enumerate(a.mlps[ep_rank * mine : (ep_rank + 1) * mine]):
+            mlp = f"{local}mlp.experts.local_experts.{i}." if a.experts else local + "mlp."
+            fc1 = rows(canonical + gate, a.ffn_size), rows(canonical + up, a.ffn_size)
+            fc2 = columns(canonical + down, a.ffn_size)
+            yield matrix(mlp + "linear_fc1.weight", *fc1, expert=parallel.expert > 1)
+            yield matrix(mlp + "linear_fc2.weight", fc2, expert=parallel.expert > 1)
 
     embedding, layers = rows("model.embed_tokens.weight", a.vocab_size), a.layers // parallel.pipeline
     found = [matrix("embedding.word_embeddings.weight", embedding)] if first else []
@@ -118,7 +133,13 @@ def local_parameters(a: Architecture, parallel: ParallelConfig, tp_rank: int, pp
     return found
 
 
+@lru_cache(maxsize=64)  # the planner asks for the same stages again and again
+def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple[LocalParameter, ...]:
+    """The parameters of one rank of a pipeline stage: those of its other tensor and expert ranks are as large."""
+    return tuple(local_parameters(a, parallel, 0, stage))
+
+
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
 def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
-    """Parameters of any rank of a pipeline stage: tensor ranks hold equally many."""
-    return sum(p.numel for p in local_parameters(a, parallel, 0, stage))
+    """Parameters of any rank of a pipeline stage: tensor and expert ranks hold equally many."""
+    return sum(p.numel for p in any_of_stage(a, parallel, stage))

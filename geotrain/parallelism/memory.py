@@ -104,6 +104,9 @@ def activation_bytes(
     - 3q + 3kv, divided by tensor parallelism: the fused q, k, v; q and k after rotation; the attention's output
     - q, divided likewise: the input of the query norm, where there is one
     - 3f, divided likewise: gate, up, and the activated product
+    - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives; and
+      what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
+      fullest rank has more where the balance is poor.
 
     `full` recomputation keeps h a layer, and one layer at once in backward; `selective` recomputes the attention,
     which keeps nothing of note here. Logits are kept in fp32, beside a low-precision copy.
@@ -111,7 +114,9 @@ def activation_bytes(
     h, q, kv, f = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim, a.ffn_size
     tp = parallel.tensor
     whole = h / (tp if parallel.sequence else 1)
-    layer = 4 * whole + (3 * q + 3 * kv + (q if a.qk_norm else 0) + 3 * f) / tp
+    layer = 4 * whole + (3 * q + 3 * kv + (q if a.qk_norm else 0) + 3 * f * a.active_mlps) / tp
+    if a.experts is not None:  # its tensor ranks have different tokens
+        layer += (2 * h * a.active_mlps + 3 * a.experts.count * _FP32_BYTES / size) / tp
     layers = a.layers // parallel.pipeline
     kept, at_once = (layers * whole, layer) if recompute == "full" else (layers * layer, 0.0)
     total = (in_flight * kept + at_once) * size

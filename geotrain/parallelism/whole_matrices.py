@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import Literal
 
 from geotrain.config import Architecture, ParallelConfig
-from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
+from geotrain.parallelism.local_parameters import LocalParameter, any_of_stage
 
 ALIGNED = 128  # where Muon's matrices begin: ACCO's blocks of codes then mix no two, and vector loads are aligned
 
@@ -82,11 +83,12 @@ def pack(sizes: Sequence[int], ranks: int, head: int = 0, multiple: int = 1) -> 
     room = [-(-size // multiple) * multiple for size in sizes]
     least = max([-(-(head + sum(room)) // ranks), *room])
     low, high = -(-least // multiple), (head + sum(room)) // multiple
-    owners = _owners(room, ranks, head, high * multiple)
+    largest_first = sorted(range(len(room)), key=lambda i: -room[i])
+    owners = _owners(room, largest_first, ranks, head, high * multiple)
     assert owners is not None, "one shard that holds everything"
     while low < high:
         middle = (low + high) // 2
-        tried = _owners(room, ranks, head, middle * multiple)
+        tried = _owners(room, largest_first, ranks, head, middle * multiple)
         if tried is None:
             low = middle + 1
         else:
@@ -104,16 +106,18 @@ def pack(sizes: Sequence[int], ranks: int, head: int = 0, multiple: int = 1) -> 
     return Packing(tuple(sequence), shard)
 
 
-def _owners(sizes: Sequence[int], ranks: int, head: int, shard: int) -> list[int] | None:
+def _owners(sizes: Sequence[int], order: Sequence[int], ranks: int, head: int, shard: int) -> list[int] | None:
     """The rank of each item; None if they do not fit into shards of that size."""
-    room = [shard - _part_of_head(head, rank, shard) for rank in range(ranks)]
+    # A heap of (−room, rank): the first has most room and, of those, the lowest number. Experts are many.
+    room = [(_part_of_head(head, rank, shard) - shard, rank) for rank in range(ranks)]
+    heapify(room)
     owners = [0] * len(sizes)
-    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        rank = max(range(ranks), key=lambda r: (room[r], -r))
-        if room[rank] < sizes[item]:
+    for item in order:
+        taken, rank = room[0]
+        if -taken < sizes[item]:
             return None
         owners[item] = rank
-        room[rank] -= sizes[item]
+        heapreplace(room, (taken + sizes[item], rank))
     return owners
 
 
@@ -124,7 +128,7 @@ def _part_of_head(head: int, rank: int, shard: int) -> int:
 @dataclass(frozen=True)
 class ShardSize:
     """Elements of the fullest data-parallel rank's shard: those that AdamW steps, and those of Muon's matrices with
-    the gaps between them. total: of all shards together."""
+    the gaps between them. total: what the shards of one replica's parameters hold together."""
 
     adamw: int
     matrices: int
@@ -137,18 +141,29 @@ def shard_size(
 ) -> ShardSize:
     """Of a rank on that pipeline stage. together: all groups are one sequence, as ACCO has them, where DeepSpeed
     shards each by itself."""
-    places = local_parameters(a, parallel, 0, stage)
-    sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
-    others = sum(p.numel for p in places) - sum(sizes)
-    if not sizes:
-        return ShardSize(-(-others // dp), 0, others)
+    places = any_of_stage(a, parallel, stage)
     if together:
+        sizes, others = _matrices_and_others(places, muon)
+        if not sizes:
+            return ShardSize(-(-others // dp), 0, others)
         head = -(-others // ALIGNED) * ALIGNED
         shard = pack(sizes, dp, head, ALIGNED).shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
         return ShardSize(adamw, shard - adamw, dp * shard)
-    matrices = pack(sizes, dp, 0, ALIGNED).shard_numel
-    return ShardSize(-(-others // dp), matrices, others + dp * matrices)
+    adamw = matrices = total = 0
+    for expert in (False, True):
+        sizes, others = _matrices_and_others([p for p in places if p.expert == expert], muon)
+        ranks = max(1, dp // parallel.expert) if expert else dp  # that hold the same ones, and divide them
+        shard = pack(sizes, ranks, 0, ALIGNED).shard_numel if sizes else 0
+        adamw, matrices = adamw - (-others // ranks), matrices + shard
+        total += others + ranks * shard
+    return ShardSize(adamw, matrices, total)
+
+
+def _matrices_and_others(places: Sequence[LocalParameter], muon: bool) -> tuple[list[int], int]:
+    """Elements of each parameter that Muon steps, and of all others together."""
+    sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
+    return sizes, sum(p.numel for p in places) - sum(sizes)
 
 
 def merged_spans(bounds: Sequence[int], least: int) -> list[tuple[int, int]]:

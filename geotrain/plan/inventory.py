@@ -12,6 +12,7 @@ from geotrain.config import (
     ConfigError,
     DeviceConfig,
     HostConfig,
+    ParallelConfig,
     RegionConfig,
     RunConfig,
 )
@@ -96,7 +97,8 @@ def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
 
 
 def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> PlanTask:
-    """Raises ConfigError where a host names no device, UnsupportedModelError."""
+    """Raises ConfigError where a host names no device or experts are divided, UnsupportedModelError."""
+    check_experts_are_whole(run.parallel, f"run {run.name!r}")
     network = LinkTable(cluster)
     found: dict[str, list[Host]] = {}
     for region in cluster.regions:
@@ -113,3 +115,13 @@ def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> PlanTask:
     if pins.global_region is not None and pins.global_region not in known:
         raise PlanError(f"--pin-global {pins.global_region}: no such region; regions: {', '.join(known)}")
     return PlanTask(run, pins, cluster, run.architecture, network, found)
+
+
+def check_experts_are_whole(parallel: ParallelConfig, where: str) -> None:
+    """Raises PlanError where data-parallel ranks divide experts."""
+    if parallel.expert > 1:
+        raise PlanError(
+            f"{where}: parallel.expert = {parallel.expert}: the planner's model of a step does not know what tokens "
+            "cost on their way to experts, so it neither plans nor predicts that; take it out to plan with whole "
+            "experts, or compare by `geotrain dry-run` and measured steps"
+        )

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from geotrain.data import corpus, readers
 from geotrain.data import prepare as prepare_module
+from geotrain.data.dataset import Manifest, manifest_path, open_dataset
 from geotrain.data.loader import open_source
 from geotrain.data.prepare import (
     BLOCKS_PER_PROCESS,
@@ -39,7 +40,7 @@ from geotrain.data.prepare import (
 from geotrain.data.progress import progress_display
 from geotrain.data.readers import TextBlock, find_inputs
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
-from geotrain.data.tokens import DataError, Manifest, TokenWriter, manifest_path, open_dataset, open_tokens
+from geotrain.data.tokens import DataError, TokenWriter, open_tokens
 from geotrain.files import OutputError
 
 TEXTS = [f"document {i}: " + "ü" * (i % 13) + " <|endoftext|>" * (i % 3 == 0) for i in range(60)]
@@ -62,7 +63,7 @@ def write_inputs(folder: Path) -> list[Path]:
 
 def read_documents(prefix: Path) -> list[list[int]]:
     file = open_tokens(str(prefix))
-    return [part.tolist() for part in np.split(np.asarray(file.tokens), file.document_ends[:-1])]
+    return [part.tolist() for part in np.split(np.asarray(file.tokens), file.document_ends(0, file.documents - 1))]
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from geotrain.data import tokens
 from geotrain.data.tokens import DataError, TokenWriter, open_tokens
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
@@ -25,12 +29,13 @@ def write(prefix: Path, vocab_size: int = 100) -> str:
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(100, np.uint16), (65_499, np.uint16), (151_936, np.int32)])
 def test_round_trip(tmp_path: Path, vocab_size: int, dtype: type) -> None:
-    tokens = open_tokens(write(tmp_path / "new" / "train", vocab_size))
-    assert tokens.tokens.dtype == dtype
-    assert isinstance(tokens.tokens, np.memmap)
-    assert tokens.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert tokens.document_ends.tolist() == [3, 4, 8]
-    assert tokens.document_ends.dtype == np.int64
+    file = open_tokens(write(tmp_path / "new" / "train", vocab_size))
+    assert file.tokens.dtype == dtype
+    assert isinstance(file.tokens, np.memmap)
+    assert file.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (file.documents, file.document_ends(0, 3).tolist()) == (3, [3, 4, 8])
+    assert file.document_ends(1, 2).tolist() == [4]
+    assert file.document_ends(0, 3).dtype == np.int64
     assert names(tmp_path / "new") == ["train.bin", "train.idx"]
 
 
@@ -49,7 +54,7 @@ def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
     builder.add_document(np.array([1, 2, 3]), [2, 1])
     builder.add_document(np.array([4, 5]), [2])
     builder.finalize(str(tmp_path / "train.idx"))
-    assert open_tokens(str(tmp_path / "train")).document_ends.tolist() == [3, 5]
+    assert open_tokens(str(tmp_path / "train")).document_ends(0, 2).tolist() == [3, 5]
 
 
 def test_nothing_appears_before_close_and_an_exception_discards(tmp_path: Path) -> None:
@@ -132,5 +137,58 @@ def test_a_bound_far_off_is_refused_though_differences_overflow(tmp_path: Path, 
     assert bounds.tolist() == [0, 1, 2, 3]
     bounds[1] = bound
     index.write_bytes(index.read_bytes()[:-32] + bounds.tobytes())
+    file = open_tokens(str(tmp_path / "train"))
     with pytest.raises(DataError, match="its documents are not in order"):
-        open_tokens(str(tmp_path / "train"))
+        file.document_ends(0, 3)
+    with pytest.raises(DataError, match="its documents are not in order"):
+        list(file.all_document_ends())
+
+
+@pytest.mark.parametrize("begin", [1, 2**40, -(2**63)])
+def test_documents_that_overlap_are_refused(tmp_path: Path, begin: int) -> None:
+    index = Path(write(tmp_path / "train")).with_suffix(".idx")
+    content = bytearray(index.read_bytes())
+    content[-48:-40] = begin.to_bytes(8, "little", signed=True)  # of the second document
+    index.write_bytes(content)
+    with pytest.raises(DataError, match="its documents overlap"):
+        open_tokens(str(tmp_path / "train")).document_ends(0, 3)
+
+
+@pytest.fixture
+def measured() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def test_opening_reads_nothing_of_a_large_index(tmp_path: Path, measured: None) -> None:
+    """50 million documents of 1,000 tokens: files of 1 GB and 100 GB, almost all of it a hole."""
+    documents, length = 50_000_000, 1000
+    with (tmp_path / "train.bin").open("wb") as data, (tmp_path / "train.idx").open("wb") as index:
+        data.truncate(documents * length * 2)
+        index.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
+        lengths_end = index.tell() + documents * 4
+        begins_end = lengths_end + documents * 8
+        for at, form, value in (
+            (lengths_end - 4, "<i", length),
+            (begins_end - 8, "<q", (documents - 1) * length * 2),
+            (begins_end + documents * 8 - 8, "<q", documents - 1),
+            (begins_end + documents * 8, "<q", documents),
+        ):
+            index.seek(at)
+            index.write(struct.pack(form, value))
+    file = open_tokens(tmp_path / "train")
+    assert (len(file.tokens), file.documents) == (documents * length, documents)
+    assert file.document_ends(documents - 1, documents).tolist() == [documents * length]
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+
+
+def test_writing_holds_no_index_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: None) -> None:
+    monkeypatch.setattr(tokens, "_AT_ONCE", 1000)
+    with TokenWriter(tmp_path / "train", 100) as writer:
+        for _ in range(20_500):  # a list of as many numbers has 800 kB
+            writer.add_document([1, 2])
+    assert tracemalloc.get_traced_memory()[1] < 300_000
+    parts = list(open_tokens(tmp_path / "train").all_document_ends())
+    assert np.concatenate(parts).tolist() == list(range(2, 41_002, 2))
+    assert names(tmp_path) == ["train.bin", "train.idx"]

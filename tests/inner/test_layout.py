@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geotrain.config import ConfigError, ParallelConfig
+from geotrain.config import AccoConfig, ConfigError, ParallelConfig, UnsupportedModelError
 from geotrain.layout import canonical_parameters
+from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import check_layout
 from geotrain.parallelism.local_parameters import local_parameters
+from tests.support.expert_models import MIXTRAL, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 
 
-def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False) -> ParallelConfig:
-    return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence)
+def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False, expert: int = 1) -> ParallelConfig:
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,74 @@ def test_what_does_not_run_is_told_clearly(
     for words in says:
         assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def expert_block(**zero: Any) -> dict[str, Any]:
+    return block(zero_optimization={"stage": 1, **zero})
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "ranks", "deepspeed", "says"),
+    [
+        (LLAMA, layout(expert=2), 2, block(), ["parallel.expert = 2", "llama", "no experts"]),
+        (MIXTRAL, layout(expert=4), 2, block(), ["parallel.expert = 4", "2 data-parallel ranks", "slots"]),
+        ({**MIXTRAL, "num_local_experts": 6}, layout(expert=4), 4, block(), ["6 experts", "parallel.expert = 4"]),
+        (MIXTRAL, layout(2), 2, block(), ["parallel.tensor = 2", "parallel.sequence = true"]),
+        (MIXTRAL, layout(), 2, deepspeed_block(2), ["stage = 2", "experts", "stage 1"]),
+        (MIXTRAL, layout(expert=2), 2, expert_block(reduce_scatter=False), ["reduce_scatter", "leave it out"]),
+        (MIXTRAL, layout(expert=2), 2, expert_block(offload_optimizer={"device": "cpu"}), ["offload_optimizer"]),
+        (
+            MIXTRAL,
+            layout(expert=2),
+            2,
+            block(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
+            ["grad_accum_dtype", "parallel.expert = 2"],
+        ),
+        ({**QWEN_MOE, "moe_intermediate_size": 25}, layout(2, 1, True), 2, block(), ["moe_intermediate_size = 25"]),
+    ],
+)
+def test_what_experts_cannot_is_told_clearly(
+    model: dict[str, Any], parallel: ParallelConfig, ranks: int, deepspeed: dict[str, Any], says: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_layout(architecture(model), parallel, ranks, deepspeed, 16)
+    for words in says:
+        assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_acco_is_refused_with_experts() -> None:
+    check_acco(AccoConfig(), architecture(LLAMA), block(), 4)
+    with pytest.raises(ConfigError, match="acco does not go with the experts of a mixtral"):
+        check_acco(AccoConfig(), architecture(MIXTRAL), block(), 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_experts": 0}, "num_experts = 0"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 8 experts"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size = None"),
+    ],
+)
+def test_experts_that_cannot_be_built_are_told_clearly(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=says):
+        architecture({**QWEN_MOE, **change})
+
+
+@pytest.mark.parametrize("expert", [1, 2, 4])
+def test_each_expert_is_on_the_ranks_that_speak_for_it(expert: int) -> None:
+    a, parallel = architecture(MIXTRAL), layout(2, 2, True, expert)
+    pushed = dict.fromkeys((p.name for p in canonical_parameters(a)), 0)
+    for tp_rank, pp_rank, ep_rank in product(range(2), range(2), range(expert)):
+        for place in local_parameters(a, parallel, tp_rank, pp_rank, ep_rank):
+            assert place.expert == (expert > 1 and "experts" in place.name)
+            for run in place.runs:
+                pushed[run.parameter] += run.numel * (place.pushes and (place.expert or ep_rank == 0))
+    assert pushed == {p.name: p.numel for p in canonical_parameters(a)}
 
 
 @pytest.mark.parametrize("model", [LLAMA, QWEN, {**LLAMA, "model_type": "qwen2"}])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from geotrain.commands.prepare import prepare_files
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import Address, ClusterConfig, ConfigError, DataSet, RunConfig, load_cluster, load_run
 from geotrain.data.tokens import DataError
 from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
@@ -31,7 +31,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_on(data: Path, **model: Any) -> RunConfig:
     run = load_run(CONFIGS / "runs/quickstart.json")
     block = run.data.model_copy(
-        update={"train": str(data / "train"), "validation": None, "tokenizer": str(data / "tokenizer")}
+        update={
+            "train": (DataSet(prefix=str(data / "train")),),
+            "validation": None,
+            "tokenizer": str(data / "tokenizer"),
+        }
     )
     monitor = run.monitor.model_copy(update={"validate_every_samples": None})
     architecture = run.model.model_copy(update={"config": {**run.model.config, **model}})
@@ -52,16 +56,16 @@ def test_data_that_is_cut_off(prepared: Path, tmp_path: Path) -> None:
     for file in ("train.bin", "train.idx", "train.json"):
         (copy / file).write_bytes((prepared / file).read_bytes())
     (copy / "train.bin").write_bytes((prepared / "train.bin").read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"train.bin: 10000 bytes, its manifest states 10002"):
+    with pytest.raises(DataError, match=r"train.bin holds 5000 tokens but .*train.idx tells of 5001"):
         check_data(run_on(copy))
     (copy / "train.bin").write_bytes((prepared / "train.bin").read_bytes())
     (copy / "train.idx").unlink()
-    with pytest.raises(DataError, match=r"and an \.idx beside it"):
+    with pytest.raises(DataError, match=r"train\.idx: cannot be read"):
         check_data(run_on(copy))
 
 
 def test_data_for_a_larger_vocabulary(prepared: Path) -> None:
-    with pytest.raises(DataError, match="a tokenizer of 264 ids, the model's vocab_size is 200"):
+    with pytest.raises(DataError, match="a tokenizer of 264 ids, but the model's vocab_size is 200"):
         check_data(run_on(prepared, vocab_size=200))
 
 

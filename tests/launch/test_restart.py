@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from geotrain.config import EXIT_FOR_GOOD, ConfigError, RestartConfig
+from geotrain.config import EXIT_FOR_GOOD, RestartConfig
 from geotrain.files import OutputError
-from geotrain.launch.launcher import locked
 from geotrain.launch.supervisor import Backoff, ProcessSpec, Supervisor, guarded
 from geotrain.monitor.events import ProcessDied, Trouble
 from geotrain.outer.events import Event
@@ -196,24 +193,3 @@ def test_what_is_killed_is_started_again_with_nothing_left_of_it(tmp_path: Path,
         assert running.wait(stop_when_it_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
     assert [death.how for death in deaths] == ["failed with exit code 137"]
     assert marked(mark) == []
-
-
-HOLDER = """
-import signal, sys, time
-from pathlib import Path
-from geotrain.launch.launcher import locked
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-with locked(Path(sys.argv[1]), ("eu",)):
-    print("holds", flush=True)
-    time.sleep(300)
-"""
-
-
-def test_a_new_connection_takes_over_from_a_launcher_that_is_left(tmp_path: Path) -> None:
-    """As launch-site does when ssh was cut and the far end has not noticed."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout and holder.stdout.readline() == b"holds\n"
-        with pytest.raises(ConfigError, match="running already"), locked(tmp_path, ("eu",)):
-            pass
-        with locked(tmp_path, ("us",)), locked(tmp_path, ("eu",), take_over=True):
-            assert holder.wait(10) == 0

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from geotrain.commands.prepare import prepare_files
-from geotrain.config import load_cluster
+from geotrain.config import load_cluster, load_run
+from geotrain.data.dataset import read_manifest
 from geotrain.emulate import wan
 from geotrain.launch.terminal import ask
 from tests.support.process_trees import marked, new_mark, until
@@ -49,7 +51,7 @@ def start(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.Pope
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> None:
-    """One region on "another machine", its worker started host by host: the launcher is killed, then resumes."""
+    """One region on "another machine", its worker started host by host: both launchers are killed, and resume."""
     raw = small_run(tmp_path, steps=128, local_steps=4)  # so that it is not over when the launcher is killed
     (tmp_path / "text.txt").write_text("".join(f"the number {i} and the next\n" for i in range(20_000)))
     prepare_files([str(tmp_path / "text.txt")], tmp_path / "data", None, None, True, 0.0, processes=1)
@@ -93,6 +95,9 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.communicate()
+        for process in map(psutil.Process, marked(mark)):  # the region would live on
+            if "--keep" in process.cmdline():
+                process.kill()
     assert until(lambda: marked(mark) == [], 60.0)
 
     again = start(tmp_path, "launch", "run.json", "cluster.json", env=env)
@@ -105,7 +110,9 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     assert resumed.returncode == 0, said
     assert "committed 100%" in said
     assert marked(mark) == []
-    logs = {"global.log", "eu.ssh.log", "eu.log", "eu-0.log"}
+    mine = read_manifest(tmp_path / "data/train").sha256  # the launcher's machine decides which data is the run's
+    assert load_run(tmp_path / "runs/quickstart/run.json").data.sha256 == mine
+    logs = {"global.log", "eu.ssh.log", "eu.launcher.log", "eu.log", "eu-0.log"}
     assert {p.name for p in (tmp_path / "runs/quickstart/logs").iterdir()} == logs
 
 

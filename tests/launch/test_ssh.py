@@ -1,4 +1,5 @@
-"""Jobs behind a real sshd, whose connections are lost: started again, and never beside their former lives."""
+"""Behind a real sshd, whose connections are lost: a worker's job is started again, never beside its former life; a
+region lives on."""
 
 from __future__ import annotations
 
@@ -7,22 +8,24 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
 
-from geotrain.config import RestartConfig, load_cluster, load_run
-from geotrain.launch import guard
-from geotrain.launch.site_processes import LaunchRequest, guarded_over_ssh, remote_site
+from geotrain.config import RestartConfig, load_run
+from geotrain.launch.site_processes import guarded_over_ssh
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.monitor.events import ProcessDied
 from tests.support.process_trees import MARK, marked, new_mark, only_deaths, until
-from tests.support.small_runs import prepare_text, write_files
+from tests.support.small_runs import BATCH, prepare_text, write_files
 
 BUSY_S = 120.0
+STEPS, STEP_S = 120, 0.1  # of a run that is not over while its launcher is lost
 FAST = RestartConfig(limit=3, first_s=0.05)
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
@@ -117,43 +120,52 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(600)
-def test_a_far_region_whose_connection_is_lost_is_started_again_and_never_beside_itself(
+def test_a_far_region_lives_on_when_its_connection_and_then_its_launcher_are_lost(
     tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`geotrain launch-site` with its server and its worker, until their second life has begun."""
+    """The same processes train from the run's beginning to its end; a launcher that comes back finds them."""
     prepare_text(tmp_path)
-    files = write_files(tmp_path, "far", 64, {"eu": [1]}, {"rule": {"name": "halos"}})
+    files = write_files(tmp_path, "far", STEPS * BATCH, {"eu": [1]}, {"rule": {"name": "halos"}}, min_step_s=STEP_S)
     cluster = json.loads(files[1].read_text())
     cluster["regions"][0].update(ssh="eu.example.org", server={"host": "127.0.0.2", "port": free_port + 1})
-    cluster["global_server"] = {"host": "127.0.0.3", "port": free_port + 1}
+    cluster["restart"] = {"limit": 0, "first_s": 0.05}  # whatever dies fails the run
     files[1].write_text(json.dumps(cluster))
-    run, mark, deaths = load_run(files[0]), new_mark(), list[ProcessDied]()
-    site = remote_site(LaunchRequest(run, load_cluster(files[1]), ("eu",), resume=True), "eu", "eu.example.org")
+    folder, mark = load_run(files[0]).run_folder.absolute(), new_mark()
 
-    def life(name: str) -> int:
-        """Process id of the guard of a server or worker that has begun; 0: none, or more than its life is there."""
-        with suppress(psutil.NoSuchProcess):
-            here = marked({guard.JOB: str(run.run_folder.absolute() / name)})
-            for root in map(psutil.Process, here):
-                tree = root.children(recursive=True)
-                if {root.pid, *(process.pid for process in tree)} == set(here) and tree:
-                    return root.pid
-        return 0
+    def launch(*more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), *more]
+        return subprocess.Popen(command, env={**os.environ, **mark}, stdout=PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def lives() -> set[int]:
+        """The region's processes: its keeper, and what it started."""
+        keepers = [p for p in map(psutil.Process, marked(mark)) if "--keep" in p.cmdline()]
+        return {process.pid for keeper in keepers for process in (keeper, *keeper.children(recursive=True))}
+
+    def told(name: str, what: str) -> int:
+        return (folder / "logs" / name).read_text().count(what) if (folder / "logs" / name).exists() else 0
+
+    def jobs() -> int:
+        events = folder / "events/eu-0.jsonl"
+        return events.read_text().count("JobTrained") if events.exists() else 0
 
     with sshd(tmp_path, free_port) as server, monkeypatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        for name, value in mark.items():
-            patched.setenv(name, value)
-        with Supervisor(tmp_path / "logs", restart=FAST, on_event=only_deaths(deaths)) as running:
-            running.start(site)
-            assert until(lambda: life("eu") and life("eu-0"), BUSY_S)
-            former = {name: life(name) for name in ("eu", "eu-0")}
-            fall_silent(server)
-
-            def stop_when_both_live_again() -> None:
-                if all(life(name) not in (0, former[name]) for name in former):
-                    signal.raise_signal(signal.SIGTERM)
-
-            assert running.wait(stop_when_both_live_again, every_s=0.05).code == 128 + signal.SIGTERM
-        assert until(lambda: marked(mark) == [], BUSY_S)
-    assert [(death.unit, death.how) for death in deaths] == [("eu.ssh", "failed with exit code 255")]
+        launcher = launch()
+        assert until(lambda: launcher.poll() is not None or jobs() > 0, BUSY_S)
+        assert launcher.poll() is None, launcher.communicate()[0]
+        region = lives()
+        fall_silent(server)
+        assert until(lambda: told("eu.ssh.log", "attached to process") == 2, BUSY_S)
+        launcher.kill()
+        said = launcher.communicate()[0]
+        assert "eu.ssh: no connection" in said and "what runs there goes on" in said
+        done = jobs()
+        assert lives() == region
+        launcher = launch("--resume")
+        said = launcher.communicate(timeout=BUSY_S)[0]
+        assert launcher.returncode == 0 and "committed 100%" in said, said
+        assert jobs() > done
+    assert told("eu.ssh.log", "attached to process") == 3 and told("eu.launcher.log", "given up") == 0
+    events = [json.loads(line) for line in (folder / "events/launcher-eu.jsonl").read_text().splitlines()]
+    assert [e["process"] for e in events if e["event"] == "ProcessStarted"] == ["eu", "eu-0"]
+    assert until(lambda: marked(mark) == [], BUSY_S)

@@ -218,19 +218,6 @@ def test_nothing_survives_the_supervisors_death(tmp_path: Path) -> None:
     assert until(lambda: marked(mark) == [], timeout_s=20.0)
 
 
-def test_stops_when_whoever_started_it_ends(tmp_path: Path) -> None:
-    read_end, write_end = os.pipe()
-    mark = new_mark()
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.stop_on_end_of(read_end)
-        supervisor.start(ProcessSpec("a", sh("sleep 300"), env=mark))
-        os.close(write_end)
-        outcome = supervisor.wait()
-    os.close(read_end)
-    assert outcome.code == 143
-    assert marked(mark) == []
-
-
 def test_handlers_are_put_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     with Supervisor(tmp_path):

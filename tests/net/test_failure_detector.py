@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from geotrain.monitor.events import Trouble
 from geotrain.net import rpc
+from geotrain.outer import leases
+from geotrain.outer.messages import LeaseRequest
 from tests.support.net_worlds import Cluster, clusters, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 2.0
@@ -67,6 +70,38 @@ def test_who_was_only_slow_goes_on(make):
     assert sorted(t.start for t in other.trained) == [4, 8]
     assert book.committed_samples == 12 and book.repeated_samples == 0
     for worker in (slow, other):
+        worker.close()
+
+
+def test_who_beats_but_trains_no_more_loses_its_leases(make, monkeypatch):
+    """By its own measured step; those who train keep theirs. What it trains all the same is counted, once."""
+    monkeypatch.setattr(leases, "LEAST_PATIENCE_S", 0.0)
+    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole, "b": whole}}, train_samples=20, silent_s=SILENT_S)
+    hangs, trains = cluster.worker("a"), cluster.worker("b")
+    book, region = cluster.top.server.book, cluster.regions["eu"]
+    told = []
+    region.server_thread.write_event = told.append
+    for worker in (hangs, trains):
+        worker.join()
+        worker.train(worker.lease())
+    kept = trains.clients[0].lease(LeaseRequest("b", trains.job, 100.0)).result(30)
+    lost = hangs.clients[0].lease(LeaseRequest("a", hangs.job, 0.1)).result(30)
+    assert lost.steps == 2 and region.server.patience_s("a") == 10 * 2 * 0.1
+    wait_for(lambda: (lost.start, lost.samples) in book.pool, 10 * SILENT_S)
+    assert region.server.members["a"].silent and not region.service.failure_detector.silent
+    trouble = wait_for(lambda: [event.what for event in told if isinstance(event, Trouble)])
+    assert trouble[0].startswith("a: lives, but has sent nothing for ")
+    assert list(book.open) == [kept.lease]
+    hangs.train(lost)
+    wait_for(lambda: not book.pool)
+    trains.train(kept)
+    while (lease := trains.lease()) is not None:
+        trains.train(lease)
+    for worker in (hangs, trains):
+        worker.leave()
+    wait_for(lambda: cluster.top.server.finished)
+    assert book.committed_samples == 20 and book.repeated_samples == 0
+    for worker in (hangs, trains):
         worker.close()
 
 

@@ -4,10 +4,15 @@ have not joined again wait for them."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from torch import Tensor
 
+from geotrain.net.worker_client import ServerForgot
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import Refused, UpdatePart
 from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
@@ -50,6 +55,55 @@ def test_a_region_whose_update_is_refused_goes_on(make):
     assert top.book.committed_samples == 24
     for worker in (a, b):
         worker.close()
+
+
+def weights_of_a_synchronous_run(cluster: Cluster, refuse: int = 0) -> list[Tensor]:
+    """The run with all its workers, started again as their launcher does. refuse: the number of eu's update that the
+    global server refuses for good, once."""
+    top, admit, refused, lives = cluster.top.server, cluster.top.server.admit, [], defaultdict(int)
+
+    def refuse_once(part: UpdatePart) -> bool:
+        if part.member == "eu" and part.sequence == refuse and not refused:
+            refused.append(part)
+            raise Refused("far out of the ordinary, the test says")
+        return admit(part)
+
+    top.admit = refuse_once
+
+    def live(name: str) -> None:
+        while True:
+            lives[name] += 1
+            worker = cluster.worker(name, f"life-{lives[name]}")
+            try:
+                return worker.run()
+            except ServerForgot:
+                continue
+            finally:
+                worker.close()
+
+    with ThreadPoolExecutor() as pool:
+        for ended in [pool.submit(live, name) for name in cluster.slicings]:
+            ended.result(60)
+    wait_for(lambda: top.finished)
+    assert bool(refused) == bool(refuse) and lives["c"] == 1
+    assert top.book.committed_samples == 36 and not top.book.open and not top.book.repeated_samples
+    return [state.x.clone() for state in top.fragments]
+
+
+def test_a_synchronous_region_whose_update_is_refused_trains_the_round_again(make):
+    """Whichever of a round's updates it is, the others wait, and the run has the bits of one without a refusal."""
+    regions = {"eu": {"a": halves, "b": whole}, "us": {"c": whole}}
+    truth = weights_of_a_synchronous_run(make(outer("sync"), regions, train_samples=36))
+    fragments = len(truth)
+    for refuse in (1, fragments, fragments + 2):
+        cluster = make(outer("sync"), regions, train_samples=36)
+        events = []
+        cluster.regions["eu"].server_thread.write_event = events.append
+        again = weights_of_a_synchronous_run(cluster, refuse)
+        assert [event for event in events if isinstance(event, StartedOver)] == [
+            StartedOver("far out of the ordinary, the test says")
+        ]
+        assert all(torch.equal(x, y) for x, y in zip(again, truth, strict=True))
 
 
 def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):

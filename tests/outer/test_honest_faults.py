@@ -135,13 +135,28 @@ def test_a_region_that_hears_of_it_twice_starts_over_once():
         assert world.answer("eu", 0, tuple(range(len(region.layout.fragments)))) or not started
 
 
-def test_a_synchronous_run_says_what_it_cannot_do_without():
-    world = make(config("sync"))
-    world.push("a", random_deltas(world, 1))
-    region = world.regions["eu"]
-    with pytest.raises(Refused, match="eu: a synchronous round cannot do without this update: wild"):
-        region.handle(UpdateRejected("eu", "life-1", "wild"))
-    assert region.in_flight
+def test_what_is_begun_again_of_a_synchronous_round():
+    """Fragment 0 is taken above, 1 refused, 2 waits for the other worker's delta: who sent 1 or 2 trains again."""
+    shape = toy(1)
+    workers = [FakeWorker(name, shape, whole(shape)) for name in ("a", "b")]
+    start = [torch.zeros(f.numel) for f in shape.fragments]
+    world = World(config("sync"), {"eu": workers}, start, shape, train_samples=64)
+    region, deltas = world.regions["eu"], random_deltas(world, 1)
+    for name, fragments in (("a", (0, 1, 2)), ("b", (0, 1))):
+        for fragment in fragments:
+            world.workers[name][1].job = 0
+            world.push(name, {fragment: deltas[fragment]})
+    first, second = (m for m in world.up["eu"] if isinstance(m, UpdatePart))
+    assert world.top.handle(first).reply
+    world.tell("eu", UpdateRejected("eu", "life-1", "wild", second.sequence))
+    restarted = saved_and_loaded(world, "eu")
+    for server in (region, restarted):
+        assert {name: (m.came[0], m.came[1], m.came.get(2, 0)) for name, m in server.members.items()} == {
+            "a": (1, 0, 0),
+            "b": (1, 0, 0),
+        }
+        assert [m.sequence for m in server.members.values()] == [2, 1] and not server.in_flight
+    assert rejoin(world, "a", "life-2") == rejoin(world, "b", "life-2") == 1
 
 
 # -------------------------------------------------------------------------- synchronous rounds of several fragments

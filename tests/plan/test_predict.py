@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from geotrain.commands import dry_run
+from geotrain.commands.simulate import step_seconds
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, parse
 from geotrain.layout import canonical_parameters, parameter_count
+from geotrain.monitor.utilization import training_flops_per_token
+from geotrain.plan.inventory import Pins, task_of
 from geotrain.plan.model.work import stage_flops, token_flops, useful_flops
 from geotrain.plan.placement.cost import problem_from_links
 from geotrain.plan.predict import RunPrediction, predict
 from tests.support.placement_reference import stage_cost
-from tests.support.plan_cases import DEVICE, inventory, small_run
+from tests.support.plan_cases import DEVICE, MODEL, inventory, small_run
 
 GBPS, RTT_S = 10.0, 0.02
 
@@ -50,6 +53,34 @@ def test_operations_are_two_for_each_weight_that_a_token_meets() -> None:
     assert sum(whole) == pytest.approx(useful_flops(a, 2048))
     full = sum(stage_flops(a, 2048, 0, 1, "full")) - sum(stage_flops(a, 2048, 0, 1, "none"))
     assert full == pytest.approx(a.layers * token_flops(a, 2048).layer)
+
+
+EXPERTS = {
+    **MODEL, "model_type": "qwen3_moe", "moe_intermediate_size": 1024, "num_experts": 16, "num_experts_per_tok": 4,
+}  # fmt: skip
+
+
+def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
+    run = small_run(model={"config": EXPERTS})
+    a = run.architecture
+    chosen = [p for p in canonical_parameters(a) if len(p.shape) == 2 and "embed" not in p.name]
+    matrices = sum(p.numel / (4 if ".experts." in p.name else 1) for p in chosen)
+    assert useful_flops(a, 2048) == 3 * (2 * matrices + 2 * a.heads * a.head_dim * 2048 * a.layers)
+    assert on(run, [[host("a")]]).workers["eu-0"].step_s == pytest.approx(64 * 2048 * useful_flops(a, 2048) / 50e12)
+    met = sum(p.numel / (4 if ".experts." in p.name else 1) for p in canonical_parameters(a))
+    assert training_flops_per_token(a, 2048) == 6 * (met - a.vocab_size * a.hidden_size) + 12 * 16 * 2048 * 2048
+    (seconds,) = step_seconds(run, cluster([[host("a")]], {}), 50.0).values()
+    assert seconds == pytest.approx(6 * met * 64 * 2048 / 50e12)
+
+
+def test_divided_experts_are_refused_by_name() -> None:
+    run = small_run(model={"config": EXPERTS}, parallel={"expert": 2})
+    for refused in (
+        lambda: on(run, [[host("a", 2)]], expert=2),
+        lambda: task_of(run, Pins(), inventory({"eu": [(2, "d")]})),
+    ):
+        with pytest.raises(ConfigError, match=r"parallel\.expert = 2: the planner's model"):
+            refused()
 
 
 def test_one_accelerator_computes_and_nothing_else() -> None:

@@ -30,6 +30,7 @@ from benchmarks.claims.report import Compared, plain, plot_curves, replace_block
 from benchmarks.claims.runs import DIVERGED, NO_ROUND, Job, Results, run
 from benchmarks.claims.search import (
     FINAL_RUNGS,
+    SEED,
     TRIALS,
     TUNED,
     best,
@@ -183,6 +184,26 @@ def test_every_method_is_searched_with_the_same_number_of_trials():
         ("halos",), 7680, 3, 15360, {}, lambda jobs: [failed(method="halos", settings=j.settings) for j in jobs]
     )
     assert diverged["halos"]["tried"][0]["selection"] is None
+
+
+def test_the_last_two_rates_may_be_compared_over_several_seeds():
+    """One seed in three prefers half the rate: alone it decides, in the mean of the three it does not."""
+
+    def complete(jobs: list[Job]) -> list[dict]:
+        def loss(job: Job) -> float:
+            half = job.settings["lr"] == 0.008
+            return 1.0 + (0.1 if job.seed != SEED else -0.1) * half if job.steps == 15360 else 1.0
+
+        rows = [played(job, loss(job)) for job in jobs]
+        seen.extend((job.seed, job.settings["lr"]) for job in jobs if job.steps == 15360)
+        return rows
+
+    for seeds, lr, loss in ((1, 0.008, 0.9), (3, 0.016, 1.0)):
+        seen: list[tuple[int, float]] = []
+        of = search((OURS,), 7680, 3, 15360, {}, complete, seeds)[OURS]
+        assert (of["settings"]["lr"], of["final_seeds"]) == (lr, seeds)
+        assert min(t["selection"] for t in of["final"]) == pytest.approx(loss)
+        assert sorted(seen) == [(SEED + n, lr) for n in range(seeds) for lr in (0.008, 0.016)]
 
 
 def test_a_search_of_some_methods_keeps_what_was_found_for_others(tmp_path):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.delay import RESULTS, TRIALS, Agreeing, Foreseen, LookAhead, run
+import benchmarks.delay as delay
+from benchmarks.delay import RESULTS, TRIALS, Agreeing, Foreseen, LookAhead, quasi_hyperbolic, run
 from geotrain.config import rule_config
 from geotrain.layout import Layout, Parameter
 from geotrain.outer.rules import FragmentState
+from geotrain.outer.rules.region_momentum import MomentumRegion
+from geotrain.simulate.world import VirtualWorld
 
 TINY = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32, "batch": 1, "length": 16}
+SIXTEEN = "16 workers, 2 bits, K 2"
 LAYOUT = Layout([Parameter("a", (2,), None, "normal"), Parameter("b", (2,), None, "normal")])
 
 
@@ -47,11 +52,58 @@ def test_a_delta_against_the_others_loses_what_points_against_them():
     assert (before - state.x).tolist() == [0.0, 2.0, 3.0, 2.0]
 
 
+def test_quasi_hyperbolic_momentum_is_the_region_rules_own_with_another_split():
+    config = rule_config("region_momentum")
+    made = quasi_hyperbolic(0.7, 2.0)(config, workers=4, decay=0.9)
+    state, m, x = FragmentState(torch.zeros(1)), 0.0, 0.0
+    for delta in (1.0, -2.0, 0.5):
+        made.apply(state, torch.tensor([delta]))
+        m = 0.9 * m + 0.1 * delta
+        x -= 2.0 * (0.7 * m + 0.3 * delta) / 4
+        assert state.x.item() == pytest.approx(x)
+    product, same = MomentumRegion(config, 4, 0.9), quasi_hyperbolic(0.5, 2.0)(config, 4, 0.9)
+    assert (same.gain, same.weight) == (product.gain, product.weight)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, dict]:
+    return {name: run(TRIALS[name], 0, 320, TINY) for name in ("one worker a region", SIXTEEN)}
+
+
 @pytest.mark.parametrize("name", ["look-ahead 0.5", "error-feedback delay correction 0.5", "cosine correction"])
-def test_a_trial_trains_with_its_own_rule(name):
-    plain, tried = (run(TRIALS[n], 0, 320, TINY) for n in ("one worker a region", name))
+def test_a_trial_trains_with_its_own_rule(name, plain):
+    plain, tried = plain["one worker a region"], run(TRIALS[name], 0, 320, TINY)
     assert plain["seconds"] == tried["seconds"] and plain["loss"] != tried["loss"]
     assert tried["loss"] == pytest.approx(plain["loss"], rel=0.2) and tried["averaged"] != tried["loss"]
+
+
+@pytest.mark.parametrize(
+    "change", ["outer nu 0.7, rate 2", "inner momentum 0.99, nu 0.9", "momenta averaged", "Muon's momentum 0.9"]
+)
+def test_a_trial_of_sixteen_workers_trains_with_its_own_optimizer(change, plain):
+    plain, tried = plain[SIXTEEN], run(TRIALS[f"{SIXTEEN}, {change}"], 0, 320, TINY)
+    assert plain["seconds"] == tried["seconds"] and plain["loss"] != tried["loss"]
+    assert tried["loss"] == pytest.approx(plain["loss"], rel=0.2)
+
+
+@pytest.mark.parametrize("cool_down", [(1, 2), (2, 1)], ids=["H 1", "K 1"])
+def test_a_cool_down_exchanges_more_often_from_nine_tenths_of_the_run_on(cool_down, plain, monkeypatch):
+    """The global server's versions until then are those of the run without; after that there are more of them."""
+    seen: list[tuple[float, int]] = []
+
+    class Watched(delay.Averaged):
+        def watch(self, world: VirtualWorld) -> None:
+            book = world.top.server.book
+            seen.append((book.next_start / world.task.train_samples, world.top.server.fragments[0].version))
+            super().watch(world)
+
+    monkeypatch.setattr(delay, "Averaged", Watched)
+    assert run(TRIALS[SIXTEEN], 0, 320, TINY) == plain[SIXTEEN]
+    without, seen = seen, []
+    tried = run(replace(TRIALS[SIXTEEN], cool_down=cool_down), 0, 320, TINY)
+    before = [step for step in without if step[0] < 0.9]
+    assert seen[: len(before)] == before and len(before) > 10
+    assert tried["versions"] > plain[SIXTEEN]["versions"] and tried["loss"] != plain[SIXTEEN]["loss"]
 
 
 def test_committed_trials_are_known():

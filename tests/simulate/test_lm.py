@@ -13,6 +13,7 @@ from benchmarks.learner.optimizers import (
     FlatMuon,
     InnerSettings,
     MuonSettings,
+    QuasiHyperbolicMuonSettings,
     hidden_matrices,
     optimizer_of,
     orthogonalized,
@@ -81,8 +82,9 @@ def test_adamw_is_torchs():
     assert float((weights[0] - start).abs().min()) > 0
 
 
+@pytest.mark.parametrize("settings", [MuonSettings(), QuasiHyperbolicMuonSettings(momentum=0.99, momentum_share=0.7)])
 @pytest.mark.parametrize("shape", [(64, 2, 4, 176, 32), (48, 2, 3, 40, 20), (LIBRARY, 1, 2, 344, 48)])
-def test_muon_is_torchs(shape):
+def test_muon_is_torchs(shape, settings):
     """Steps with a gradient that is clipped, and with one that is not; also where nothing is a multiple of a vector,
     and where the matrices are BLAS's. The compiled form works on XᵀX, whose rounding weighs more on small singular
     values: a step's element differs by less than a thousandth of the largest."""
@@ -90,7 +92,7 @@ def test_muon_is_torchs(shape):
     _, plain = both(*shape)
     decays, matrices = plain.decays(), hidden_matrices(plain.parameters)
     weights = [plain.flat.clone(), plain.flat.clone()]
-    optimizers = [FlatMuon(MuonSettings(), decays, matrices, compiled=c) for c in (True, False)]
+    optimizers = [FlatMuon(settings, decays, matrices, compiled=c) for c in (True, False)]
     for size in (3.0, 0.001, 0.01):
         gradient = size * torch.randn(len(decays), generator=generator)
         before = weights[1].clone()
@@ -101,6 +103,30 @@ def test_muon_is_torchs(shape):
     for mine, theirs in ((optimizers[0].m, optimizers[1].m), (optimizers[0].v, optimizers[1].v)):
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=1e-7)
     assert float((weights[0] - plain.flat).abs().min()) > 0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_quasi_hyperbolic_momentum_has_a_share_of_its_own(compiled):
+    """ν = 0 leaves the gradient alone, whatever the momentum is; ν = the momentum's decay is Nesterov's."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(2, 64, generator=generator)
+
+    def moved(settings: MuonSettings) -> torch.Tensor:
+        x, optimizer = torch.zeros(64), FlatMuon(settings, torch.zeros(64), ((0, 8, 8),), compiled)
+        for gradient in gradients:
+            last = x.clone()
+            optimizer.step(x, gradient.clone(), lr=1.0)
+        return x - last
+
+    plain = dict(clip=1e9, weight_decay=0.0, scale=1.0)
+    s = MuonSettings(**plain)
+    alone = orthogonalized(gradients[1].view(8, 8), s.coefficients, s.iterations).flatten() * -(8**0.5)
+    torch.testing.assert_close(
+        moved(QuasiHyperbolicMuonSettings(**plain, momentum_share=0.0)), alone, rtol=0, atol=2e-4
+    )
+    nesterov = moved(s)
+    assert torch.equal(moved(QuasiHyperbolicMuonSettings(**plain, momentum_share=0.95)), nesterov)
+    assert float((nesterov - alone).abs().max()) > 0.01
 
 
 def test_muon_knows_matrices_of_any_spectrum():

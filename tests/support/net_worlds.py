@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -271,10 +272,10 @@ class FakeWorker:
 
     def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
         """As the trainer does: ranks adopt answers of one life of the server only."""
-        arrived = [answer.result(30) for answer in answers]
+        arrived = all_of(answers)
         while len({answer.life for answer in arrived}) > 1:
             again = [c.pull(arrived[0].sequence, fragments) for c in self.clients]
-            arrived = [answer.result(30) for answer in again]
+            arrived = all_of(again)
         versions = set()
         for part, answer in enumerate(arrived):
             for w in answer.weights:
@@ -338,6 +339,14 @@ class FakeWorker:
     def close(self) -> None:
         for client in self.clients:
             client.close()
+
+
+def all_of(answers: list[Future[Answer]]) -> list[Answer]:
+    """A rank that fails ends the others of its worker, whatever they wait for."""
+    done, _ = futures.wait(answers, 30, return_when=futures.FIRST_EXCEPTION)
+    for answer in done:
+        answer.result()
+    return [answer.result(0) for answer in answers]
 
 
 def status_of(address: str) -> dict[str, Any]:

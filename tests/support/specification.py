@@ -6,6 +6,7 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -68,6 +69,8 @@ class Specification:
         self.residual: dict[tuple[str, int], Tensor | float] = {}
         self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a fragment
         self.ledger = Ledger(samples)
+        self.void: list[tuple[bytes, ...]] = []  # payloads of refused updates
+        self.rounds: Counter[tuple[str, int]] = Counter()  # region, fragment → updates that the global server took
 
     # -- weights
 
@@ -119,7 +122,9 @@ class Specification:
 
     def global_update(self, region: str, update: UpdatePart) -> None:
         """The global server has acknowledged a region's update as applied."""
+        assert tuple(sent.payload for sent in update.deltas) not in self.void, "a refused update is taken"
         for sent in update.deltas:
+            self.rounds[region, sent.fragment] += 1
             v = self.top[sent.fragment]
             delta = decode(self.config.up, sent.payload, len(v.x))
             match self.rule:
@@ -141,6 +146,7 @@ class Specification:
 
     def received(self, region: str, weights: FragmentWeights) -> Tensor:
         """What a region makes of the global weights that it is sent; they are those of the version that they name."""
+        assert (weights.fragment, weights.version) in self.history, "weights of a version that never was"
         truth, key = self.history[weights.fragment, weights.version], (region, weights.fragment)
         codec = self.config.down
         if not weights.increment and codec.name not in ("fp32", "bf16"):
@@ -155,6 +161,16 @@ class Specification:
             close(got, truth, COARSE[codec.name] * float(truth.abs().max()))
         self.mirror[key] = got
         return got
+
+    def refused(self, region: str, update: UpdatePart) -> None:
+        """The global server will never take this update: nobody may say it again, and the region begins anew."""
+        self.void.append(tuple(sent.payload for sent in update.deltas))
+
+    @staticmethod
+    def allowed_s(step_s: float, held: list[int]) -> float:
+        """How long a worker may hold leases of so many steps and send nothing: ten times what the longest takes, and
+        at least half an hour."""
+        return max(1800.0, 10 * step_s * max(held, default=0))
 
     def region_merges(self, region: str, weights: FragmentWeights) -> None:
         """The answer to a region's update: with the ledger, what came meanwhile stays part of the next one."""

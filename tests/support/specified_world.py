@@ -55,6 +55,7 @@ class Worker:
     lease: Lease | Finished | None = None  # in hand
     waits_for: int | None = None  # the update whose answer it waits for, in synchronous rounds; 0: its join
     spoke_of: tuple[int, ...] = ()  # its fragments
+    step_s: float = 1000.0  # of an inner step
     sent: set[int] = field(default_factory=set)  # fragments of the job in hand whose deltas have left
 
     @property
@@ -87,6 +88,7 @@ class SpecifiedWorld:
         self.snapshots: dict[str, Any] = {}
         self.journals: dict[str, list[Message | None]] = {}  # None: the process died here
         self.uplinks = {name: Uplink() for name in REGIONS}
+        self.drained = False  # any region, at any time
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         cuts = {"a": halves, "b": whole, "c": whole}
         self.workers = {
@@ -154,7 +156,8 @@ class SpecifiedWorld:
         self.servers[name] = back
         if name != GLOBAL:
             self.uplinks[name] = Uplink()
-            self.connect(name)
+            if not self.region(name).done:  # else the process ends at once
+                self.connect(name)
 
     # -- what is said
 
@@ -294,6 +297,8 @@ class SpecifiedWorld:
     def pull(self, name: str) -> None:
         """The answers that are there reach the region."""
         region, uplink = self.region(name), self.uplinks[name]
+        if not region.fragments:
+            return self.connect(name)
         for update in list(uplink.acknowledged):
             try:
                 fragments = tuple(delta.fragment for delta in update.deltas)
@@ -312,12 +317,21 @@ class SpecifiedWorld:
         """The region's next update is refused for good: it starts over, as a new life."""
         region, uplink = self.region(name), self.uplinks[name]
         update = next((m for m in uplink.updates if isinstance(m, UpdatePart)), None)
-        if update is None or region.rule.in_rounds or not region.in_flight:
+        if update is None or not region.in_flight:
             return
         if update.sequence <= self.top.members[name].sequence:
             return  # it was taken
-        self.tell(name, UpdateRejected(name, region.incarnation, "as the test says"))
+        self.tell(name, UpdateRejected(name, region.incarnation, "as the test says", update.sequence))
+        self.spec.refused(name, update)
         self.spec.forget_link(name)
+        uplink.updates.clear()
+        uplink.acknowledged.clear()
+        if region.rule.in_rounds:  # what the global server has not taken is to be trained again
+            self.taken = {
+                (worker, fragment, job)
+                for worker, fragment, job in self.taken
+                if worker not in REGIONS[name] or job <= self.spec.rounds[name, fragment]
+            }
         self.lives[name] += 1
         region.incarnation = f"{name}-{self.lives[name]}"
         self.connect(name)
@@ -327,8 +341,23 @@ class SpecifiedWorld:
         if self.top.members[name].incarnation == self.region(name).incarnation:
             self.returned_by(name)
 
+    def hang(self, name: str, worth: float) -> None:
+        """A worker beats and trains no more, for so many times what the specification allows."""
+        worker = self.workers[name]
+        region = self.region(worker.region)
+        held = [lease.steps for lease in region.holds(name).values()]
+        allowed_s = self.spec.allowed_s(worker.step_s, held)
+        if not worker.alive or not held or self.top.rule.in_rounds or region.members[name].away:
+            return
+        if worth * allowed_s > region.patience_s(name):
+            assert worth > 1, f"{name} is taken for dead, and only slow"
+            self.tell(worker.region, MemberSilent(name, worker.incarnation))
+            self.deliver_leases(worker.region)
+        assert worth < 1 or not region.holds(name), f"{name} hangs, and keeps its leases"
+
     def drain(self, name: str) -> None:
         if not self.top.rule.in_rounds:
+            self.drained = True
             self.tell(GLOBAL, OperatorCommand("drain", name))
 
     # -- workers
@@ -340,13 +369,18 @@ class SpecifiedWorld:
             for join in worker.fake.joins(self.identity, worker.incarnation):
                 welcome = self.tell(worker.region, join)
         except Refused:
-            return  # quarantined
+            return None  # quarantined
+        forgotten = welcome.sequence <= worker.fake.sequence
         worker.fake.sequence = welcome.sequence - 1
+        if not anew and forgotten and worker.alive:  # what was acknowledged is not known any more: its process ends
+            assert self.top.rule.in_rounds, "an acknowledged update is forgotten"
+            return self.join(name, anew=True)
         if anew:
             worker.alive, worker.left, worker.lease = True, False, None
             worker.waits_for, worker.spoke_of = (0 if self.top.rule.in_rounds else None), self.every_fragment
             worker.sent = set()
             worker.job = welcome.job
+        return None
 
     def present(self, name: str) -> bool:
         """Whether this life of the worker may speak to its region's server; it joins again where that has forgotten
@@ -367,7 +401,7 @@ class SpecifiedWorld:
         if not worker.alive or worker.lease is not None or not self.present(name):
             return
         try:
-            worker.lease = self.tell(worker.region, LeaseRequest(name, worker.job))
+            worker.lease = self.tell(worker.region, LeaseRequest(name, worker.job, worker.step_s))
         except NotJoined:
             self.join(name, anew=False)
 

@@ -28,9 +28,10 @@ def token_flops(a: Architecture, sequence_length: int) -> TokenFlops:
     """
     h, q, kv = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
     attention = 2.0 * q * sequence_length
-    return TokenFlops(
-        2.0 * (2 * h * q + 2 * h * kv + 3 * h * a.ffn_size) + attention, attention, 2.0 * h * a.vocab_size
-    )
+    weights = 2 * h * q + 2 * h * kv + 3 * h * a.ffn_size * a.active_mlps
+    if a.experts is not None:
+        weights += h * a.experts.count  # the router
+    return TokenFlops(2.0 * weights + attention, attention, 2.0 * h * a.vocab_size)
 
 
 def useful_flops(a: Architecture, sequence_length: int) -> float:

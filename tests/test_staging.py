@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
-from geotrain.inner.staging import CudaStaging
 from geotrain.layout import StridedSlice
 from geotrain.outer.codec import NonFiniteError, make_codec
 from geotrain.outer.downlink import from_bytes, to_bytes
 from geotrain.outer.exchange import Ready
 from geotrain.outer.messages import FragmentWeights
 from geotrain.outer.worker import OwnedSlices, Staging, SynchronousStaging, WorkerRank
+from geotrain.staging import CudaStaging
 from tests.support.cuda_stand_in import Cuda
 from tests.support.outer_world import layout
 

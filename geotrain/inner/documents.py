@@ -1,0 +1,62 @@
+"""Attention that stays inside documents, for samples into which several documents are packed.
+
+The boundaries travel through Megatron-core's layers where an attention mask would: as `cu_seqlens`, int32
+[documents + 1], the ends of all documents of a micro-batch whose samples are laid one after another, with a 0 before.
+A sample's end ends its last document. Every stage of a pipeline makes them of the tokens, which it has anyway.
+
+Positions do not begin anew with a document: rotary embeddings only know distances.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def cu_seqlens(tokens: Tensor, end_of_document: int) -> Tensor:
+    """The boundaries in a model's input. tokens: int64 [batch, sequence]; each `end_of_document` ends a document."""
+    last = tokens == end_of_document
+    last[:, -1] = True
+    ends = last.flatten().nonzero().flatten() + 1
+    return nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+def inside_documents(boundaries: Tensor, batch: int, length: int) -> Tensor:
+    """Mask for torch's attention, bool [batch, 1, length, length]: causal, and true within one document only."""
+    places = torch.arange(batch * length, dtype=torch.int32, device=boundaries.device)
+    documents = torch.bucketize(places, boundaries[1:], right=True).view(batch, 1, length)
+    return (documents[..., None] == documents[..., None, :]).tril()
+
+
+class PackedAttention(nn.Module):
+    """Transformer Engine's attention, given boundaries as it wants them: samples in a row ("thd") and cu_seqlens.
+
+    Only what is between the layers' own shapes and Transformer Engine's changes here, so that pipelines and sliding
+    windows are as without it.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """settings: those with which Megatron-core builds its attention."""
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        super().__init__()
+        self.inner = TEDotProductAttention(**settings)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **more: Any) -> Tensor:
+        """Returns [sequence, batch, heads · head_dim]. query, key, value: [sequence, batch, heads, head_dim].
+        attention_mask: the boundaries."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        length, batch = query.shape[:2]
+        more["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=attention_mask,
+            cu_seqlens_kv=attention_mask,
+            max_seqlen_q=length,  # a bound: the longest itself would have to be waited for
+            max_seqlen_kv=length,
+        )
+        in_a_row = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = self.inner(*in_a_row, None, **more)
+        return out.view(batch, length, -1).transpose(0, 1).contiguous()

@@ -1,0 +1,105 @@
+"""A Hugging Face `Trainer` as a worker, by one callback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from geotrain.config import ConfigError, load_run
+from geotrain.data.loader import RunSamples
+from geotrain.own_loop.loop import MapStyle, OuterLoop, places_of
+
+
+class OuterLoopCallback(TrainerCallback):
+    """Makes a `transformers.Trainer` a worker of the run: give it as a callback, and `stream(data)` as train_dataset.
+
+    run, region, options: as for `OuterLoop`; it is made when training begins. Set max_steps to `total_steps`, and
+    per_device_train_batch_size × gradient_accumulation_steps × processes to the run's samples of a step. Training
+    ends when the run's data does. Trainer's schedules (torch's LambdaLR) follow the run's progress, over max_steps.
+    """
+
+    def __init__(self, run: str | Path, region: str, **options: Any) -> None:
+        self.run, self.region, self.options = load_run(run), region, options
+        if options.get("cluster") is None:
+            self.options["cluster"] = Path(run).parent / "cluster.json"
+        self.outer: OuterLoop | None = None
+        self._loss: Any = 0.0  # of the micro-batches of this step so far
+        self._share = 1.0  # of a micro-batch in a step
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, over all workers."""
+        return self.run.total_steps
+
+    def stream(self, data: MapStyle | None = None) -> IterableDataset[Any]:
+        """The samples of a map-style data set that this worker is to train, as they are lent to it; without one, of
+        the run's own. Trainer's processes share each step's among themselves."""
+        return _Leased(self, data)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        if batch != self.run.samples_per_step:
+            raise ConfigError(
+                f"Trainer trains {batch} samples in a step (per_device_train_batch_size × "
+                f"gradient_accumulation_steps × processes), the run {self.run.samples_per_step}; make them equal"
+            )
+        states = {"optimizer": kwargs["optimizer"], **self.options.pop("state", {})}
+        self.outer = OuterLoop(self.run, self.region, kwargs["model"], state=states, **self.options)
+        self._share = 1 / args.gradient_accumulation_steps
+        kwargs["model"].register_forward_hook(self._note_loss, with_kwargs=True)
+        self._follow(kwargs.get("lr_scheduler"))
+        control.should_training_stop = self.outer.finished
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self.outer is not None
+        self.outer.after_step(self._loss, lr=kwargs["optimizer"].param_groups[0]["lr"])
+        self._loss = 0.0
+        self._follow(kwargs.get("lr_scheduler"))
+        control.should_training_stop |= self.outer.finished
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.outer is not None:
+            self.outer.close()
+
+    def _follow(self, scheduler: Any) -> None:
+        """Put the schedule where the run is."""
+        assert self.outer is not None
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+        if isinstance(scheduler, LambdaLR):
+            scheduler.last_epoch = self.outer.step - 1
+            scheduler.step()
+
+    def _note_loss(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A forward's loss, for `report`: Trainer says none at the end of a step. Where it hands the model the number
+        of tokens in all micro-batches, theirs add up to the step's."""
+        loss = getattr(output, "loss", None)
+        if model.training and loss is not None:
+            self._loss = self._loss + loss.detach() * (1 if "num_items_in_batch" in kwargs else self._share)
+
+
+class _Leased(IterableDataset[Any]):
+    def __init__(self, callback: OuterLoopCallback, data: MapStyle | None) -> None:
+        self._callback, self._data = callback, data
+
+    def __iter__(self) -> Iterator[Any]:
+        outer = self._callback.outer
+        if get_worker_info() is not None:
+            raise ConfigError("dataloader_num_workers: leases come to the trainer's own process; set it to 0")
+        if outer is None:
+            raise ConfigError("train_dataset=callback.stream(data): give the callback to Trainer as well")
+        order = places_of(outer.run, None if self._data is None else len(self._data))
+        data = RunSamples(outer.run) if self._data is None else self._data
+        for step in outer.samples():
+            for place in order(step):
+                yield data[place]

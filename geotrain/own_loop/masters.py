@@ -1,0 +1,214 @@
+"""The fp32 masters that this rank owns of any model: plain, under DDP, under FSDP2, or in a DeepSpeed engine.
+
+Nothing here imports DeepSpeed: what its engines put on parameters is recognized by its names (0.19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from geotrain.config import ConfigError
+from geotrain.inner.shards import OwnedShard, replica_parts
+from geotrain.layout import Layout, StridedSlice, clip_runs
+from geotrain.parameter_file import plain_name
+
+
+class Masters:
+    """What this rank owns of a model, by canonical address.
+
+    parameters: a module's named parameters, or a module, or a DeepSpeed engine. rank, world_size: of the worker; its
+    ranks hold copies of whatever is not sharded. Collective for none. Raises ConfigError: names or shapes are not
+    those of the layout, or there are no fp32 masters that can be reached.
+    """
+
+    def __init__(self, layout: Layout, parameters: Any, rank: int, world_size: int) -> None:
+        self.engine = parameters if hasattr(parameters, "module") and hasattr(parameters, "optimizer") else None
+        self._rank, self._world_size = rank, world_size
+        self.named = self._check_names(layout, _named(parameters if self.engine is None else self.engine.module))
+        self.shards: list[OwnedShard] = []
+        self._views: list[Callable[[], Tensor]] = []  # one for each parameter: its masters, as they lie now
+        self._where: list[int] = []  # the address of each at the beginning
+        for name, parameter in self.named.items():
+            self.shards += self._owned(name, parameter)
+        # Where ZeRO offloads masters, they and their deltas stay on the host.
+        self.device = self.shards[0].master.device if self.shards else next(iter(self.named.values())).device
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the next forward use masters that were overwritten. Collective with ZeRO; elsewhere parameters are
+        their own masters."""
+        optimizer: Any = None if self.engine is None else self.engine.optimizer
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
+            optimizer._partition_all_parameters()
+            for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            if optimizer.persistent_parameters:  # small ones, of which every rank keeps the whole
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def check_place(self) -> None:
+        """Raises RuntimeError where a parameter has got other memory, so that answers would be written to where the
+        model no longer looks."""
+        for (name, _), view, where in zip(self.named.items(), self._views, self._where, strict=True):
+            if view().data_ptr() != where:
+                raise RuntimeError(
+                    f"parameter {name} was moved after the OuterLoop was made (by model.to, "
+                    "load_state_dict(assign=True) or the like): make the OuterLoop after that"
+                )
+
+    # -- inside
+
+    def _check_names(self, layout: Layout, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The parameters in the layout's order."""
+        known = {p.name: p.shape for p in layout.parameters}
+        for name, parameter in named.items():
+            if name not in known and parameter.requires_grad:
+                raise ConfigError(
+                    f"the model's parameter {name} is not one of the run's (model.weights or model.config); give the "
+                    "run the same model, or set requires_grad to False where it is not trained"
+                )
+        for name, shape in known.items():
+            if name not in named:
+                raise ConfigError(
+                    f"the model has no parameter {name}, which the run's has (model.weights or model.config)"
+                )
+            if (here := _shape(named[name])) != shape:
+                raise ConfigError(f"the model's parameter {name} has shape {list(here)}, the run's {list(shape)}")
+        return {p.name: named[p.name] for p in layout.parameters}
+
+    def _owned(self, name: str, parameter: nn.Parameter) -> Iterator[OwnedShard]:
+        """This rank's pieces of a parameter."""
+        if hasattr(parameter, "ds_id"):
+            found = self._of_zero_3(name, parameter)
+        elif hasattr(parameter, "_hp_mapping"):
+            found = self._of_zero_1_and_2(name, parameter)
+        elif isinstance(parameter, DTensor):
+            found = self._of_dtensor(name, parameter)
+        else:
+            runs = (StridedSlice(0, parameter.numel(), parameter=name),)
+            found = runs, lambda: parameter.detach(), self._rank, self._world_size
+        if found is None:  # wholly other ranks'
+            self._views.append(lambda: torch.empty(0))
+            self._where.append(torch.empty(0).data_ptr())
+            return
+        runs, view, replica, replicas = found
+        local = view()
+        if local.dtype != torch.float32 or not local.is_contiguous():
+            raise ConfigError(
+                f"parameter {name} is {str(local.dtype).removeprefix('torch.')}"
+                f"{'' if local.is_contiguous() else ', not contiguous'}: its fp32 masters cannot be reached; keep "
+                "it fp32 and contiguous, and compute in bf16 by autocast, FSDP2's MixedPrecisionPolicy or ZeRO"
+            )
+        self._views.append(view)
+        self._where.append(local.data_ptr())
+        flat = local.view(-1)
+        for begin, end, mine in replica_parts(flat.numel(), replica, replicas):
+            pieces = tuple(clip_runs(runs, begin, end))
+            yield OwnedShard(pieces, flat[begin:end], mine, parameter, begin)
+
+    def _of_dtensor(self, name: str, parameter: DTensor) -> Any:
+        """FSDP2 and its like: the placements say which box of the parameter lies here."""
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if mesh.size() != self._world_size:
+            raise ConfigError(
+                f"parameter {name} lies on a mesh of {mesh.size()} ranks, the worker has {self._world_size}; "
+                "use one mesh for all ranks"
+            )
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        replica, replicas = 0, 1
+        box = [(0, size) for size in parameter.shape]  # (start, length) in each dimension
+        for place, index, size in zip(placements, coordinate, mesh.shape, strict=True):
+            if type(place) is Replicate:
+                replica, replicas = replica * size + index, replicas * size
+            elif type(place) is Shard:
+                start, length = box[place.dim]
+                chunk = -(-length // size)  # as torch.chunk: the last ones have fewer, or nothing
+                low, high = min(index * chunk, length), min((index + 1) * chunk, length)
+                box[place.dim] = (start + low, high - low)
+            else:
+                raise ConfigError(f"parameter {name} is placed as {place}: only Shard and Replicate are understood")
+        shape = tuple(length for _, length in box)
+        if tuple(parameter.to_local().shape) != shape:
+            raise ConfigError(
+                f"parameter {name}: {tuple(parameter.to_local().shape)} of it lie here, where its placements "
+                f"{placements} say {shape}"
+            )
+        if 0 in shape:
+            return None
+        return (
+            box_runs(name, tuple(parameter.shape), box),
+            lambda: cast(DTensor, parameter.detach()).to_local(),
+            replica,
+            replicas,
+        )
+
+    def _of_zero_1_and_2(self, name: str, parameter: nn.Parameter) -> Any:
+        """DeepSpeed links a parameter to its piece of this rank's fp32 partition, if it has one."""
+        self._need_engine(name)
+        link: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if link is None:
+            return None
+        start = link.lp_fragment_address.start
+        runs = (StridedSlice(start, link.lp_fragment_address.numel, parameter=name),)
+        return runs, lambda: parameter._hp_mapping.get_hp_fragment().detach(), 0, 1  # type: ignore[attr-defined]
+
+    def _of_zero_3(self, name: str, parameter: Any) -> Any:
+        """A rank's part of each parameter lies in one of its flat fp32 groups; the last one is filled up."""
+        self._need_engine(name)
+        optimizer: Any = self.engine.optimizer  # type: ignore[union-attr]
+        if getattr(optimizer, "swap_optimizer", False):
+            raise ConfigError(
+                f"parameter {name}: its masters are on NVMe, which is not supported; offload to the CPU"
+            )
+        group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = self._rank * numel
+        length = min(numel, parameter.ds_numel - start)
+        if length <= 0:
+            return None
+
+        def view() -> Tensor:
+            return optimizer.fp32_partitioned_groups_flat[group].detach().narrow(0, offset, length)
+
+        return (StridedSlice(start, length, parameter=name),), view, 0, 1
+
+    def _need_engine(self, name: str) -> None:
+        if self.engine is None:
+            raise ConfigError(
+                f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters"
+            )
+
+
+def box_runs(name: str, shape: tuple[int, ...], box: list[tuple[int, int]]) -> tuple[StridedSlice, ...]:
+    """The runs of a box of a parameter, read flat. box: (start, length) in each dimension."""
+    # Dimensions behind the last one that is cut are whole: together they are one row's elements.
+    cut = max((d for d, (_, length) in enumerate(box) if length != shape[d]), default=0) if shape else 0
+    inner = prod(shape[cut + 1 :])
+    row = shape[cut] * inner if shape else 1
+    starts = [0]  # of the rows, over the dimensions in front of it
+    for size, (start, length) in zip(shape[:cut], box[:cut], strict=True):
+        starts = [at * size + i for at in starts for i in range(start, start + length)]
+    first, length = (box[cut][0] * inner, box[cut][1] * inner) if shape else (0, 1)
+    if len(starts) > 1 and starts == list(range(starts[0], starts[0] + len(starts))):  # neighbours: one strided run
+        return (StridedSlice(starts[0] * row + first, length, row, len(starts), name),)
+    return tuple(StridedSlice(at * row + first, length, parameter=name) for at in starts)
+
+
+def _named(parameters: Any) -> dict[str, nn.Parameter]:
+    named: Iterable[tuple[str, nn.Parameter]]
+    named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
+    found = {plain_name(name): parameter for name, parameter in named}
+    if not found:
+        raise ConfigError("parameters: there are none; an iterator can be read only once")
+    return {name: p for name, p in found.items() if prod(_shape(p))}
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

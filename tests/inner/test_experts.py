@@ -1,0 +1,172 @@
+"""Models with experts: against transformers, and in layouts that divide the experts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from geotrain.config import ParallelConfig
+from tests.support.expert_models import MIXTRAL, QWEN_MOE, losses, transformers_experts
+from tests.support.inner_worlds import (
+    architecture,
+    assemble,
+    batch,
+    canonical_weights,
+    deepspeed_block,
+    micro_batches,
+    pushed,
+    run_world,
+    start,
+    stop,
+    train,
+)
+
+
+def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tuple[float, float]]:
+    """Plain PyTorch over micro-batches of two sequences: AdamW, clipping, the schedule by formula."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8)
+    curve = []
+    for step in steps:
+        warm, progress = math.log(step + 1) / math.log(4), (step - 3) / 36
+        ratio = warm if step < 4 else 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * progress)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * ratio
+        optimizer.zero_grad()
+        mean = 0.0
+        for tokens in batch(step).split(2):
+            main, balance = losses(model, config, tokens)
+            ((main + balance) / 4).backward()
+            mean += main.item() / 4
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        curve.append((mean, norm.item()))
+    return curve
+
+
+VARIANTS = (QWEN_MOE, {**QWEN_MOE, "norm_topk_prob": False}, MIXTRAL)
+
+
+def beside_transformers() -> list[dict[str, Any]]:
+    from geotrain.inner import platform
+
+    results = []
+    for config in VARIANTS:
+        engine = start(config, ParallelConfig(dispatcher="allgather"), deepspeed_block(0))
+        theirs = transformers_experts(config, canonical_weights(engine.architecture))
+        tokens = batch(7)[:2]
+        with torch.no_grad(), platform.megatron_runtime():
+            logits = engine.module(tokens, None, None), theirs(tokens).logits
+        curve = train(engine, range(8)), reference_curve(theirs, config, range(8))
+        results.append({"logits": logits, "curve": curve})
+        stop(engine)
+    return results
+
+
+def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> None:
+    (results,) = run_world(1, beside_transformers)
+    assert (results[0]["logits"][0] - results[1]["logits"][0]).abs().max() > 1e-3, "normalizing has an effect"
+    for result in results:
+        assert result["logits"][1].std() > 0.1
+        torch.testing.assert_close(*result["logits"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
+        assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
+
+
+Layout = tuple[dict[str, Any], ParallelConfig, dict[str, Any]]
+
+
+def layouts_train(layouts: list[Layout]) -> list[Any]:
+    """On each rank, for each layout: (curve, evaluation, pushed at the start, pushed at the end)."""
+    results = []
+    for model, parallel, block in layouts:
+        engine = start(model, parallel, block)
+        before = pushed(engine)
+        curve = train(engine, range(20))
+        results.append((curve, engine.evaluate(micro_batches(engine, 0)), before, pushed(engine)))
+        stop(engine)
+    return results
+
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
+ALONE = [(QWEN_MOE, deepspeed_block(0)), (MIXTRAL, deepspeed_block(0)), (QWEN_MOE, deepspeed_block(0, **MUON))]
+TWO: list[tuple[int, ParallelConfig, int]] = [  # which of ALONE, layout, ZeRO stage
+    (0, ParallelConfig(expert=2), 0),
+    (1, ParallelConfig(expert=2, dispatcher="allgather"), 1),
+    (2, ParallelConfig(expert=2), 1),
+]
+FOUR: list[tuple[int, ParallelConfig, int]] = [
+    (0, ParallelConfig(expert=2), 1),
+    (1, ParallelConfig(expert=2), 0),
+    (0, ParallelConfig(expert=2, tensor=2, sequence=True), 1),
+    (1, ParallelConfig(expert=2, pipeline=2), 1),
+    (2, ParallelConfig(expert=2, tensor=2, sequence=True), 1),
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    (results,) = run_world(1, layouts_train, [(model, ParallelConfig(), block) for model, block in ALONE])
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+def test_divided_experts_train_as_one_process(alone: list[Any], ranks: int, cases: list[Any]) -> None:
+    layouts = [
+        (ALONE[i][0], parallel, {**ALONE[i][1], "zero_optimization": {"stage": stage}})
+        for i, parallel, stage in cases
+    ]
+    by_rank = run_world(ranks, layouts_train, layouts)
+    for n, (i, parallel, stage) in enumerate(cases):
+        curve, evaluation, _, after = alone[i]
+        case = f"{ALONE[i][0]['model_type']} {parallel} ZeRO {stage}"
+        assert curve[-1][0] < 0.8 * curve[0][0]
+        assert max(norm for _, norm in curve) > 0.5, "clipping must be active"
+        for rank in range(ranks):
+            torch.testing.assert_close(by_rank[rank][n][0], curve, rtol=1e-4, atol=1e-5, msg=f"{case} rank {rank}")
+            assert by_rank[rank][n][1] == pytest.approx(evaluation, rel=1e-4), case
+        a = architecture(ALONE[i][0])
+        begun, ended = (assemble(a, [by_rank[rank][n][k] for rank in range(ranks)]) for k in (2, 3))
+        for name, weight in canonical_weights(a).items():
+            assert torch.equal(begun[name], weight.view(-1)), (case, name)
+        for name, weight in assemble(a, [after]).items():
+            torch.testing.assert_close(ended[name], weight, rtol=2e-3, atol=2e-4, msg=f"{case}: {name}")
+
+
+FIRST, THEN = range(5), range(5, 10)
+
+
+def save_and_resume(folder: str) -> dict[str, Any]:
+    """On two ranks: train with divided experts, save, go on; then go on from the checkpoint on other layouts."""
+    from geotrain.inner.checkpoint import load, save
+
+    engine = start(QWEN_MOE, ParallelConfig(expert=2), deepspeed_block(1))
+    train(engine, FIRST)
+    save(engine, folder, "five", {}, keep=1, with_masters=True)
+    curves = {"straight": train(engine, THEN)}
+    stop(engine)
+    for name, parallel, stage in (
+        ("the same", ParallelConfig(expert=2), 1),
+        ("whole", ParallelConfig(), 0),
+        ("tensor", ParallelConfig(tensor=2, sequence=True), 1),
+    ):
+        engine = start(QWEN_MOE, parallel, deepspeed_block(stage))
+        load(engine, folder, "five")
+        curves[name] = train(engine, THEN)
+        stop(engine)
+    return curves
+
+
+def test_a_checkpoint_of_divided_experts_resumes_on_every_layout(tmp_path: Path) -> None:
+    for curves in run_world(2, save_and_resume, str(tmp_path)):
+        straight = curves.pop("straight")
+        assert curves["the same"] == straight
+        for name, curve in curves.items():
+            torch.testing.assert_close(curve, straight, rtol=1e-4, atol=1e-5, msg=name)

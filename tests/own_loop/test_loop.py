@@ -1,0 +1,328 @@
+"""A user's loop against real state machines, without sockets: leases, reading ahead, errors, what is saved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import geotrain
+from geotrain.config import ConfigError, RunConfig, load_run
+from geotrain.files import OutputError
+from geotrain.layout import Layout, any_parameters, layout_of
+from geotrain.net.server_process import initial_weights
+from geotrain.own_loop.loop import OwnStep
+from geotrain.own_loop.masters import Masters, box_runs
+from geotrain.own_loop.rank import TorchRank
+from geotrain.own_loop.state import StateFiles
+from geotrain.parameter_file import read_shapes
+from geotrain.worker_loop import WorkerLoop
+from tests.support.inner_worlds import at, run_world
+from tests.support.local_servers import LocalClient, LocalServers
+
+STEP, STEPS, LOCAL_STEPS = 4, 12, 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def write_run(folder: Path, **outer: Any) -> RunConfig:
+    geotrain.save_parameters(folder / "model.safetensors", network())
+    run = {
+        "name": "own",
+        "folder": str(folder / "out"),
+        "model": {"weights": "model.safetensors"},
+        "data": {"train_samples": STEP * STEPS, "samples_per_step": STEP},
+        "outer": {
+            "local_steps": LOCAL_STEPS, "rule": {"name": "sync", "lr": 1.0, "momentum": 0.0},
+            "up": {"name": "fp32"}, "down": {"name": "fp32"}, **outer,
+        },
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run))
+    return load_run(folder / "run.json")
+
+
+def joined(run: RunConfig, model: nn.Module, **more: Any) -> tuple[WorkerLoop, LocalServers]:
+    servers = LocalServers(run)
+    rank = TorchRank()
+    rank.masters = Masters(servers.layout, model, 0, 1)
+    parts = (run, "w", servers.identity, servers.layout, rank, rank.masters.shards, rank.masters.device)
+    loop = WorkerLoop(*parts, LocalClient(servers), **more)
+    loop.start()
+    return loop, servers
+
+
+def step(loop: WorkerLoop) -> None:
+    loop.after_step(OwnStep(1.0, 0.1, 0.1, 4))
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_all_samples_in_order_however_far_the_data_is_read_ahead(tmp_path: Path, read_ahead: bool) -> None:
+    run = write_run(tmp_path, local_steps=5, rule={"name": "region_momentum"})  # the last job is shorter
+    reports: list[dict[str, Any]] = []
+    saved: list[int] = []
+    model = network()
+    loop, servers = joined(run, model, report=reports.append, save=saved.append)
+    leases, trained, schedule = loop.leases(), [], []
+    if read_ahead:
+        trained = list(leases)
+        assert len(trained) == 3 and not loop.finished
+    while not loop.finished:
+        if not read_ahead and loop.step == 0:
+            trained.append(next(leases))
+        schedule.append(loop.schedule_step)
+        with torch.no_grad():
+            model[0].weight += 1.0
+        step(loop)
+    assert list(leases) == []
+    assert [(lease.start, lease.samples) for lease in trained] == [(0, 20), (20, 20), (40, 8)]
+    assert schedule == list(range(STEPS)) and loop.schedule_step == STEPS == run.total_steps
+    assert [report["job"] for report in reports] == [1, 2, 3] and [r["steps"] for r in reports] == [5, 5, 2]
+    assert saved == [3] and servers.top.finished  # at the end; none of the jobs was the eighth
+    with pytest.raises(RuntimeError, match="its steps are over"):
+        step(loop)
+
+
+def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:
+    model = network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)  # the servers' weights, here zeros, take their place at the join
+    loop, servers = joined(write_run(tmp_path), model)
+    assert all(not parameter.any() for parameter in model.parameters())
+    while not loop.finished:
+        with torch.no_grad():
+            model[0].weight += 1.0
+        step(loop)
+    weights = {n: t for f in servers.layout.fragments for n, t in servers.layout.split(0, servers.top.fragments[0].x)}
+    assert torch.equal(weights["0.weight"], torch.full((5, 3), float(STEPS))) and not weights["2.bias"].any()
+
+
+class Numbers:
+    """A data set of five samples."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index))
+
+
+@pytest.fixture
+def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> geotrain.OuterLoop:
+    run = write_run(tmp_path)
+    cluster = {"name": "c", "regions": [{"name": "eu", "workers": [{"name": "eu-0"}]}]}
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    client: Any = LocalClient(LocalServers(run, ("eu-0",)), "eu-0")
+    client.close, client.retries = lambda: None, 0
+    monkeypatch.setattr("geotrain.own_loop.loop.WorkerClient", lambda *_, **__: client)
+    return geotrain.OuterLoop(tmp_path / "run.json", "eu", network().named_parameters())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_batches_visit_each_sample_once_in_an_epoch(outer: geotrain.OuterLoop, parts: int) -> None:
+    seen: list[float] = []
+    with outer:
+        for number, batch in enumerate(outer.batches(Numbers(), parts)):
+            assert batch.shape == (STEP // parts, 3)
+            seen += batch[:, 0].tolist()
+            if number % parts == parts - 1:
+                assert outer.step == number // parts
+                outer.after_step(torch.tensor(0.5))
+    assert outer.finished and len(seen) == STEP * STEPS
+    epochs = [seen[at : at + 5] for at in range(0, 45, 5)]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs) and len({tuple(e) for e in epochs}) > 1
+    (log,) = (outer.run.run_folder / "events").glob("*.jsonl")
+    jobs = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "JobTrained"]
+    assert [(job["job"], job["loss"], job["tokens"]) for job in jobs] == [(j, 0.5, 12) for j in (1, 2, 3, 4)]
+
+
+def test_a_forgotten_after_step_is_an_error(outer: geotrain.OuterLoop) -> None:
+    with outer, pytest.raises(RuntimeError, match="1 batches of 1 to a step were given, but after_step was called 0"):
+        list(outer.batches(Numbers()))
+    with pytest.raises(ConfigError, match="4 samples do not divide into 3"):
+        next(outer.batches(Numbers(), 3))
+
+
+def test_a_parameter_that_was_moved_is_an_error(tmp_path: Path) -> None:
+    model = network()
+    loop, _ = joined(write_run(tmp_path), model)
+    model[2].weight.data = model[2].weight.data.clone()
+    step(loop), step(loop)
+    with pytest.raises(RuntimeError, match=r"2\.weight was moved after the OuterLoop was made"):
+        step(loop)
+
+
+def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
+    layout = layout_of(write_run(tmp_path))
+    cases: list[tuple[Any, str]] = [
+        (nn.Sequential(nn.Linear(3, 5)), r"has no parameter 2\.bias"),
+        (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 2)), r"3\.weight is not one of"),
+        (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), r"0\.bias has shape \[4\], the run's \[5\]"),
+        (network().to(torch.bfloat16), r"0\.bias is bfloat16: its fp32 masters cannot be reached"),
+        (iter(()), "there are none"),
+    ]
+    for parameters, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            Masters(layout, parameters, 0, 1)
+    frozen = nn.Sequential(*network(), nn.Linear(2, 2).requires_grad_(False))
+    assert Masters(layout, frozen, 0, 1).shards
+    wrapped = [(f"module._orig_mod.{name}", parameter) for name, parameter in network().named_parameters()]
+    assert Masters(layout, wrapped, 0, 1).shards  # as DDP and torch.compile name them
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        ((6, 4), [(2, 3), (0, 4)]),
+        ((6, 4), [(0, 6), (1, 2)]),
+        ((6, 4), [(2, 3), (1, 2)]),
+        ((3, 4, 5), [(1, 2), (1, 2), (0, 5)]),
+        ((3, 4, 5), [(0, 3), (1, 2), (2, 2)]),
+        ((7,), [(3, 2)]),
+        ((), []),
+    ],
+)
+def test_the_runs_of_a_box(shape: tuple[int, ...], box: list[tuple[int, int]]) -> None:
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    part = whole[tuple(slice(start, start + length) for start, length in box)]
+    found = torch.cat([at(whole.view(-1), run).reshape(-1) for run in box_runs("p", shape, box)])
+    assert torch.equal(found, part.reshape(-1))
+
+
+PLACEMENTS: list[Sequence[Any]] = [
+    [Shard(0), Shard(0)],
+    [Replicate(), Shard(1)],
+    [Shard(1), Replicate()],
+    [Shard(0), Shard(1)],
+]
+
+
+def pieces() -> Any:
+    """On 4 ranks: what each has of a [5, 6] parameter under each placement, and the sum of what is pushed."""
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(30.0).view(5, 6)
+    found = []
+    for placements in PLACEMENTS:
+        parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
+        assert isinstance(parameter, DTensor)
+        layout = Layout(any_parameters({"p": (5, 6)}))
+        masters = Masters(layout, [("p", parameter)], torch.distributed.get_rank(), 4)
+        pushed, held = torch.zeros(30), True
+        for shard in masters.shards:
+            values = shard.master.split([run.numel for run in shard.runs])
+            for run, own in zip(shard.runs, values, strict=True):
+                held &= torch.equal(at(whole.view(-1), run).reshape(-1), own)
+                if shard.pushes:
+                    at(pushed, run).add_(1)
+        found.append((pushed, held))
+    return found
+
+
+def test_placements_say_what_lies_here_and_each_element_is_pushed_once() -> None:
+    ranks = run_world(4, pieces)
+    for number, placements in enumerate(PLACEMENTS):
+        assert all(found[number][1] for found in ranks), placements
+        assert torch.equal(sum(found[number][0] for found in ranks), torch.ones(30)), placements
+
+
+def test_states_outlive_a_death_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    model = network()
+    adam = torch.optim.AdamW(model.parameters())
+
+    def files(digest: str = "d", **state: Any) -> StateFiles:
+        return StateFiles(tmp_path, TorchRank(), state, digest, keep=2)
+
+    for job in (1, 2, 3):
+        model(torch.ones(1, 3)).sum().backward()
+        adam.step()
+        assert files(adam=adam).save(job) == ""
+    (folder,) = tmp_path.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["job-00000002.pt", "job-00000003.pt"]
+    (folder / ".job-00000004.pt.17.partial").write_bytes(b"killed while it was written")
+    new = torch.optim.AdamW(model.parameters())
+    assert files(adam=new).load() == 3 and not list(folder.glob(".*"))
+    assert torch.equal(new.state_dict()["state"][0]["exp_avg"], adam.state_dict()["state"][0]["exp_avg"])
+    newest = folder / "job-00000003.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert files(adam=torch.optim.AdamW(model.parameters())).load() == 2
+    assert files("another model", adam=new).load() == 0 and files(scheduler=new).load() == 0
+
+
+def test_a_file_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    model = nn.Sequential(network(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
+    geotrain.save_parameters(path, model)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert read_shapes(path) == shapes and "2.running_mean" not in shapes and "1.weight" not in shapes
+    whole = path.read_bytes()
+    run = write_run(tmp_path)
+    (vector,) = initial_weights(run, layout := layout_of(run))
+    assert all(torch.equal(t, network().get_parameter(name)) for name, t in layout.split(0, vector))
+    path.write_bytes(whole)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OutputError, match="cannot be written: No space left"):
+            geotrain.save_parameters(path, network())
+    assert path.read_bytes() == whole and {file.name for file in tmp_path.iterdir()} == {path.name, "run.json"}
+    for damage, message in [
+        (whole[:-4], "its header says"),
+        (b"\xff" * 64, "no length"),
+        (whole[:40], "not a whole"),
+    ]:
+        path.write_bytes(damage)
+        with pytest.raises(ConfigError, match=message):
+            read_shapes(path)
+    with pytest.raises(OutputError, match="no parameter that requires a gradient"):
+        geotrain.save_parameters(path, model[1])
+
+
+def test_fragments_of_any_model() -> None:
+    shapes = {"patch.weight": (4,), "blocks.0.w": (1,), "blocks.1.w": (2,), "blocks.2.w": (3,), "head.weight": (5,)}
+    layout = Layout(any_parameters(shapes), layers_per_fragment=2)
+    named = {fragment.name: [p.name for p in fragment.parameters] for fragment in layout.fragments}
+    assert named == {
+        "layers-0": ["blocks.0.w", "blocks.2.w"],
+        "layers-1": ["blocks.1.w"],
+        "embedding": ["patch.weight"],
+        "head": ["head.weight"],
+    }
+    with pytest.raises(ConfigError, match="has no layers"):
+        Layout(any_parameters({"weight": (4,)}), layers_per_fragment=1)
+
+
+def test_what_a_run_file_must_say(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    raw = json.loads((tmp_path / "run.json").read_text())
+    llama = {"config": {"model_type": "llama"}}
+    block = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
+    for change, message in [
+        ({"model": {}}, "config is required, or weights"),
+        ({"model": {**raw["model"], **llama}}, "config: without effect beside weights"),
+        ({"data": {"train_samples": 8}}, "model.config, data.train, data.sequence_length, deepspeed: required where"),
+        ({"deepspeed": block}, "data.samples_per_step = 4, but deepspeed.train_batch_size = 8"),
+    ]:
+        (tmp_path / "run.json").write_text(json.dumps({**raw, **change}))
+        with pytest.raises(ConfigError, match=message):
+            load_run(tmp_path / "run.json")
+
+
+def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> None:
+    program = (
+        "import sys, geotrain; geotrain.OuterLoop, geotrain.save_parameters; "
+        "print([m for m in ('deepspeed', 'megatron', 'apex', 'transformers') if m in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout == "[]\n"

@@ -1,0 +1,180 @@
+"""The loops of `examples/` over two regions, with real servers: against GeoTrain's own trainer, and with kills."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import geotrain
+from geotrain.export import export_run
+from tests.support.own_loops import EVERY_BIT, EXAMPLES, HF, REGIONS, TRAINER, OwnRun
+from tests.support.small_runs import prepare_text, weights
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0, "tie_word_embeddings": True, "initializer_range": 0.05,
+}  # fmt: skip
+BATCH, STEPS = 4, 24
+Start = Callable[[dict[str, Any]], OwnRun]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    runs: list[OwnRun] = []
+
+    def start_run(run: dict[str, Any]) -> OwnRun:
+        runs.append(OwnRun(tmp_path_factory.mktemp("run"), run))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.kill_all()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run's content, with prepared data."""
+    folder = tmp_path_factory.mktemp("text")
+    prepare_text(folder)
+    data = {"train": str(folder / "data/train"), "sequence_length": 16, "train_samples": STEPS * BATCH}
+    adam = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.0}}
+    return {
+        "name": "own",
+        "model": {"config": LLAMA},
+        "data": data,
+        "deepspeed": {
+            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 1}, "optimizer": adam,
+        },
+        "outer": {"local_steps": 3, "rule": {"name": "sync"}, **EVERY_BIT},
+        "checkpoint": {"every_jobs": 2},
+    }  # fmt: skip
+
+
+Worker = tuple[str, tuple[str, ...], int]  # example, its further arguments, ranks
+
+
+def trained(run: OwnRun, eu: Worker, us: Worker) -> tuple[dict[tuple[str, int], float], dict[str, torch.Tensor]]:
+    """Losses by worker and job, and the weights at the end."""
+    run.serve_all()
+    for region, (example, more, ranks) in zip(REGIONS, (eu, us), strict=True):
+        run.work(region, example, *more, ranks=ranks)
+    run.ended()
+    return run.losses(), weights(run.file)
+
+
+@pytest.fixture(scope="module")
+def of_the_trainer(start: Start, text: dict[str, Any]) -> Any:
+    return trained(start(text), (TRAINER, (), 1), (TRAINER, (), 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("eu", "us"),
+    [
+        (("own_loop.py", (), 1), (HF, (), 1)),
+        (("own_loop_fsdp.py", (), 2), ("own_loop_fsdp.py", ("ddp",), 2)),
+        (("own_loop_deepspeed.py", ("1",), 2), ("own_loop_deepspeed.py", ("3",), 2)),
+    ],
+    ids=["plain, hugging face", "fsdp2, ddp", "zero 1, zero 3"],
+)
+def test_an_own_loop_ends_where_the_trainer_does(
+    of_the_trainer: Any, start: Start, text: dict[str, Any], eu: Worker, us: Worker
+) -> None:
+    """The same weights at the beginning, the same samples in the same order."""
+    losses, ended = trained(start(text), eu, us)
+    expected_losses, expected = of_the_trainer
+    assert len(expected_losses) == 2 * STEPS // 2 // 3 and expected_losses["eu-0", 4] < expected_losses["eu-0", 1] - 1
+    assert losses == pytest.approx(expected_losses, abs=1e-4)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_each_sample_is_trained(start: Start, text: dict[str, Any]) -> None:
+    samples = 400 * BATCH
+    run = start({
+        **text,
+        "data": {**text["data"], "train_samples": samples},
+        "outer": {"local_steps": 4, "rule": {"name": "region_momentum", "updates_per_send": 1}},
+        "checkpoint": {"every_jobs": 1, "every_minutes": 0.01},
+    })  # fmt: skip
+    servers = run.serve_all()
+    workers = {"eu": run.work("eu", "own_loop.py")[0], "us": run.work("us", HF)[0]}
+
+    def committed(share: float) -> None:
+        def reached() -> bool:
+            return run.status("global").get("committed_samples", 0) >= share * samples
+
+        run.until(reached)
+
+    def kill(process: Any) -> None:
+        assert process.exitcode is None, run.said()
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+    committed(0.05)
+    kill(servers["global"])
+    servers["global"] = run.serve("global", resume=True)
+    committed(0.2)
+    kill(workers["eu"])
+    kill(servers["us"])
+    servers["us"] = run.serve("us", resume=True)
+    workers["eu"] = run.work("eu", "own_loop.py")[0]
+    committed(0.4)
+    kill(workers["us"])
+    workers["us"] = run.work("us", HF)[0]
+    run.ended(*workers.values(), *servers.values())
+    state = run.status_file("global")
+    assert state["committed_samples"] == samples and state["complete"] and state["open_leases"] == 0
+    restarts = {name: member["restarts"] for name, member in run.status_file("eu")["members"].items()}
+    assert restarts == {"eu-0": 1}
+    saved = sorted((run.folder / "out/checkpoints/eu-0/rank-00000-of-00001").iterdir())
+    assert len(saved) == 2 and all(path.suffix == ".pt" for path in saved)
+
+
+@pytest.mark.slow
+def test_a_vision_model_of_which_geotrain_knows_names_and_shapes(start: Start, tmp_path: Path) -> None:
+    example = runpy.run_path(str(EXAMPLES / "vision.py"))
+    run = start({
+        "name": "vision",
+        "model": {"weights": "vision.safetensors"},
+        "data": {"train_samples": 64 * 16, "samples_per_step": 16},
+        "outer": {
+            "local_steps": 4, "up": {"name": "int8"}, "fragments": {"layers_per_fragment": 6},
+            "overlap": {"steps": 1, "adopt": "rebase"}, "rule": {"name": "region_momentum", "updates_per_send": 1},
+        },
+    })  # fmt: skip
+    torch.manual_seed(1)
+    model = example["network"]()
+    geotrain.save_parameters(run.folder / "vision.safetensors", model)
+    run.serve_all()
+    for region in REGIONS:
+        run.work(region, "vision.py")
+    run.ended()
+    assert len(run.status_file("global")["versions"]) == 2  # fragments
+    losses = [loss for _, loss in sorted(run.losses().items(), key=lambda item: item[0][1])]
+    assert len(losses) == 16 and sum(losses[-4:]) < 0.8 * sum(losses[:2]) * 2
+
+    export_run(run.folder / "out", tmp_path / "exported", "float32")
+    exported = load_file(tmp_path / "exported/model.safetensors")
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    assert {n: t.shape for n, t in exported.items()} == {n: p.shape for n, p in parameters.items()}
+    before = held_out_loss(model, example["Stripes"]())
+    model.load_state_dict(exported, strict=False)
+    assert held_out_loss(model, example["Stripes"]()) < before - 0.5
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, data: Any) -> float:
+    images, labels = torch.utils.data.default_collate([data[4096 + i] for i in range(128)])
+    return float(torch.nn.functional.cross_entropy(model(images), labels))
