@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,12 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--pairs", type=int, default=12, help="jobs timed with and without the outer loop")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
+    parser.add_argument("--own-loop", action="store_true", help="of a plain torch loop with geotrain.OuterLoop")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, servers(Path(folder), args.local_steps) as (run, cluster):
-        result = measure(run, cluster, args.pairs)
+        result = (measure_own_loop if args.own_loop else measure)(run, cluster, args.pairs)
     report(
-        "overhead",
+        "overhead_own_loop" if args.own_loop else "overhead",
         result,
         args,
         units_by_ending({"_with": "tokens/s", "_without": "tokens/s", "ratio": "ratio"}, "count"),
@@ -161,6 +163,45 @@ def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, flo
                     engine.train_step(batches, step)
             seconds[exchanging].append(time.perf_counter() - begin)
             print(f"{'with' if exchanging else 'without'} the outer loop: {seconds[exchanging][-1]:.3f} s a job")
+    return figures(seconds, run, pairs)
+
+
+def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
+    """Of the same model from transformers, in a loop of one process; data is read between its steps in both cases."""
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from geotrain import OuterLoop
+    from geotrain.data.loader import RunSamples
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**run.model.config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    with OuterLoop(run, "eu", model.named_parameters(), cluster=cluster, state={"adam": optimizer}) as outer:
+        leased = outer.batches()
+        alone = iter(DataLoader(RunSamples(run), batch_size=run.samples_per_step))  # type: ignore[arg-type]
+        for exchanging in by_turns(pairs):
+            begin = time.perf_counter()
+            for tokens in islice(leased if exchanging else alone, run.outer.local_steps):
+                loss = step(tokens)
+                if exchanging:
+                    outer.after_step(loss)
+            seconds[exchanging].append(time.perf_counter() - begin)
+            print(f"{'with' if exchanging else 'without'} the outer loop: {seconds[exchanging][-1]:.3f} s a job")
+    return figures(seconds, run, pairs)
+
+
+def figures(seconds: dict[bool, list[float]], run: RunConfig, pairs: int) -> dict[str, float]:
+    """What is reported of jobs that took so long with (True) and without the outer loop."""
     ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
     return {
         "throughput_ratio": round(statistics.median(ratios), 4),

@@ -109,6 +109,7 @@ def prepare(
     processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="A broken line of JSON is an error.")] = False,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Only this part; `merge` joins them.")] = None,
 ) -> None:
     """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet) into a Megatron data set.
 
@@ -116,8 +117,19 @@ def prepare(
     """
     from geotrain.commands.prepare import prepare_files
 
-    settings = text_key, end_of_document, processes, overwrite, strict
+    settings = text_key, end_of_document, processes, overwrite, strict, shard
     prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
+
+
+@app.command(epilog="Example: geotrain merge data/web")
+def merge(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="The --out of `prepare --shard`.")],
+) -> None:
+    """Make one data set of the shards that several hosts prepared. It moves nothing, and can be done again."""
+    from geotrain.data.shards import merge as write_manifests
+
+    for split, manifest in write_manifests(out).items():
+        print(f"{out / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
 
 
 @app.command(epilog="Example: geotrain adopt data/wiki_text_document --tokenizer data/tokenizer")

@@ -59,6 +59,7 @@ class Trainer:
             client,
             validate=self.validate,
             save=self.save,
+            expect=lambda lease: loader.expect(lease.start, lease.samples),
             report=self.tell,
             peak_flops_per_token_s=peak_flops_per_token_s,
         )

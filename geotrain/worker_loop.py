@@ -30,6 +30,8 @@ from geotrain.staging import CudaStaging
 class LoopClient(exchange.Client, Protocol):
     """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
 
+    mirrors: Callable[[], tuple[int, ...]]  # gives the marks of what the rank was last sent, for a join
+
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
     def validated(self, result: Validated) -> None: ...
@@ -61,7 +63,8 @@ class WorkerLoop:
     `device`. validate: called with the number of a validation that a lease asks for, before the lease is trained.
     save: called with a job's number when the worker's own state is to be saved. report: called on the metrics rank
     after every job, with what `geotrain.monitor.events.JobTrained` has. peak_flops_per_token_s: the worker's peak
-    FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known.
+    FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known. expect: called
+    with the lease after this one as soon as it is known, in another thread, for data that take long to come.
     """
 
     def __init__(
@@ -78,17 +81,19 @@ class WorkerLoop:
         validate: Callable[[int], None] = lambda number: None,
         save: Callable[[int], None] = lambda job: None,
         report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+        expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
     ) -> None:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
         self.rank, self.client = rank, client
-        self.validate, self.save, self.report = validate, save, report
+        self.validate, self.save, self.report, self.expect = validate, save, report, expect
         self.peak_flops_per_token_s = peak_flops_per_token_s
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
         pieces = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
         staging = CudaStaging if device.type == "cuda" else SynchronousStaging
         self.weights = WorkerRank(layout, run.outer, pieces, staging(device))
+        client.mirrors = self.weights.mirrors
         self.exchange = Exchange(name, run.outer, rank, self.weights, client, len(layout.fragments), clock)
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training
@@ -158,7 +163,14 @@ class WorkerLoop:
         self._unread.append(lease)
         self._untrained.append(lease)
         self._following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
+        self._following.add_done_callback(self._expect)
         return True
+
+    def _expect(self, answered: Future[Lease | Finished]) -> None:
+        if not answered.cancelled() and answered.exception() is None:
+            lease = answered.result()
+            if isinstance(lease, Lease):
+                self.expect(lease)
 
     def _begin_or_finish(self) -> None:
         if not self._untrained and not self._fetch():

@@ -123,7 +123,7 @@ def with_data_digest(run: RunConfig, before: RunConfig | None = None) -> RunConf
 
 def check_split(run: RunConfig, prefix: str) -> None:
     """As `check_data`, of one .bin/.idx pair."""
-    open_dataset(Path(prefix), run.architecture.vocab_size)
+    open_dataset(prefix, run.architecture.vocab_size)
 
 
 def check_tokenizer(run: RunConfig) -> None:

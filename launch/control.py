@@ -52,7 +52,7 @@ def _name(site: str) -> str:
 # ---------------------------------------------------------------------------------------------- the site's end
 
 
-class Control:
+class ControlSocket:
     """The socket of the process that keeps a site, who alone may make it: it holds the site's lock. A context
     manager.
 
@@ -66,7 +66,7 @@ class Control:
         self._attached: list[socket.socket] = []
         self._supervisor: Supervisor | None = None
 
-    def __enter__(self) -> Control:
+    def __enter__(self) -> ControlSocket:
         (self.folder / _name(self.site)).unlink(missing_ok=True)  # of one who was killed
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         others = os.umask(0o177)  # who may write to the socket may stop the site

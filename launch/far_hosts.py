@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from geotrain.config import ConfigError
+from geotrain.data.dataset import local_files
 from geotrain.launch.site_processes import LaunchRequest, over_ssh
 from geotrain.launch.worker_command import hostfile_path
 
 DEADLINE_S = 60.0  # for one host
 AT_ONCE = 32  # hosts
-DATA_SUFFIXES = (".bin", ".idx", ".json")
 
 # Each file gets its name when it is whole, since hosts that do share a file system may be reading it.
 _TAKE = """
@@ -39,7 +39,7 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
             for host in worker.hosts if worker.launcher == "ssh" else ():
                 if (host.region or region.name) in request.sites:
                     wanted.setdefault(host.host, []).append(hostfile_path(worker.name))
-    data = [f"{each.prefix}{suffix}" for each in request.run.data.train for suffix in DATA_SUFFIXES]
+    data = [path for each in request.run.data.train for path in local_files(each.prefix)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         prepared = [
             pool.submit(_prepare, host, folder, ["run.json", "cluster.json", *hostfiles], data)

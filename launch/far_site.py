@@ -24,7 +24,7 @@ from typing import Any
 from geotrain.config import EXIT_FOR_GOOD
 from geotrain.files import OutputError, out_of_room, write_whole
 from geotrain.launch.check import check_data
-from geotrain.launch.control import Control, attach, follow
+from geotrain.launch.control import ControlSocket, attach, follow
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_of
 from geotrain.launch.site_processes import LaunchRequest, local_processes
@@ -83,7 +83,7 @@ def keep_site() -> int:
             return EXIT_HELD
         # It may have begun in this life of the launcher, which says the same again after each loss of the connection.
         before = _record(folder, site).get("launch") == request.launch
-        control = stack.enter_context(Control(folder, request))
+        control = stack.enter_context(ControlSocket(folder, request))
         _note(folder, site, launch=request.launch)
         try:
             outcome = _kept(replace(request, resume=request.resume or before), folder, control)
@@ -99,7 +99,7 @@ def keep_site() -> int:
     return exit_code(RunOutcome(code, outcome.reason))
 
 
-def _kept(request: LaunchRequest, folder: Path, control: Control) -> RunOutcome:
+def _kept(request: LaunchRequest, folder: Path, control: ControlSocket) -> RunOutcome:
     if set(request.sites) - {GLOBAL}:
         check_data(request.run)
     with (

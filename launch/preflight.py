@@ -176,7 +176,7 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
                 f"data.validation_samples = {wanted} is not a multiple of {share}, which worker {name!r} takes at a "
                 f"time (train_micro_batch_size_per_gpu × {dp} replicas); use {(wanted + share - 1) // share * share}"
             )
-    samples = (read_manifest(Path(run.data.validation)).tokens - 1) // run.data.sequence_length
+    samples = (read_manifest(run.data.validation).tokens - 1) // run.data.sequence_length
     if samples < wanted:
         raise DataError(
             f"{run.data.validation}: {wanted} validation samples are wanted, but there are {samples} of "

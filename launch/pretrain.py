@@ -76,7 +76,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
     # right.
     from geotrain.data.dataset import end_of_document, training_digest
-    from geotrain.data.loader import LeasedLoader, open_source, open_training, validation_batches
+    from geotrain.data.loader import LeasedLoader, cache_of, open_source, open_training, validation_batches
     from geotrain.inner.build import build_engine
     from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
     from geotrain.monitor.utilization import peak_flops, training_flops_per_token
@@ -95,7 +95,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
     validation: Sequence[Tensor] = ()
     if run.monitor.validate_every_samples is not None and run.data.validation is not None:
-        held_out = open_source(Path(run.data.validation), run.data.sequence_length, vocab_size, None)
+        held_out = open_source(run.data.validation, run.data.sequence_length, vocab_size, None, cache_of(run.data))
         sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
         validation = validation_batches(held_out, *sizes)
     layout = layout_of(run)

@@ -97,6 +97,10 @@ def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> No
     assert said == f"geotrain: model config: model_type 'mamba' is not supported; supported: {families}"
 
 
+def test_the_quickstart_with_experts_has_files_of_its_own(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert "configs/runs/quickstart-moe.json" in refused("quickstart", "--moe", cwd=tmp_path)
+
+
 def test_launch_without_data(tmp_path: Path, refused: Callable[..., str]) -> None:
     said = refused("launch", ROOT / "configs/runs/1b.json", ROOT / "configs/clusters/slurm.json", cwd=tmp_path)
     assert "data/web/train.json: cannot be read" in said

@@ -13,10 +13,11 @@ import pytest
 from benchmarks.faults.audit import accounts, coverage
 from benchmarks.faults.goodput import goodput
 from benchmarks.faults.runner import FaultyRun, kinds_done, read_events
-from benchmarks.faults.scenario import KILLS, PACKETS, Event, Fault, random_faults
+from benchmarks.faults.scenario import BURDENS, KILLS, PACKETS, Event, Fault, random_faults
 from benchmarks.faults.world import make_world
 from geotrain.launch.check import free_ports
 
+ROOT = Path(__file__).parents[1]
 START_S = 240.0
 REGIONS = {"eu": ("eu-0", "eu-1"), "us": ("us-0", "us-1")}
 
@@ -52,9 +53,11 @@ def test_random_faults_are_the_same_again_and_of_every_kind() -> None:
     faults = random_faults(3, 600.0, 20.0, REGIONS)
     assert faults == random_faults(3, 600.0, 20.0, REGIONS) != random_faults(4, 600.0, 20.0, REGIONS)
     assert {fault.kind for fault in faults if fault.what == "kill"} == set(KILLS)
-    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow", *PACKETS}
+    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow", *PACKETS, *BURDENS}
     of_packets = [fault for fault in faults if fault.what in PACKETS]
-    assert 20 < len(of_packets) < 40 and 20 < len(faults) - len(of_packets) < 40
+    burdens = [fault for fault in faults if fault.what in BURDENS]
+    assert 20 < len(of_packets) < 40 and 8 < len(burdens) < 24
+    assert 20 < len(faults) - len(of_packets) - len(burdens) < 40
     assert all(0.0 < fault.rate < 1.0 for fault in of_packets)
     times = [fault.when for fault in faults]
     assert times == sorted(times) and times[-1] < 580.0
@@ -87,7 +90,13 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     found = accounts(run)
     assert found["acknowledged_updates"] > 10 and found["snapshots_compared"] >= 2
     assert found["server_deaths"] >= 3
-    for figure in ("lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped", "samples_twice"):
+    for figure in (
+        "lost_acknowledged",
+        "applied_twice",
+        "replay_mismatches",
+        "samples_skipped",
+        "samples_twice_uncounted",
+    ):
         assert found[figure] == 0, (figure, found)
     died = [e["unit"] for e in run.events("launcher") if e["event"] == "ProcessDied"]
     assert {unit: died.count(unit) for unit in died} == {"eu": 2, "global": 1, "us-0": 1, "eu-0": 2}
@@ -106,6 +115,24 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     with (run.folder / "events/us-0.jsonl").open("a") as file:
         file.write(json.dumps({**told, "sequence": told["sequence"] + 1000}) + "\n")
     assert accounts(run)["lost_acknowledged"] == 1  # it sees what is missing
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_servers_bear_a_full_disk_no_files_no_time_and_a_liar() -> None:
+    command = [sys.executable, "-m", "benchmarks.faults", "--profile", "short", "--pace", "0.1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for figure in (
+        "lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped", "samples_twice_uncounted",
+        "hung", "servers_ended",
+    ):  # fmt: skip
+        assert found[figure] == 0, (figure, found)
+    done_of = ("full_disks", "out_of_files", "starved", "liars", "kills")
+    assert [found[what] for what in done_of] == [1, 1, 1, 1, 3] and found["lies_refused"] > 0
+    assert found["acknowledged_updates"] > 10 and found["snapshots_compared"] > 2
 
 
 @pytest.mark.slow

@@ -97,6 +97,8 @@ def try_outer_loops() -> dict[str, Any]:
 
         engine.train_step = watched
         loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
+        expected: list[int] = []
+        loader.expect = lambda start, samples, expected=expected: expected.append(start)  # type: ignore[method-assign]
         servers = LocalServers(run)
         if outer is None:  # the same batches with no outer loop at all
             write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.fragments[0].x)})
@@ -114,6 +116,7 @@ def try_outer_loops() -> dict[str, Any]:
             results[name] = {
                 "losses": losses,
                 "jobs": len(reports),
+                "expected": expected,
                 "status": servers.top.status(),
                 "lost": servers.region.lost_updates,
                 "left": servers.top.finished,
@@ -225,6 +228,10 @@ def test_an_outer_loop_that_adopts_the_workers_own_weights_changes_nothing(resul
 def test_every_sample_ends_in_the_global_weights(results, name):
     status = results[name]["status"]
     assert status["committed_samples"] == status["train_samples"] == STEPS * BATCH
+    jobs = range(OUTER[name].local_steps, STEPS, OUTER[name].local_steps)
+    assert results[name]["expected"] == [first * BATCH for first in jobs], (
+        "data of each next lease are asked for early"
+    )
     assert status["open_leases"] == 0 and results[name]["left"] and results[name]["lost"] == 0
     assert len(results[name]["losses"]) == STEPS
     assert results[name]["jobs"] == -(-STEPS // OUTER[name].local_steps)

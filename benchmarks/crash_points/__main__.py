@@ -1,10 +1,11 @@
 """Each system call that changes a file goes wrong, one at a time and in every way: what was acknowledged is there.
 
     python -m benchmarks.crash_points            # every call, or as many as ten minutes allow
-    python -m benchmarks.crash_points --quick    # some of them, in half a minute
+    python -m benchmarks.crash_points --seconds 3600
+    python -m benchmarks.crash_points --quick    # some of them, in some seconds
 
-A life of a region's server, of the global server and of a worker's checkpoints is repeated, and at each of its calls
-that change a file (writes, opens that create, renames, deletions, fsyncs, …)
+A life of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
+repeated, and at each of its calls that change a file (writes, opens that create, renames, deletions, fsyncs, …)
 
     before    the process ends before the call (and so after the one before it)
     half      it ends after half of a write
@@ -17,7 +18,8 @@ the folder: it must come up, with everything that was acknowledged and nothing t
 the life itself must not end by any other error.
 
 The last line is JSON: `points` tried, `broken` ones among them (the first of each life are told on standard error),
-`all` that there are, and the same by life.
+`all` that there are, and the same by life. At last, power is cut with all syncs forgotten, until something is found
+broken: `noticed` is 1 then, and what was found is told as well.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from benchmarks.common import command_line, report, units_by_ending
 from benchmarks.crash_points.disk import AT, SHIM, Durable, attempt, preloaded
 
 MEMORY = Path("/dev/shm")  # where inode numbers are not used again, and a sync costs nothing
-QUICK_S, LONGEST_S = 15.0, 540.0
+QUICK_S, LONGEST_S = 8.0, 540.0
 SHOWN = 5
 
 
@@ -86,10 +88,16 @@ class Explorer:
 
 
 def explorers(scratch: Path) -> list[Explorer]:
-    from benchmarks.crash_points.subjects import CheckpointSubject, ServerSubject
+    from benchmarks.crash_points import subjects as kinds
 
     made = []
-    subjects = {"region": ServerSubject("eu"), "global": ServerSubject("global"), "checkpoint": CheckpointSubject()}
+    subjects = {
+        "region": kinds.ServerSubject("eu"),
+        "global": kinds.ServerSubject("global"),
+        "checkpoint": kinds.CheckpointSubject(),
+        "export": kinds.ExportSubject(),
+        "prepare": kinds.PrepareSubject(),
+    }
     for name, subject in subjects.items():
         first = Explorer(f"{name}, first life", subject, "live", scratch, lambda folder: 0)
         left = scratch / f"left-{name}"
@@ -105,17 +113,32 @@ def explorers(scratch: Path) -> list[Explorer]:
     return made
 
 
+def notices(todo: list[tuple[Explorer, int]]) -> int:
+    """Whether power cuts are found to break something if no sync reaches the disk: 1 as soon as one is, else 0.
+    The lives' own counts stay as they are."""
+    Durable.forgets = True
+    try:
+        for life, at in todo:
+            counts = life.points, life.broken
+            life.explore("power", at)
+            found, (life.points, life.broken) = life.broken > counts[1], counts
+            if found:
+                return 1
+        return 0
+    finally:
+        Durable.forgets = False
+
+
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--quick", action="store_true", help="every so many calls only, for half a minute")
-    parser.add_argument("--forget-syncs", action="store_true", help="only power cuts, and no sync reaches the disk")
+    parser.add_argument("--quick", action="store_true", help="some of the calls only, for some seconds")
+    parser.add_argument("--seconds", type=float, default=LONGEST_S, help="after which no further call is tried")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     place = MEMORY if MEMORY.is_dir() else None
     if SHIM not in os.environ:
         preloaded(Path(tempfile.mkdtemp(prefix="geotrain-crash-", dir=place)))
     torch.set_num_threads(1)
-    Durable.forgets = options.forget_syncs
     scratch = Path(os.environ[SHIM])
     try:
         lives = explorers(scratch)
@@ -124,19 +147,21 @@ def main() -> None:
             for life in lives
             for how, kinds in AT.items()
             for at, kind in enumerate(life.calls, 1)
-            if kind in kinds and (how == "power" or not options.forget_syncs)
+            if kind in kinds
         ]
         random.Random(options.seed).shuffle(todo)  # so that what the time allows is spread over all of them
-        end_s = time.monotonic() + (QUICK_S if options.quick else LONGEST_S)
+        end_s = time.monotonic() + (QUICK_S if options.quick else options.seconds)
         for life, how, at in todo:
             if time.monotonic() > end_s:
                 break
             life.explore(how, at)
+        noticed = notices([(life, at) for life, how, at in todo if how == "power"])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     by_life = {life.name: {"calls": len(life.calls), "points": life.points, "broken": life.broken} for life in lives}
     totals = {key: sum(life[key] for life in by_life.values()) for key in ("points", "broken")}
-    report("crash_points", {**totals, "all": len(todo), "lives": by_life}, options, units_by_ending({}, "count"))
+    results = {**totals, "all": len(todo), "noticed": noticed, "lives": by_life}
+    report("crash_points", results, options, units_by_ending({}, "count"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""What is crashed: servers with their journals and snapshots, and a worker's checkpoints."""
+"""What is crashed: servers with their journals and snapshots, a worker's checkpoints, an export, a data set."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,14 +15,20 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest.mock import patch
 
+import tokenizers
 import torch
 
+from benchmarks.crash_points.disk import SHIM
 from benchmarks.fuzz.messages import Servers, outer_config, toy_layout
 from geotrain.config import architecture_from_hf
-from geotrain.files import out_of_room
+from geotrain.data import prepare as data_prepare
+from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
+from geotrain.data.tokens import open_dataset
+from geotrain.files import out_of_room, whole_folder
+from geotrain.hf_checkpoint import read_checkpoint, write_checkpoint
 from geotrain.inner import checkpoint
 from geotrain.inner.shards import OwnedShard
-from geotrain.layout import StridedSlice
+from geotrain.layout import Layout, StridedSlice, canonical_parameters
 from geotrain.net.journal import JournalFull
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.outer.global_server import GlobalServer
@@ -30,6 +40,7 @@ from geotrain.outer.server import Server
 Say = Callable[[Any], None]
 UPDATES = 3
 SNAPSHOT_EVERY = 6  # messages
+WRITES = 3  # of a whole folder
 
 
 class Subject(Protocol):
@@ -89,7 +100,7 @@ class ServerSubject:
 
     def _snapshot(self, recovered: Any) -> None:
         try:
-            copy = begin_snapshot(recovered.server, recovered.journal, ended=False)
+            copy = begin_snapshot(recovered.server, recovered.store, recovered.journal, ended=False)
             finish_snapshot(recovered.store, recovered.journal, *copy)
         except OSError as error:
             if not out_of_room(error):  # without room the server goes on, and tries again later
@@ -235,3 +246,96 @@ class CheckpointSubject:
 
     def right(self, acknowledged: int, digest: int) -> bool:
         return digest in self.states[acknowledged:]
+
+
+# -------------------------------------------------------------------------------------------------- whole folders
+
+
+class _NotNow(Exception):
+    """Ends a writer of a folder before it has written anything."""
+
+
+class FolderSubject:
+    """Somebody who writes a folder that appears whole or not at all, again and again with other content.
+
+    kind: of the folder, as `whole_folder` has it.
+    """
+
+    kind: str
+
+    def write(self, folder: Path, version: int) -> None:
+        raise NotImplementedError
+
+    def version(self, folder: Path) -> int:
+        """Of a folder that is there. Raises whatever shows that it is not whole."""
+        raise NotImplementedError
+
+    def live(self, folder: Path, say: Say) -> None:
+        for version in range(1, 1 + WRITES):
+            self.write(folder / "out", version)
+            say(version)
+
+    def again(self, folder: Path, say: Say) -> None:
+        """Writes once more what is there."""
+        self.write(folder / "out", max(1, self._found(folder)))
+
+    def look(self, folder: Path, say: Say) -> None:
+        say(self._found(folder))
+
+    def right(self, acknowledged: int, digest: int) -> bool:
+        """What was being written may be there or not."""
+        return digest in (acknowledged, acknowledged + 1)
+
+    def _found(self, folder: Path) -> int:
+        # Whoever was killed while it replaced the folder has left the older one aside; the next writer puts it back.
+        with suppress(_NotNow), whole_folder(folder / "out", self.kind):
+            raise _NotNow
+        return self.version(folder / "out") if (folder / "out").exists() else 0
+
+
+class ExportSubject(FolderSubject):
+    """`geotrain export`: a Hugging Face checkpoint in several files."""
+
+    kind = "export"
+
+    def write(self, folder: Path, version: int) -> None:
+        layout = Layout(canonical_parameters(architecture_from_hf(MODEL)))
+        tensors = ((p.name, torch.full(p.shape, float(version))) for p in layout.parameters)
+        write_checkpoint(tensors, MODEL, folder, dtype="float32", max_shard_bytes=8192)
+
+    def version(self, folder: Path) -> int:
+        _, tensors = read_checkpoint(folder)
+        [value] = {float(value) for _, tensor in tensors for value in tensor.unique()}
+        return int(value)
+
+
+class PrepareSubject(FolderSubject):
+    """`geotrain prepare`: a data set of two splits, with its tokenizer. What tokenizes writes no files, and works in
+    this process instead of a pool."""
+
+    kind = "dataset"
+
+    def __init__(self) -> None:
+        def encode_all(blocks: Any, encoder: Any, processes: int) -> Any:
+            loaded = encoder.load()
+            yield from ((block, encoder.encode(loaded, block)) for block in blocks)
+
+        data_prepare._encode_all = encode_all
+        self.tokenizer = byte_tokenizer()
+        self.texts = Path(tempfile.mkdtemp(prefix="geotrain-crash-texts-", dir=os.environ.get(SHIM)))
+        for version in range(1, 1 + WRITES):
+            lines = (json.dumps({"text": f"document {number} of version {version}"}) for number in range(20))
+            (self.texts / f"{version}.jsonl").write_text("\n".join(lines))
+
+    def write(self, folder: Path, version: int) -> None:
+        data_prepare.prepare([self.texts / f"{version}.jsonl"], folder, self.tokenizer, validation_fraction=0.3)
+
+    def version(self, folder: Path) -> int:
+        versions = set()
+        decode = tokenizers.Tokenizer.from_str(load_tokenizer(folder / "tokenizer").json).decode
+        for split in ("train", "validation"):
+            _, file = open_dataset(folder / split, self.tokenizer.vocab_size, verify=True)
+            text = decode(file.tokens.tolist(), skip_special_tokens=True)
+            versions |= set(re.findall(r"of version (\d)", text))
+        [version] = versions
+        return int(version)

@@ -5,20 +5,29 @@ Two regions of two workers each, linked by TLS. Nothing that was acknowledged ma
 sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
 journal gives.
 
-    python -m benchmarks.faults [--seconds 300] [--seed 1] [--every 20] [--pace 0.3]
-    python -m benchmarks.faults --seconds 3600       a soak: also the growth of memory and of open files
+    python -m benchmarks.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
+    python -m benchmarks.faults --seconds 600 --every 20
 
-Needs root, for the network namespaces. `--pace` is the least time of an inner step: others get the processor.
-The last line printed is one JSON object.
+short: one of each burden and kills of servers, in 12 s; minutes, the default: 5 minutes; hour: also the growth
+of memory and of open files.
+Needs root, for the network namespaces and for a small disk that can be filled. `--pace` is the least time of an inner
+step: others get the processor.
+
+The last line printed is one JSON object. Zero must be: lost_acknowledged, applied_twice, replay_mismatches,
+samples_skipped, samples_twice_uncounted, hung (workers that train nothing any more when the faults are over) and
+servers_ended (that ended by themselves).
 """
 
 from __future__ import annotations
 
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +35,28 @@ from benchmarks.common import command_line, report, units_by_ending
 from benchmarks.faults.audit import accounts
 from benchmarks.faults.goodput import goodput
 from benchmarks.faults.runner import FaultyRun, Samples, kinds_done
-from benchmarks.faults.scenario import random_faults
+from benchmarks.faults.scenario import random_faults, short_faults
 from benchmarks.faults.world import make_world
 from geotrain.emulate import wan
+from geotrain.launch.launcher import WAN_CONTROL
 
+# Seconds of faults, mean seconds between two of processes and links, size of the disk.
+PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 15.0, "2g"), "hour": (3600.0, 60.0, "6g")}
 COUNTED = {
     "kill": "kills", "stop": "stops", "cut": "partitions", "slow": "slows", "drop": "drops", "corrupt": "corrupts",
     "delay": "delays", "reorder": "reorders", "duplicate": "duplicates",
+    "starve": "starved", "files": "out_of_files", "fill": "full_disks", "lie": "liars",
 }  # fmt: skip
 START_S = 240.0  # until every worker has trained a job
-SOAK_S = 1800.0  # from here on, faults are rarer: growth is measured within the life of a process
+HUNG_S = 180.0  # after the faults, for every worker to train a job
 WARM_UP_S = 120.0  # of a process, before its growth is measured
 LEAST_LIFE_S = 600.0  # measured, for a growth that is told
 
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--seconds", type=float, default=300.0, help="from when every worker trains")
+    parser.add_argument("--profile", choices=PROFILES, default="minutes")
+    parser.add_argument("--seconds", type=float, help="from when every worker trains, in place of the profile's")
     parser.add_argument("--seed", type=int, default=1)
     every = (
         "mean seconds between faults of processes and links, and between those of packets; default 20, in a soak 180"
@@ -58,14 +72,28 @@ def main() -> int:
         print(f"faults: {why_not}", file=sys.stderr)
         return 2
     folder = args.folder or Path(tempfile.mkdtemp(prefix="geotrain-faults-"))
-    files = make_world(folder, args.pace)
-    every_s = args.every or (180.0 if args.seconds >= SOAK_S else 20.0)
-    result = faulty(files, folder, args.seed, args.seconds, every_s)
+    seconds, every_s, size = PROFILES[args.profile]
+    seconds, every_s = args.seconds or seconds, args.every or every_s
+    with small_disk(folder / "disk", size) as disk:
+        result = faulty(make_world(disk, args.pace), disk, args.seed, seconds, every_s)
+        if args.folder is not None:
+            shutil.copytree(disk, folder / "left", ignore=shutil.ignore_patterns(WAN_CONTROL), dirs_exist_ok=True)
     if args.folder is None:
         shutil.rmtree(folder)
-    note = f"--seconds {args.seconds:g}; seed {args.seed}; pace {args.pace:g} s; two faults each {every_s:g} s"
+    note = f"{args.profile}, {seconds:g} s; seed {args.seed}; pace {args.pace:g} s"
     report("faults", result, args, units_by_ending({"_s": "s", "_tokens": "tokens"}), note, ("kinds", "mismatches"))
     return 0
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of that size, as mount has it, which can be filled."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "geotrain-faults", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def faulty(files: tuple[Path, Path], folder: Path, seed: int, seconds: float, every_s: float) -> dict[str, Any]:
@@ -73,9 +101,14 @@ def faulty(files: tuple[Path, Path], folder: Path, seed: int, seconds: float, ev
         workers = [worker for names in run.regions.values() for worker in names]
         if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
-        print(f"every worker trains; faults for {seconds:g} s, about two each {every_s:g} s, seed {seed}", flush=True)
-        run.play(random_faults(seed, seconds, every_s, run.regions), seconds, lambda text: print(text, flush=True))
+        print(f"every worker trains; faults for {seconds:g} s, seed {seed}", flush=True)
+        faults = random_faults(seed, seconds, every_s, run.regions) if every_s else short_faults(run.regions)
+        run.play(faults, seconds, lambda text: print(text, flush=True))
         end_s = time.time()
+        before = {worker: run.jobs_of(worker) for names in run.regions.values() for worker in names}
+        run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
+        hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
+        refused = run.lies_refused()
     print("the run has ended; its journals are replayed", flush=True)
     found = accounts(run)
     return {
@@ -84,6 +117,12 @@ def faulty(files: tuple[Path, Path], folder: Path, seed: int, seconds: float, ev
         **{key: value for key, value in found.items() if key != "committed_samples"},
         **goodput(run, found["committed_samples"], end_s),
         "seconds": seconds,
+        "hung": hung,
+        "lies_refused": refused,
+        "servers_ended": sum(
+            e["event"] == "ProcessDied" and e["unit"] in ("global", *run.regions) and "exit code" in e["how"]
+            for e in run.events("launcher")
+        ),
         "kinds": kinds_done(run),
         "restarts": sum(e["event"] == "ProcessDied" for e in run.events("launcher")),
         "given_up": sum(e["event"] == "ProcessDied" and e["pause_s"] is None for e in run.events("launcher")),

@@ -199,7 +199,7 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         "server_deaths": sum(h.deaths for h in histories.values()),
         "snapshots_compared": sum(h.snapshots for h in histories.values()),
         "samples_skipped": book.next_start - once,
-        "samples_twice": overlapping,
+        "samples_twice_uncounted": overlapping,
         "committed_samples": book.committed_samples,
     }
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class FaultyRun:
         self.regions = {region.name: [w.name for w in region.workers] for region in self.cluster.regions}
         self.done: list[tuple[float, Fault]] = []  # (Unix time, what was done)
         self.samples: dict[int, Samples] = {}
+        self.liars: list[subprocess.Popen[str]] = []
         self.exit_code: int | None = None
         self._ended = threading.Event()
         self._keeping = threading.Thread(target=self._keep_on, daemon=True)
@@ -170,28 +172,39 @@ class FaultyRun:
 
     def play(self, faults: Sequence[Fault], seconds: float, tell: Callable[[str], None] = lambda text: None) -> None:
         """Do each when its time or event has come, for `seconds`. Raises RuntimeError when the run ends."""
-        begin, waiting, stopped = time.monotonic(), list(faults), list[tuple[float, int]]()
+        begin, waiting, ends = time.monotonic(), list(faults), list[tuple[float, Callable[[], None]]]()
         while (passed_s := time.monotonic() - begin) < seconds:
             if self.launcher.poll() is not None:
                 raise RuntimeError(f"the run has ended: {self.log.read_text()[-3000:]}")
             for fault in [f for f in waiting if self._is_due(f, passed_s)]:
-                if self._inflict(fault, stopped):
+                if self._inflict(fault, ends):
                     waiting.remove(fault)
                     tell(f"{passed_s:6.1f} s: {fault}")
-            for until_s, pid in list(stopped):
+            for until_s, end in list(ends):
                 if time.monotonic() >= until_s:
-                    stopped.remove((until_s, pid))
-                    _signal(pid, signal.SIGCONT)
+                    ends.remove((until_s, end))
+                    end()
             time.sleep(POLL_S)
-        for _, pid in stopped:
-            _signal(pid, signal.SIGCONT)
+        for _, end in ends:
+            end()
 
     def _is_due(self, fault: Fault, passed_s: float) -> bool:
         return self.happened(fault.when) if isinstance(fault.when, Event) else passed_s >= fault.when
 
-    def _inflict(self, fault: Fault, stopped: list[tuple[float, int]]) -> bool:
-        """False when there is no such process now: later, then."""
-        if fault.what not in ("kill", "stop"):
+    def _inflict(self, fault: Fault, ends: list[tuple[float, Callable[[], None]]]) -> bool:
+        """False when there is no such process now: later, then. ends: gets what ends the fault, and when."""
+        until_s = time.monotonic() + fault.for_s
+        if fault.what == "fill":
+            ends.append((until_s, fill(self.folder.parent)))
+        elif fault.what == "lie":
+            return self._lie(fault)
+        elif fault.what in ("starve", "files"):
+            pids = self.pids(fault.kind, fault.of)
+            with suppress(psutil.NoSuchProcess):
+                ends += [(until_s, {"starve": starve, "files": take_files}[fault.what](pid)) for pid in pids[-1:]]
+            if not pids:
+                return False
+        elif fault.what not in ("kill", "stop"):
             try:
                 wan.disturb(self.folder / WAN_CONTROL, fault.of, fault.what, *fault.numbers)
             except OSError:
@@ -207,9 +220,34 @@ class FaultyRun:
             for pid in pids if fault.kind == "region" else pids[-1:]:
                 _signal(pid, signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
             if fault.what == "stop":
-                stopped.append((time.monotonic() + fault.for_s, pids[-1]))
+                ends.append((until_s, partial(_signal, pids[-1], signal.SIGCONT)))
         self.done.append((time.time(), fault))
         return True
+
+    def _lie(self, fault: Fault) -> bool:
+        """A liar, which has the worker's certificate, joins its region's server as a new life of it."""
+        region = next(name for name, workers in self.regions.items() if fault.of in workers)
+        servers = self.pids("server", region)
+        listening = self.folder / "servers" / region / "listening.json"
+        if not servers or not listening.exists():
+            return False
+        inside = ["nsenter", f"--net=/proc/{servers[-1]}/ns/net"]
+        words = [str(self.files[0]), str(self.files[1]), region, fault.of, str(listening)]
+        with self.log.open("ab") as log:
+            command = [*inside, sys.executable, "-m", "benchmarks.faults.liar", *words]
+            self.liars.append(subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=log, text=True))
+        self.done.append((time.time(), fault))
+        return True
+
+    def lies_refused(self) -> int:
+        """How many of the liars' messages were refused. Raises RuntimeError if one was taken."""
+        refused = 0
+        for liar in self.liars:
+            said = liar.communicate(timeout=STOP_S)[0]
+            if liar.returncode == 1:
+                raise RuntimeError(f"a lie was believed: {said}")
+            refused += said.count("refused")
+        return refused
 
     # -- what is kept
 
@@ -244,6 +282,53 @@ class FaultyRun:
                 process = psutil.Process(found.pid)
                 point = (time.time(), process.memory_info().rss, process.num_fds())
                 self.samples.setdefault(found.pid, Samples(found)).points.append(point)
+
+
+def fill(folder: Path) -> Callable[[], None]:
+    """Leave no room on the disk of this folder; returns what makes room again."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        step = 1 << 20
+        while step:
+            try:
+                file.write(bytes(step))
+            except OSError:
+                step //= 2
+    return partial(ballast.unlink, missing_ok=True)
+
+
+def starve(pid: int) -> Callable[[], None]:
+    """Let a process have a tenth of its time only; returns what ends that."""
+    over = threading.Event()
+
+    def flicker() -> None:
+        while not over.is_set():
+            _signal(pid, signal.SIGSTOP)
+            over.wait(0.45)
+            _signal(pid, signal.SIGCONT)
+            over.wait(0.05)
+
+    thread = threading.Thread(target=flicker, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
+    return end
+
+
+def take_files(pid: int) -> Callable[[], None]:
+    """Let a process open no more files than it has open; returns what ends that."""
+    process = psutil.Process(pid)
+    before = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), before[1]))
+
+    def end() -> None:
+        with suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_NOFILE, before)
+
+    return end
 
 
 def read_events(folder: Path, source: str) -> list[dict[str, Any]]:

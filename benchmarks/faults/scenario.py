@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
+BURDENS = ("starve", "files", "fill", "lie")  # what servers must bear
 PACKETS = ("drop", "corrupt", "delay", "reorder", "duplicate")  # what befalls a share of a link's packets
 
 
@@ -23,7 +24,9 @@ class Event:
 @dataclass(frozen=True)
 class Fault:
     """what: kill (SIGKILL), stop (SIGSTOP, later SIGCONT) a process; cut or slow a region's emulated link; drop,
-    corrupt, delay, reorder or duplicate its packets.
+    corrupt, delay, reorder or duplicate its packets; starve a server's process (it gets a tenth of its time), take
+    its last free file descriptors (EMFILE), fill the disk of the whole run, or have a liar join as a worker and send
+    what is no update.
 
     kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
     GeoTrain's launcher), "server" (a region's), "global", "region" (all its processes at once), "launcher": of
@@ -32,7 +35,10 @@ class Fault:
     rate, seed, amount: of packets, as in `geotrain.emulate.impairments`.
     """
 
-    what: Literal["kill", "stop", "cut", "slow", "drop", "corrupt", "delay", "reorder", "duplicate"]
+    what: Literal[
+        "kill", "stop", "cut", "slow", "drop", "corrupt", "delay", "reorder", "duplicate", "starve", "files", "fill",
+        "lie",
+    ]  # fmt: skip
     when: float | Event
     of: str = "global"
     kind: str = ""
@@ -58,13 +64,28 @@ def random_faults(seed: int, seconds: float, every_s: float, regions: dict[str, 
     """Faults at random times, none in the last 20 s (nobody would recover from it).
 
     About one each `every_s` befalls processes and whole links: every kind of process is killed once before any is
-    killed again, with cuts, slow links and stops in between. About as many befall packets, independently: so they
-    also meet what recovers. regions: region → its workers.
+    killed again, with cuts, slow links and stops in between. About as many befall packets, and half as many are
+    burdens of servers, independently: so they also meet what recovers. regions: region → its workers.
     """
     dice = random.Random(seed)
-    decks = [*KILLS, "rank", "cut", "cut", "slow", "stop"], [*PACKETS, "corrupt"]
-    faults = [fault for kinds in decks for fault in _dealt(kinds, dice, seconds, every_s, regions)]
+    decks = ([*KILLS, *KILLS, "rank", "cut", "slow", "stop"], 1), ([*PACKETS, "corrupt"], 1), ([*BURDENS], 2)
+    faults = [fault for kinds, rare in decks for fault in _dealt(kinds, dice, seconds, rare * every_s, regions)]
     return sorted(faults, key=lambda fault: float(fault.when))
+
+
+def short_faults(regions: dict[str, Sequence[str]]) -> list[Fault]:
+    """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers."""
+    first, last = min(regions), max(regions)
+    return [
+        Fault("fill", 0.5, "all", "disk", for_s=2.5),
+        Fault("kill", 1.5, "global", "global"),  # it comes back to a full disk
+        Fault("files", 4.5, first, "server", for_s=3.0),
+        Fault("lie", 4.5, regions[last][0], "worker"),
+        Fault("starve", 5.0, "global", "global", for_s=4.0),
+        Fault("corrupt", 5.0, first, for_s=5.0, rate=0.1, seed=1, amount=0.25),
+        Fault("kill", 8.0, first, "server"),
+        Fault("kill", 9.0, regions[first][0], "rank"),
+    ]
 
 
 def _dealt(
@@ -89,6 +110,13 @@ def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Seque
         return Fault("slow", at_s, region, for_s=round(dice.uniform(5.0, 20.0), 1), bytes_per_s=100_000.0)
     if what == "stop":
         return Fault("stop", at_s, region, "server", for_s=round(dice.uniform(1.0, 4.0), 1))
+    if what == "fill":
+        return Fault("fill", at_s, "all", "disk", for_s=round(dice.uniform(2.0, 6.0), 1))
+    if what == "lie":
+        return Fault("lie", at_s, worker, "worker")
+    if what in BURDENS:
+        of = dice.choice(["global", region])
+        return Fault(what, at_s, of, "global" if of == "global" else "server", for_s=round(dice.uniform(3, 8), 1))
     if what in PACKETS:
         amount = {"corrupt": 0.25, "delay": 0.2}.get(what, 0.0)
         rate, for_s = round(dice.uniform(0.05, 0.3), 2), round(dice.uniform(5.0, 20.0), 1)

@@ -19,9 +19,10 @@ def make_world(folder: Path, pace_s: float, samples: int = 4_000_000, **outer: A
     run = run_file(folder, "faults", samples, (4, 2), (50, 20000))
     run["outer"] = {
         "rule": {"name": "halos", "updates_per_send": 3, "region": {"lr_per_update": 0.2, "beta": 0.5, "buffer": 2}},
-        "local_steps": 6, "lease_reserve": 12, "fragments": {"layers_per_fragment": 1},
+        "down": {"name": "int8"}, "local_steps": 6, "lease_reserve": 12, "fragments": {"layers_per_fragment": 1},
         "overlap": {"steps": 3, "late": "continue", "adopt": "rebase"}, **outer,
     }  # fmt: skip
+    run["outer"]["limits"] = {"quarantine_s": 3.0}  # of whoever a liar speaks for
     run["checkpoint"] = {"every_jobs": 8, "every_minutes": 0.05}
     ranks = {"eu": (2, 1), "us": (1, 1)}
     cluster = cluster_file(

@@ -24,7 +24,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.data.dataset import Manifest, manifest_path, open_dataset
-from geotrain.data.tokens import DataError, TokenWriter
+from geotrain.data.tokens import DataError, TokenWriter, open_tokens
 from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions
 from geotrain.net.journal import JournalDamaged
@@ -125,7 +125,9 @@ class _Folders(ABC):
             journal.flush()
             server.handle(message)
             if number == 4:
-                finish_snapshot(recovered.store, journal, *begin_snapshot(server, journal, ended=False))
+                finish_snapshot(
+                    recovered.store, journal, *begin_snapshot(server, recovered.store, journal, ended=False)
+                )
         journal.close()
         again = recover(self._build, self._begin, self._whole, keep=2)
         again.journal.close()
@@ -207,7 +209,8 @@ class Indexes:
         else:
             victim.write_bytes(damage(rng, self._files[victim]))
         try:
-            _, file = open_dataset(self._prefix, 50)
+            open_dataset(self._prefix, 50)
+            file = open_tokens(self._prefix)
             tokens, ends = np.array(file.tokens), file.document_ends(0, file.documents)
         except DataError as error:
             return "refused" if str(self._prefix) in str(error) else f"unclear: {error}"

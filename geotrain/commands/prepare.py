@@ -12,6 +12,7 @@ from geotrain.config import ConfigError
 from geotrain.data.prepare import Progress, prepare, training_texts
 from geotrain.data.progress import progress_display
 from geotrain.data.readers import find_inputs
+from geotrain.data.shards import INPUTS, parse_shard, shard_folder
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
 FEW_DOCUMENTS = 8  # held out: fewer are worth a word
@@ -29,13 +30,16 @@ def prepare_files(
     processes: int | None = None,
     overwrite: bool = False,
     strict: bool = False,
+    shard: str | None = None,
 ) -> None:
     """overwrite: replace a data set that is there. strict: a broken line of JSON is an error; otherwise such lines
-    are passed over, and counted. Raises ConfigError, DataError, OutputError; then nothing is written."""
+    are passed over, and counted. shard: "3/8": only this part of the files. Raises ConfigError, DataError,
+    OutputError; then nothing is written."""
     console = Console(stderr=True)
-    files = find_inputs(inputs)
-    if (out / "train.json").exists() and not overwrite:
-        raise ConfigError(f"{out} holds a data set already; --overwrite replaces it, another --out keeps both")
+    files, part = find_inputs(inputs), parse_shard(shard) if shard else (1, 1)
+    folder = shard_folder(out, *part) if part[1] > 1 else out
+    if any((folder / name).exists() for name in ("train.json", INPUTS)) and not overwrite:
+        raise ConfigError(f"{folder} holds a data set already; --overwrite replaces it, another --out keeps both")
     if sum((tokenizer_folder is not None, bpe_size is not None, use_bytes)) != 1:
         raise ConfigError("prepare: choose one of --tokenizer FOLDER, --train-bpe IDS and --bytes")
     if tokenizer_folder is not None:
@@ -62,10 +66,11 @@ def prepare_files(
             validation_fraction=validation_fraction,
             processes=processes or len(os.sched_getaffinity(0)),
             skip_broken=not strict,
+            shard=part,
             progress=progress,
         )
     for split, manifest in manifests.items():
-        console.print(f"{out / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
+        console.print(f"{folder / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
     if last is not None and last.broken:
         told = f"{last.broken:,} broken lines were passed over; the first: {last.first_broken}"
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)

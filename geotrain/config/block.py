@@ -119,8 +119,13 @@ def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> A
 
 
 def from_folder(raw: Any, keys: Iterable[str], folder: Path) -> Any:
-    """A copy of parsed JSON whose paths at these keys are absolute. folder: what relative ones are relative to."""
-    return with_paths(raw, keys, lambda path: os.path.normpath(Path.cwd() / folder / path))
+    """A copy of parsed JSON whose paths at these keys are absolute, but for URLs. folder: what relative ones are
+    relative to."""
+
+    def absolute(path: str) -> str:
+        return path if "://" in path else os.path.normpath(Path.cwd() / folder / path)
+
+    return with_paths(raw, keys, absolute)
 
 
 def shipped_configs() -> Path:

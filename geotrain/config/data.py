@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from geotrain.config.block import Block, PositiveInt
+from geotrain.config.block import Block, PositiveFloat, PositiveInt
 
 MOST_SETS = 1024
 
@@ -16,7 +16,7 @@ Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class DataSet(Block):
     """One of the data sets that a run mixes."""
 
-    prefix: str = Field(description="Prefix of its .bin/.idx pair.")
+    prefix: str = Field(description="Prefix of its .bin/.idx pair: a path or a URL (s3://…, any of fsspec's).")
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Its part of the samples, relative to the others'; null: 1. Not with data.curriculum."
     )
@@ -45,8 +45,8 @@ DataSets = Annotated[
 class DataConfig(Block):
     train: DataSets = Field(
         (),
-        description="Prefix of the training .bin/.idx pair written by `geotrain prepare`, or a list of data sets, "
-        "each with `prefix` and `weight`; a loop of your own may bring its own data.",
+        description="Prefix of the training .bin/.idx pair written by `geotrain prepare`, a path or a URL; or a list "
+        "of data sets, each with `prefix` and `weight`; a loop of your own may bring its own data.",
     )
     curriculum: tuple[Phase, ...] | None = Field(
         None, description="Weights that change in the course of the run; the last phase ends at 1."
@@ -68,6 +68,13 @@ class DataConfig(Block):
         description="Samples of a worker's inner step, for a loop of your own; null: deepspeed.train_batch_size.",
     )
     validation_samples: PositiveInt = 64
+    cache_folder: str | None = Field(
+        None,
+        description="Where blocks of remote data sets are kept on each machine; default: ~/.cache/geotrain.",
+    )
+    cache_gb: PositiveFloat = Field(
+        10.0, description="Size of that cache, in 10⁹ bytes: best above that of the data, which is then fetched once."
+    )
     attention: Literal["sample", "document"] = Field(
         "sample",
         description="How far back a token looks: to the beginning of its sample, into which documents are packed, or "

@@ -168,7 +168,7 @@ class RunConfig(Block):
 
     paths: ClassVar[tuple[str, ...]] = (
         *("folder", "model.weights", "model.init_from"),
-        *("data.train", "data.train.*.prefix", "data.validation", "data.tokenizer"),
+        *("data.train", "data.train.*.prefix", "data.validation", "data.tokenizer", "data.cache_folder"),
         *("checkpoint.folder", "monitor.token_file", "monitor.tensorboard"),
     )
 
@@ -328,7 +328,7 @@ def config_digest(run: RunConfig) -> str:
     shared["model"].pop("weights")  # names and shapes are in the layout's digest
     shared["data"].pop("sha256")  # compared by itself: not every machine knows it
     shared["data"]["train"] = [each.weight for each in run.data.train]
-    for key in ("validation", "tokenizer"):
+    for key in ("validation", "tokenizer", "cache_folder", "cache_gb"):
         shared["data"].pop(key)
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")

@@ -5,15 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from geotrain.config import Block, ConfigError, DataConfig, PositiveInt, parse
+from geotrain.data.remote import (
+    BlockCache,
+    RemoteTokens,
+    default_cache_folder,
+    is_remote,
+    open_cache,
+    read_whole,
+)
 from geotrain.data.tokens import DataError, TokenFile, open_tokens
 from geotrain.files import write_whole
 
+SPLITS = ("train", "validation")
 _HASHED_TOKENS = 1 << 24  # tokens read at a time when a file is verified
+
+
+class Shard(Block):
+    """One of the pairs that make a data set. prefix: relative to the folder of the set's manifest."""
+
+    prefix: str
+    tokens: PositiveInt
+    sha256: str
 
 
 class Manifest(Block):
@@ -21,7 +44,9 @@ class Manifest(Block):
 
     text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document; None:
     they do not all end with the same. dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
-    tokenizer: the tokenizer's folder, relative to the manifest. None: not known.
+    tokenizer: the tokenizer's folder, relative to the manifest; None: not known. checksums: whether `<prefix>.crc`
+    has those of the .bin's blocks (see `BlockChecksums`), for who reads the file from afar. shards: the pairs whose
+    tokens, one after another, are the data set's; it has no pair of its own then, and sha256 is of their digests.
     """
 
     tokens: PositiveInt
@@ -32,6 +57,8 @@ class Manifest(Block):
     dtype: str
     sha256: str
     tokenizer: str | None
+    checksums: bool = False
+    shards: tuple[Shard, ...] = ()
 
 
 def manifest_path(prefix: Path) -> Path:
@@ -39,66 +66,144 @@ def manifest_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".json")
 
 
-def read_manifest(prefix: Path) -> Manifest:
+def read_manifest(prefix: str | Path) -> Manifest:
     """The manifest of a prepared data set. Raises DataError."""
-    path = manifest_path(prefix)
+    where = f"{prefix}.json"
     try:
-        return parse(Manifest, json.loads(path.read_text()), str(path))
+        content = read_whole(where) if is_remote(prefix) else Path(where).read_bytes()
+        return parse(Manifest, json.loads(content), where)
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read: {error.strerror}; `geotrain prepare` writes it beside the .bin and .idx files, "
+            f"{where}: cannot be read: {error.strerror}; `geotrain prepare` writes it beside .bin and .idx, "
             "`geotrain adopt` for a pair that Megatron's tools made"
         ) from None
+    except DataError:
+        raise
     except (ConfigError, ValueError) as error:
-        raise DataError(f"{path}: damaged; prepare the data again ({error})") from None
+        raise DataError(f"{where}: damaged; prepare the data again ({error})") from None
 
 
-def open_dataset(prefix: Path, model_vocab_size: int, verify: bool = False) -> tuple[Manifest, TokenFile]:
+class Tokens(Protocol):
+    """The tokens of a data set as a read-only array: uint16 or int32, of which slices are read."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> npt.NDArray[Any]: ...
+
+
+def open_dataset(
+    prefix: str | Path, model_vocab_size: int, cache: BlockCache | None = None, verify: bool = False
+) -> tuple[Manifest, Tokens]:
     """Open a prepared data set and check it against its manifest and the model's vocabulary.
 
-    verify: also read the whole file and compare its digest (about a gigabyte a second).
-    Raises DataError: something is missing, damaged, or was prepared for a larger vocabulary.
+    cache: for a data set at a URL. verify: also read the whole file, which is to be here, and compare its digest
+    (about a gigabyte a second). Raises DataError: something is missing, damaged, or was prepared for a larger
+    vocabulary.
     """
     manifest = read_manifest(prefix)
-    file = open_tokens(prefix)
-    found = (len(file.tokens), file.documents, file.tokens.dtype.name)
-    stated = (manifest.tokens, manifest.documents, manifest.dtype)
-    if found != stated:
-        raise DataError(
-            f"{prefix}: the .bin/.idx pair has {found[0]} tokens ({found[2]}) in {found[1]} documents, its manifest "
-            f"states {stated[0]} ({stated[2]}) in {stated[1]}; they do not belong together: prepare the data again"
-        )
     if manifest.vocab_size > model_vocab_size:
         raise DataError(
             f"{prefix}: prepared with a tokenizer of {manifest.vocab_size} ids, but the model's vocab_size is "
             f"{model_vocab_size}; raise the model's vocab_size or prepare the data with another tokenizer"
         )
+    if manifest.shards:
+        return manifest, JoinedTokens(list(_open_shards(prefix, manifest, model_vocab_size, cache, verify)))
+    if is_remote(prefix):
+        cache = cache or open_cache(default_cache_folder(), 0)
+        stated = manifest.tokens, manifest.dtype, manifest.sha256, manifest.checksums
+        return manifest, RemoteTokens(str(prefix), *stated, cache)
+    file = open_tokens(prefix)
+    found = (len(file.tokens), file.documents, file.tokens.dtype.name)
+    if found != (manifest.tokens, manifest.documents, manifest.dtype):
+        raise DataError(
+            f"{prefix}: the .bin/.idx pair has {found[0]} tokens ({found[2]}) in {found[1]} documents, its manifest "
+            f"states {manifest.tokens} ({manifest.dtype}) in {manifest.documents}; they do not belong together: "
+            "prepare the data again"
+        )
     if verify:
-        for _ in file.all_document_ends():
-            pass
-        digest = hashlib.sha256()
-        for start in range(0, len(file.tokens), _HASHED_TOKENS):
-            digest.update(file.tokens[start : start + _HASHED_TOKENS].tobytes())
-        if digest.hexdigest() != manifest.sha256:
+        _verify(file, manifest)
+    return manifest, file.tokens
+
+
+def _open_shards(
+    prefix: str | Path, manifest: Manifest, model_vocab_size: int, cache: BlockCache | None, verify: bool
+) -> Iterator[Tokens]:
+    folder = str(prefix).rpartition("/")[0] or "."
+    for shard in manifest.shards:
+        own, tokens = open_dataset(f"{folder}/{shard.prefix}", model_vocab_size, cache, verify)
+        if (own.tokens, own.sha256, own.dtype) != (shard.tokens, shard.sha256, manifest.dtype):
             raise DataError(
-                f"{prefix}.bin: its content does not match the digest in its manifest; prepare the data again"
+                f"{folder}/{shard.prefix}: is other data than {prefix}.json was made of; run `geotrain merge` again"
             )
-    return manifest, file
+        yield tokens
+
+
+class JoinedTokens:
+    """Arrays of tokens of one type, one after another, as one: `len` and slices."""
+
+    def __init__(self, parts: Sequence[Tokens]) -> None:
+        self._parts = parts
+        self._begins = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        start, stop, _ = part.indices(len(self))
+        pieces = [tokens[first:last] for tokens, first, last in self._within(start, stop)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._parts[0][:0]])
+
+    def fetch_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As `RemoteTokens.fetch_ahead`, of those parts that lie far away."""
+        for start, stop in ranges:
+            for tokens, first, last in self._within(start, stop):
+                if isinstance(tokens, RemoteTokens):
+                    tokens.fetch_ahead([(first, last)])
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
+        """The parts in which these tokens lie, each with its own numbers of them."""
+        number = bisect_right(self._begins, start) - 1
+        while start < stop:
+            begin, end = self._begins[number], min(self._begins[number + 1], stop)
+            yield self._parts[number], start - begin, end - begin
+            number, start = number + 1, end
+
+
+def _verify(file: TokenFile, manifest: Manifest) -> None:
+    for _ in file.all_document_ends():
+        pass
+    digest = hashlib.sha256()
+    for start in range(0, len(file.tokens), _HASHED_TOKENS):
+        digest.update(file.tokens[start : start + _HASHED_TOKENS].tobytes())
+    if digest.hexdigest() != manifest.sha256:
+        raise DataError(
+            f"{file.prefix}.bin: its content does not match the digest in its manifest; prepare the data again"
+        )
 
 
 def training_digest(data: DataConfig) -> str:
     """Digest of a run's training data: of one set, that in its manifest; of several, the digest of theirs, in order.
 
     Raises DataError."""
-    digests = [read_manifest(Path(each.prefix)).sha256 for each in data.train]
+    digests = [read_manifest(each.prefix).sha256 for each in data.train]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def local_files(prefix: str) -> list[str]:
+    """The files of a data set that must be on a machine that reads it: none of one at a URL. Of a prefix whose
+    manifest is not here, those of a single pair."""
+    if is_remote(prefix):
+        return []
+    pairs = [prefix]
+    with suppress(DataError):
+        pairs = [f"{Path(prefix).parent / shard.prefix}" for shard in read_manifest(prefix).shards] or pairs
+    return [f"{prefix}.json", *(f"{pair}{suffix}" for pair in pairs for suffix in (".bin", ".idx"))]
 
 
 def end_of_document(data: DataConfig) -> int | None:
     """The id behind which a run's attention begins anew; None: it does not. Raises DataError: the data do not say."""
-    if data.attention == "sample":
+    if data.attention == "sample" or not data.train:
         return None
-    found = {prefix: read_manifest(Path(prefix)).end_of_document for prefix in data.prefixes}
+    found = {prefix: read_manifest(prefix).end_of_document for prefix in data.prefixes}
     first = found[data.train[0].prefix]
     for prefix, end in found.items():
         if end is None:

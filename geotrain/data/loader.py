@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from math import floor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from geotrain.config import DataConfig, RunConfig
-from geotrain.data.dataset import open_dataset
+from geotrain.data.dataset import Tokens, open_dataset
 from geotrain.data.mixture import Mixture
 from geotrain.data.order import SampleOrder
+from geotrain.data.remote import BlockCache, default_cache_folder, is_remote, open_cache
 from geotrain.data.tokens import DataError
 
 STEPS_AHEAD = 1  # read while the caller trains
+STEPS_FETCHED_AHEAD = 8  # that are brought to this machine, where the data lie far away
 READ_DEADLINE_S = 300.0  # a batch takes milliseconds, but a network file system may hang without an error
+
+
+@runtime_checkable
+class Fetched(Protocol):
+    """Tokens that lie far away, so that reading them should begin before they are wanted."""
+
+    def fetch_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Begin to fetch tokens start ≤ i < stop. Does not wait."""
 
 
 class SampleSource:
@@ -40,9 +50,7 @@ class SampleSource:
     the file's order. name: of the file, for errors. Raises DataError: fewer tokens than one sample.
     """
 
-    def __init__(
-        self, tokens: npt.NDArray[Any], sequence_length: int, seed: int | None, vocab_size: int, name: str
-    ) -> None:
+    def __init__(self, tokens: Tokens, sequence_length: int, seed: int | None, vocab_size: int, name: str) -> None:
         self.sequence_length = sequence_length
         self.samples_per_epoch = (len(tokens) - 1) // sequence_length
         if self.samples_per_epoch < 1:
@@ -60,8 +68,8 @@ class SampleSource:
 
         Raises DataError: the file holds an id outside the model's vocabulary (it is damaged).
         """
-        places = samples % self.samples_per_epoch if self._order is None else self._order.positions(samples)
-        length = self.sequence_length
+        places, length = self._places(samples), self.sequence_length
+        self._fetch(places)  # all at once, since one after the other would wait for each
         rows = np.empty((len(places), length + 1), np.int64)
         for row, place in zip(rows, places.tolist(), strict=True):
             row[:] = self._tokens[place * length : place * length + length + 1]
@@ -75,22 +83,44 @@ class SampleSource:
             )
         return torch.from_numpy(rows)
 
+    def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
+        """As `Source.fetch_ahead`."""
+        if isinstance(self._tokens, Fetched):
+            self._fetch(self._places(samples))
+
+    def _places(self, samples: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        return samples % self.samples_per_epoch if self._order is None else self._order.positions(samples)
+
+    def _fetch(self, places: npt.NDArray[np.int64]) -> None:
+        if isinstance(self._tokens, Fetched):
+            length = self.sequence_length
+            self._tokens.fetch_ahead([(place * length, place * length + length + 1) for place in places.tolist()])
+
 
 class Source(Protocol):
     """What a loader reads samples from. name: for errors."""
 
     name: str
 
+    def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
+        """Begin to fetch samples that will be read soon, if they lie far away. Does not wait."""
+
     def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
         """Samples by their numbers in the run (int64 [n]) → int64 tensor [n, sequence_length + 1]."""
 
 
 class MixedSource:
-    """Several data sets, read in the shares and the order of a mixture (see `Mixture`); Raises what they raise."""
+    """Several data sets, read in the shares and the order of a mixture (see `Mixture`). Raises what they raise."""
 
     def __init__(self, sources: Sequence[SampleSource], mixture: Mixture) -> None:
         self.name = ", ".join(source.name for source in sources)
         self._sources, self._mixture = sources, mixture
+
+    def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
+        """As `Source.fetch_ahead`."""
+        sets, numbers = self._mixture.places(samples)
+        for which in np.unique(sets).tolist():
+            self._sources[which].fetch_ahead(numbers[sets == which])
 
     def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
         """As `SampleSource.batch`."""
@@ -102,21 +132,32 @@ class MixedSource:
         return rows
 
 
-def open_source(prefix: Path, sequence_length: int, model_vocab_size: int, seed: int | None) -> SampleSource:
-    """Open a prepared data set, checked against its manifest and the model. Raises DataError."""
-    _, file = open_dataset(prefix, model_vocab_size)
-    return SampleSource(file.tokens, sequence_length, seed, model_vocab_size, str(prefix))
+def open_source(
+    prefix: str | Path, sequence_length: int, model_vocab_size: int, seed: int | None, cache: BlockCache | None = None
+) -> SampleSource:
+    """Open a prepared data set, checked against its manifest and the model. cache: for one at a URL; without it, a
+    small one. Raises DataError."""
+    _, tokens = open_dataset(prefix, model_vocab_size, cache)
+    return SampleSource(tokens, sequence_length, seed, model_vocab_size, str(prefix))
 
 
 def open_training(data: DataConfig, model_vocab_size: int, seed: int) -> MixedSource:
     """Open the run's training data. seed: the run's. Raises DataError."""
     # The first set has the run's seed, so that a run of one set keeps the order it always had.
     sources = [
-        open_source(Path(each.prefix), data.sequence_length, model_vocab_size, _seed_of(seed, number))
+        open_source(each.prefix, data.sequence_length, model_vocab_size, _seed_of(seed, number), cache_of(data))
         for number, each in enumerate(data.train)
     ]
     ends = [floor(Fraction(repr(phase.until)) * data.train_samples) for phase in data.phases]
     return MixedSource(sources, Mixture([(end, p.weights) for end, p in zip(ends, data.phases, strict=True)]))
+
+
+def cache_of(data: DataConfig) -> BlockCache | None:
+    """The cache of what a run reads from afar; None: it reads nothing from there. Raises DataError."""
+    if not any(map(is_remote, data.prefixes)):
+        return None
+    folder = Path(data.cache_folder) if data.cache_folder else default_cache_folder()
+    return open_cache(folder.absolute(), int(data.cache_gb * 1e9))
 
 
 class RunSamples:
@@ -190,16 +231,30 @@ class LeasedLoader:
                 f"a lease of {lease_samples} samples from {lease_start} is no whole number of steps of "
                 f"{self._samples_per_step} samples"
             )
-        return self._read_ahead([lease_start + step * self._samples_per_step for step in range(count)])
+        starts = [lease_start + step * self._samples_per_step for step in range(count)]
+        for start in starts[:STEPS_FETCHED_AHEAD]:
+            self._fetch(start)
+        return self._read_ahead(starts)
+
+    def expect(self, lease_start: int, lease_samples: int) -> None:
+        """A lease that will be trained next: begin to fetch its first steps, if they lie far away. Does not wait."""
+        steps = min(STEPS_FETCHED_AHEAD, lease_samples // self._samples_per_step)
+        for step in range(steps):
+            self._fetch(lease_start + step * self._samples_per_step)
+
+    def _fetch(self, start: int) -> None:
+        self._source.fetch_ahead(np.arange(start + self._offset, start + self._offset + self._own))
 
     def _read_ahead(self, starts: list[int]) -> Iterator[StepBatch]:
         reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         ahead: deque[Future[StepBatch]] = deque()
-        coming = iter(starts)
+        coming, to_fetch = iter(starts), iter(starts[STEPS_FETCHED_AHEAD:])
         try:
             while True:
                 for start in islice(coming, STEPS_AHEAD + 1 - len(ahead)):
                     ahead.append(reader.submit(self._read, start))
+                    for later in islice(to_fetch, 1):
+                        self._fetch(later)
                 if not ahead:
                     return
                 yield ahead.popleft().result(timeout=READ_DEADLINE_S)

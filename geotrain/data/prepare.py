@@ -29,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from geotrain.data.dataset import Manifest, manifest_path
+from geotrain.data.dataset import SPLITS, Manifest, manifest_path
 from geotrain.data.readers import TextBlock, parse_block, read_blocks
+from geotrain.data.shards import INPUTS, describe_inputs, files_of_shard, shard_folder
 from geotrain.data.tokenizer import Tokenizer
 from geotrain.data.tokens import DataError, TokenWriter, token_dtype
 from geotrain.files import whole_folder
@@ -120,18 +121,23 @@ def prepare(
     validation_fraction: float = 0.0,
     processes: int = 1,
     skip_broken: bool = False,
+    shard: tuple[int, int] = (1, 1),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Manifest]:
     """Tokenize files (see `find_inputs`) into the folder `output`. Returns the manifest of each split.
 
     text_key: of the text in JSON and parquet. validation_fraction: share of the documents that is held out.
     processes: that tokenize. skip_broken: pass over broken lines of JSON, and count them, unless most are.
-    progress: called after each block.
+    shard: which part of the files, of how many (see `geotrain.data.shards`); one of several goes into a folder of its
+    own in `output`, and may lack a split. progress: called after each block.
     Raises DataError (input, writing) and OutputError (output folder); then nothing is left behind.
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"the validation fraction must be at least 0 and less than 1, not {validation_fraction}")
-    splits = ["train", "validation"] if validation_fraction > 0 else ["train"]
+    splits = SPLITS if validation_fraction > 0 else SPLITS[:1]
+    common = describe_inputs(files, tokenizer.json, validation_fraction)
+    if shard[1] > 1:
+        files, output = files_of_shard(files, *shard), shard_folder(output, *shard)
     encoder = Encoder(tokenizer, text_key, validation_fraction, skip_broken)
     sizes, finished_bytes, current = {str(path): path.stat().st_size for path in files}, 0, ""
     document_count = token_count = broken_count = 0
@@ -160,11 +166,16 @@ def prepare(
                 f"most lines are broken, {broken_count} beside {document_count} good ones: {first_broken}"
             )
         for split, writer in writers.items():
-            if not writer.documents:
+            if not writer.documents and shard[1] == 1:
                 raise DataError(f"no document came into the {split} split; give more text or another fraction")
         tokenizer.save(folder / "tokenizer")
+        if shard[1] > 1:
+            (folder / INPUTS).write_text(common)
         manifests = {}
         for split, writer in writers.items():
+            if not writer.documents:  # of a small shard
+                writer.discard()
+                continue
             writer.close()
             manifests[split] = Manifest(
                 tokens=writer.tokens,
@@ -175,7 +186,9 @@ def prepare(
                 dtype=writer.dtype.name,
                 sha256=writer.digest.hexdigest(),
                 tokenizer="tokenizer",
+                checksums=True,
             )
+            (folder / f"{split}.crc").write_bytes(writer.checksums.content())
             manifest_path(folder / split).write_text(manifests[split].model_dump_json(indent=1) + "\n")
         return manifests
 

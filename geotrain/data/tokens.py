@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,10 @@ from geotrain.files import sync
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
-_LENGTH = struct.Struct("<i")
+_LENGTH, _CHECKSUM = struct.Struct("<i"), struct.Struct("<I")
 # Megatron's codes of the types that tokens can have.
 _DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
+BLOCK_BYTES = 1 << 18  # of a .bin, that has a checksum and is fetched at a time where it is remote
 _AT_ONCE = 1 << 20  # entries of an index that are in memory at a time
 
 
@@ -43,18 +45,40 @@ def _pair(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
+class BlockChecksums:
+    """CRC-32 of each BLOCK_BYTES of what is passed to `update`; the last block may be shorter."""
+
+    def __init__(self) -> None:
+        self._whole, self._checksum, self._filled = bytearray(), 0, 0
+
+    def update(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while len(rest):
+            part = rest[: BLOCK_BYTES - self._filled]
+            self._checksum, self._filled = zlib.crc32(part, self._checksum), self._filled + len(part)
+            if self._filled == BLOCK_BYTES:
+                self._whole += _CHECKSUM.pack(self._checksum)
+                self._checksum = self._filled = 0
+            rest = rest[len(part) :]
+
+    def content(self) -> bytes:
+        """What `<prefix>.crc` holds: 4 bytes a block, little-endian."""
+        return bytes(self._whole) + (_CHECKSUM.pack(self._checksum) if self._filled else b"")
+
+
 class TokenWriter:
     """Writes documents to `prefix`.bin and `prefix`.idx. `close()` gives both their names; it replaces an old pair.
 
     A context manager: an exception inside discards what was written.
-    documents, tokens: how many so far. digest: sha256 of the .bin file's content so far.
+    documents, tokens: how many so far. digest: sha256 of the .bin file's content so far. checksums: of its
+    blocks.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
         """vocab_size: all ids must be below it. Raises DataError if the folder cannot be written."""
         self.prefix, self.vocab_size, self.dtype = prefix, vocab_size, token_dtype(vocab_size)
         self.documents = self.tokens = 0
-        self.digest = hashlib.sha256()
+        self.digest, self.checksums = hashlib.sha256(), BlockChecksums()
         self._final, self._closed = _pair(prefix), False
         self._temporary = tuple(path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in self._final)
         self._lengths_path = self._temporary[1].with_suffix(".lengths.tmp")  # they may be more than memory holds
@@ -81,6 +105,7 @@ class TokenWriter:
             self.discard()
             raise DataError(f"{self.prefix}: writing failed: {error.strerror}; free some space") from None
         self.digest.update(content)
+        self.checksums.update(content)
         self.documents, self.tokens = self.documents + 1, self.tokens + tokens.size
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ def parameter_groups(
         matrix = muon and place.is_hidden_matrix
         key = (matrix, place.expert, not place.decays, place.sums_over_tp)
         lr, decay = settings.lr if matrix else settings.rate_of_the_rest, settings.weight_decay * place.decays
-        marks = {"sums_over_tp": place.sums_over_tp, "is_matrices": matrix}
+        marks: dict[str, Any] = {"sums_over_tp": place.sums_over_tp, "is_matrices": matrix}
         if place.expert:
             marks |= {"moe": True, "name": EXPERTS}
         group = groups.setdefault(key, {"params": [], "lr": lr, "weight_decay": decay, **marks})

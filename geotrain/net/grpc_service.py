@@ -33,6 +33,8 @@ from geotrain.net.resumable_uploads import ResumableUploads
 from geotrain.net.rpc import ListenError
 from geotrain.net.server_thread import ServerThread
 from geotrain.outer.messages import (
+    Answer,
+    AnswerWanted,
     Finished,
     Join,
     Lease,
@@ -228,10 +230,15 @@ class GrpcService:
     async def _pull(self, request: bytes, context: Any) -> None:
         pull = wire.unpack(request, rpc.Pull)
         self._check_speaker(context, self.server.member_role, pull.member)
-        answer = await self.server_thread.until(
-            lambda: self.server.answer(pull.member, pull.incarnation, pull.part, pull.sequence, pull.fragments),
-            min(pull.wait_s, rpc.MAX_WAIT_S),
-        )
+        asked = pull.member, pull.incarnation, pull.part, pull.sequence, pull.fragments
+        wanted = AnswerWanted(pull.member, pull.incarnation, pull.sequence, pull.fragments)
+
+        def looked_for() -> Answer | AnswerWanted | None:
+            return wanted if self.server.lacks_answer(*asked) else self.server.answer(*asked)
+
+        wait_s = min(pull.wait_s, rpc.MAX_WAIT_S)
+        while (answer := await self.server_thread.until(looked_for, wait_s)) is wanted:
+            await self.server_thread.say(wanted)
         message = rpc.NotYet() if answer is None else answer
         header = next(wire.frames(message))
         # Chunks that the receiver has already are left out only if they are of this very answer.

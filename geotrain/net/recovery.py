@@ -7,12 +7,13 @@ import copy
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
+from geotrain.net.frozen_state import FrozenState
 from geotrain.net.journal import Journal
 from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
@@ -98,36 +99,52 @@ def _restarted(build: Callable[[], Server], server: Server) -> Server:
     return fresh
 
 
-def begin_snapshot(server: Server, journal: Journal, ended: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copy the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes.
+def begin_snapshot(
+    server: Server, store: SnapshotStore, journal: Journal, ended: bool
+) -> tuple[FrozenState, dict[str, Any]]:
+    """Freeze the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes,
+    which must be called: until then the server copies what it changes.
 
     It must be called on the server's thread, between two messages. ended: the run has ended in good order, everyone
-    having left. Raises JournalFull.
+    having left. Raises JournalFull, and StoreError where the snapshot cannot fit.
     """
     tensors, state = server.state()
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    # Without room nothing is begun: a snapshot that fails halfway would take the room that updates still find, and
+    # leave another segment of the journal behind.
+    store.check_room(sum(tensor.nbytes for tensor in tensors.values()))
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
-    for name, member in server.members.items():
-        # The state leaves out who has joined, and updates of which not all parts have arrived. A replay of the new
-        # segment needs both, so their messages are repeated at its beginning.
-        for join in member.joined.values():
-            journal.append(join)
-        if member.silent:  # to be said after the joins, since a join makes a member alive
-            journal.append(MemberSilent(name, member.incarnation))
-        for parts in member.arriving.values():
-            for part in parts.values():
-                journal.append(part)
+    for message in left_out(server):
+        journal.append(message)
     journal.flush()
-    return tensors, {"state": state, "segment": segment, "ended": ended}
+    # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
+    tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
+    frozen = FrozenState(tensors, largest_share=max(f.numel for f in server.layout.fragments) / server.layout.numel)
+    server.will_change = frozen.before_write
+    return frozen, {"state": state, "segment": segment, "ended": ended}
 
 
-def finish_snapshot(store: SnapshotStore, journal: Journal, tensors: dict[str, Tensor], meta: dict[str, Any]) -> int:
+def left_out(server: Server) -> list[Message]:
+    """The messages with which a journal that follows the state must begin, so that its replay knows what the state
+    leaves out: who had joined, and the updates of which not all parts had arrived."""
+    messages: list[Message] = []
+    for name, member in server.members.items():
+        marks = member.senders[0].marks if 0 in member.senders else {}
+        mirrors = tuple(marks.get(f, 0) for f in range(len(server.layout.fragments))) if marks else ()
+        for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent
+            messages.append(replace(join, mirrors=mirrors))
+        if member.silent:  # to be said after the joins, since a join makes a member alive
+            messages.append(MemberSilent(name, member.incarnation))
+        messages += [part for parts in member.arriving.values() for part in parts.values()]
+    return messages
+
+
+def finish_snapshot(store: SnapshotStore, journal: Journal, state: FrozenState, meta: dict[str, Any]) -> int:
     """Write the snapshot and return its number; then drop segments of the journal that no snapshot needs any more.
 
     Raises StoreError.
     """
     # An older snapshot has to be good for a recovery, too, should the newest be damaged: hence the minimum of all.
-    number = store.save(tensors, meta)
+    number = store.save(state, meta)
     journal.drop_before(min(meta["segment"] for meta in store.metas()))
     return number

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +60,7 @@ from geotrain.outer.region_server import RegionServer
 log = logging.getLogger(__name__)
 
 SNAPSHOT_RETRY_S = 30.0
+LAST_WRITE_S = 600.0  # how long a snapshot waits until the one before is written
 MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
 TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
@@ -135,6 +136,7 @@ class ServerHost:
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.stop = asyncio.Event()
         self.saving = asyncio.Lock()
+        self.writing: list[Future[int]] = []  # the last snapshot
         # A single thread: a write goes on when its caller is cancelled, and the next must wait for it.
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
 
@@ -327,30 +329,33 @@ class ServerHost:
         return (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
 
     async def _snapshot(self, ended: bool = False) -> str:
-        """Copy the state between two messages, then write the copy while the server goes on. Returns where it is.
+        """Freeze the state between two messages, then write it while the server goes on. Returns where it is.
 
         Raises StoreError.
         """
         async with self.saving:
             began_s, updates = time.monotonic(), self._updates()
             try:
-                tensors, meta = await self.server_thread.alone(partial(self._copy_state, ended))
+                writing = await self.server_thread.alone(partial(self._begin_snapshot, ended))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
-            self.carried_bytes = self.journal.segment_bytes
-            write = partial(finish_snapshot, self.store, self.journal, tensors, meta)
-            number = await asyncio.get_running_loop().run_in_executor(self.disk, write)
+            number = await asyncio.shield(asyncio.wrap_future(writing))
             self.saved_updates, self.saved_s = updates, began_s
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
             if self.uploader is not None:
                 self.uploader.wake()
             return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
-    def _copy_state(self, ended: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        # Without room nothing is begun: a snapshot that fails halfway would take the room that updates still find,
-        # and leave another segment of the journal behind.
-        self.store.check_room(sum(tensor.nbytes for tensor in self.server.state()[0].values()))
-        return begin_snapshot(self.server, self.journal, ended)
+    def _begin_snapshot(self, ended: bool) -> Future[int]:
+        """Freeze the state, on the server's thread. It is written even if the caller is cancelled: what is frozen and
+        never written would be copied in vain."""
+        # One snapshot at a time: the one before may still be written, if its caller was cancelled.
+        if wait(self.writing, timeout=LAST_WRITE_S).not_done:
+            raise StoreError(f"{self.folder}: the snapshot before is still being written")
+        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended)
+        self.carried_bytes = self.journal.segment_bytes
+        self.writing = [self.disk.submit(finish_snapshot, self.store, self.journal, frozen, meta)]
+        return self.writing[0]
 
     def _updates(self) -> int:
         return sum(member.updates for member in self.server.members.values())

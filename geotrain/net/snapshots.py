@@ -1,7 +1,7 @@
 """Snapshots of a server's state. Each is a folder that exists either whole or not at all.
 
     <folder>/<number>/meta.json            the JSON part of the state, with the length and checksum of every file
-    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading need no second copy
+    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading go piece by piece
 
 `Server.state()` names the tensors. `fragment.<i>.x` is the fp32 vector of fragment i, which export reads.
 """
@@ -15,9 +15,10 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,16 @@ from torch import Tensor
 
 from geotrain.files import make_folder, sync
 from geotrain.layout import Layout, LayoutError
+from geotrain.net.frozen_state import PIECE_BYTES, FrozenState
 
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
 DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 KINDS = {name: dtype for dtype, name in DTYPES.items()}
+DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)  # what damage can look like
 HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
-STEP_BYTES = 16 << 20  # so much is checksummed and written at once
 
 
 class StoreError(OSError):
@@ -79,17 +82,25 @@ class SnapshotStore:
         self.folder, self.keep = folder, keep
         self._kept: set[int] = set()  # numbers of snapshots that are in use, and must not be dropped
 
-    def save(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> int:
-        """Write the next snapshot, delete the oldest beyond `keep`, and return its number. Raises StoreError."""
-        numbers = self.numbers()
-        number = max(numbers, default=0) + 1
+    def save(self, state: FrozenState, meta: dict[str, Any]) -> int:
+        """Write the next snapshot, delete the oldest beyond `keep`, and return its number. The state is closed
+        afterwards. Raises StoreError."""
+        with closing(state):
+            numbers = self.numbers()
+            number = max(numbers, default=0) + 1
+            self._write(number, state, meta)
+        for old in set((*numbers, number)[: -self.keep]) - self._kept:
+            shutil.rmtree(self.path(old), ignore_errors=True)
+        return number
+
+    def _write(self, number: int, state: FrozenState, meta: dict[str, Any]) -> None:
         final, temporary = self.path(number), self.folder / f".{number:08d}.partial"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             make_folder(temporary)
-            files = {name: _write_tensor(temporary / _file(name), tensor) for name, tensor in tensors.items()}
+            files = {name: _write_tensor(temporary / _file(name), name, state) for name in state.names()}
             body = json.dumps({"files": files, "meta": meta}).encode()
-            _write(temporary / META, b"%08x\n" % zlib.crc32(body), body)
+            _write(temporary / META, (b"%08x\n" % zlib.crc32(body), body))
             # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
             sync(temporary)
             temporary.rename(final)
@@ -100,9 +111,6 @@ class SnapshotStore:
                 f"{final}: the snapshot cannot be written: {error.strerror or error}; "
                 "the older ones are whole; make room or repair the disk"
             ) from error
-        for old in set((*numbers, number)[: -self.keep]) - self._kept:
-            shutil.rmtree(self.path(old), ignore_errors=True)
-        return number
 
     def check_room(self, state_bytes: int) -> None:
         """Raises StoreError, as for a full disk, if a snapshot of so many bytes cannot fit."""
@@ -137,14 +145,14 @@ class SnapshotStore:
         return snapshot
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
-        """The newest whole snapshot, None if there is none, and sentences on what is wrong with newer ones.
+        """The newest whole snapshot, None if there is none, and sentences on what is wrong with it or newer ones.
 
         names: read only these tensors. Raises StoreError if the folder cannot be read.
         """
         faults: list[str] = []
         for number in reversed(self.numbers()):
             try:
-                return _load(self.path(number), number, names), faults
+                return _load(self.path(number), number, names, faults), faults
             except DamagedSnapshot as error:
                 faults.append(f"{self.path(number)}: damaged, passed over: {error}")
         return None, faults
@@ -189,17 +197,27 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def _load(folder: Path, number: int, names: tuple[str, ...] | None = None) -> Snapshot:
-    """Read a snapshot. names: read only these tensors.
+def _load(
+    folder: Path, number: int, names: tuple[str, ...] | None = None, faults: list[str] | None = None
+) -> Snapshot:
+    """Read a snapshot. names: read only these tensors. faults: gets a sentence for each damaged tensor that a server
+    can do without (`DISPENSABLE`), which is left out; None: there may be none.
 
     Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable.
     """
     try:
         saved = checked_meta((folder / META).read_bytes())
         wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
-        tensors = {name: _read(folder / _file(name), *stated) for name, stated in wanted.items()}
+        tensors = {}
+        for name, stated in wanted.items():
+            try:
+                tensors[name] = _read(folder / _file(name), *stated)
+            except UNREADABLE as error:
+                if faults is None or not name.startswith(DISPENSABLE):
+                    raise
+                faults.append(f"{folder / _file(name)}: damaged ({error}): that member's next weights go whole")
         return Snapshot(number, tensors, saved["meta"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except UNREADABLE as error:
         raise DamagedSnapshot(str(error)) from error
 
 
@@ -219,29 +237,23 @@ def _file(tensor: str) -> str:
     return f"{tensor}.safetensors"
 
 
-def _write_tensor(path: Path, tensor: Tensor) -> tuple[int, int]:
-    """Write a 1-D tensor as a safetensors file. Returns (bytes, crc32) of the file."""
-    header = {
-        "tensor": {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [0, tensor.numel() * tensor.element_size()],
-        }
-    }
+def _write_tensor(path: Path, name: str, state: FrozenState) -> tuple[int, int]:
+    """Write a tensor of the state as a safetensors file. Returns (bytes, crc32) of the file."""
+    dtype, shape = state.kinds[name]
+    data_bytes = prod(shape) * dtype.itemsize
+    header = {"tensor": {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [0, data_bytes]}}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
-    return _write(path, struct.pack("<Q", len(text)) + text, _bytes_of(tensor.detach().contiguous()))
+    return _write(path, chain((struct.pack("<Q", len(text)) + text,), state.pieces(name)))
 
 
-def _write(path: Path, *pieces: bytes | memoryview) -> tuple[int, int]:
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
     """Write a new file, which is on disk when this returns. Returns (bytes, crc32) of it."""
     size = crc = 0
     with path.open("xb") as file:
         for piece in pieces:
-            for start in range(0, len(piece), STEP_BYTES):  # a piece just checksummed is copied from the cache
-                step = piece[start : start + STEP_BYTES]
-                crc = zlib.crc32(step, crc)
-                size += file.write(step)
+            crc = zlib.crc32(piece, crc)
+            size += file.write(piece)
         file.flush()
         os.fsync(file.fileno())
     return size, crc
@@ -264,8 +276,8 @@ def _read(path: Path, size: int, crc: int) -> Tensor:
             raise DamagedSnapshot(f"{path.name}: its header does not fit its size")
         tensor = torch.empty(stated["shape"], dtype=dtype)
         data = _bytes_of(tensor)
-        for start in range(0, len(data), STEP_BYTES):
-            piece = data[start : start + STEP_BYTES]
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
             if file.readinto(piece) != len(piece):
                 raise DamagedSnapshot(f"{path.name} ends early")
             found = zlib.crc32(piece, found)

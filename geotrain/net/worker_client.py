@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from geotrain.layout import numel
@@ -68,6 +68,7 @@ class WorkerClient:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
         # Called, on the thread inside, with the sequence of each update that the server has applied.
         self.on_acknowledged: Callable[[int], None] = lambda sequence: None
+        self.mirrors: Callable[[], tuple[int, ...]] = tuple  # gives the marks for a join in the same life
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
@@ -208,7 +209,7 @@ class WorkerClient:
             link, join = self._link, self._join
             assert link is not None
             assert join is not None
-            welcome = await link.join(join)
+            welcome = await link.join(replace(join, mirrors=self.mirrors()))
             if welcome.sequence <= self._applied:
                 raise ServerForgot(
                     f"{self.address} expects update {welcome.sequence} of {join.member}, but had acknowledged "

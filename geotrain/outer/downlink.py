@@ -3,11 +3,16 @@
 With a lossy codec both ends keep a *mirror*, the vector that the receiver has after decoding everything sent so far.
 The sender codes the difference between its weights and the mirror, then decodes its own payload into the mirror, as
 the receiver will. What coding lost is therefore part of the next difference: error feedback without a residual.
+
+Each end also keeps a *mark* of its mirror, which follows from all that went into it. So after a restart of either end
+both know whether the mirrors are still equal; if they are not, the next weights go whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +28,7 @@ Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
 
 # Precise enough to carry weights themselves. Coarser formats spend their few levels on the much smaller changes.
 ABSOLUTE = ("fp32", "bf16")
+MARK_BYTES = 1 << 18  # so much of a payload, spread over it, goes into a mark
 VALIDATION_CODEC = codec_config("bf16")
 
 
@@ -40,7 +46,7 @@ def sends_changes(config: CodecConfig) -> bool:
 
 class _Mirror:
     """What both ends of a way down keep. mirror: fragment → fp32 vector that the receiver has of it (empty for codecs
-    that carry whole weights)."""
+    that carry whole weights). marks: fragment → mark of the mirror."""
 
     def __init__(self, config: CodecConfig) -> None:
         self.changes = sends_changes(config)
@@ -48,27 +54,55 @@ class _Mirror:
         # The first weights go whole, and exactly: there is nothing yet that they could be a change of.
         self.plain = make_codec(codec_config("fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
+        self.marks: dict[int, int] = {}
+
+    def _note(self, weights: FragmentWeights) -> FragmentWeights:
+        """The mirror holds these weights now."""
+        before = self.marks.get(weights.fragment, 0) if weights.increment else 0
+        self.marks[weights.fragment] = mark(weights, before)
+        return weights
+
+
+def mark(weights: FragmentWeights, before: int) -> int:
+    """The mark of a mirror into which these weights have gone. before: its mark before them; 0: it was empty.
+
+    It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own."""
+    sample = weights.payload[:: 1 + len(weights.payload) // MARK_BYTES]
+    return (weights.version + 1 << 32 | zlib.crc32(sample, before & 0xFFFFFFFF)) & (1 << 63) - 1
 
 
 class WeightsSender(_Mirror):
-    """The server's end, for one part of one member."""
+    """The server's end, for one part of one member. before: fragment → the mark before the last weights of it."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__(config)
+        self.before: dict[int, int] = {}
 
     def encode(self, fragment: int, version: int, held: Tensor) -> FragmentWeights:
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
 
         held: the receiver's elements of the fragment, fp32, 1-D. With changes, every message must be delivered, once
-        and in order, or the two mirrors differ; a member that lost one joins again and gets a new sender.
+        and in order, or the two mirrors differ; for a member that lost one, `matches` is false.
         """
         what = f"weights of fragment {fragment}"
+        self.before[fragment] = self.marks.get(fragment, 0)
         if fragment in self.mirror:
             mirror, seed = self.mirror[fragment], rounding_seed(version, fragment)
             # The codec encodes anchor − values, so this is the change: weights now minus what the receiver has.
             payload = self.codec.encode(mirror, anchor=held, seed=seed, what=what).payload
             self.codec.decode_accumulate(payload, mirror)
-            return FragmentWeights(fragment, version, to_bytes(payload), increment=True)
-        if self.changes:
-            self.mirror[fragment] = held.clone()
-        return FragmentWeights(fragment, version, to_bytes(self.plain.encode(held, what=what).payload))
+            return self._note(FragmentWeights(fragment, version, to_bytes(payload), increment=True))
+        whole = FragmentWeights(fragment, version, to_bytes(self.plain.encode(held, what=what).payload))
+        if not self.changes:
+            return whole
+        self.mirror[fragment] = held.clone()
+        return self._note(whole)
+
+    def matches(self, marks: Sequence[int], frozen: Collection[int]) -> bool:
+        """Whether a receiver with these marks has what this mirror holds, or will have it once it was given the last
+        weights of fragments that are still frozen in an answer."""
+        good = {f: {mine, self.before[f]} if f in frozen else {mine} for f, mine in self.marks.items()}
+        return any(marks) and all(f < len(marks) and marks[f] in good[f] for f in good)
 
 
 class WeightsReceiver(_Mirror):
@@ -92,11 +126,22 @@ class WeightsReceiver(_Mirror):
         if weights.increment:
             mirror = self.mirror[weights.fragment]
             codec.decode_accumulate(payload, mirror, checked=True)
+            self._note(weights)
             return mirror
         vector = codec.decode(payload, numel, checked=True)
         if self.changes:
             self.mirror[weights.fragment] = vector
+            self._note(weights)
         return vector
+
+    def marks_of(self, fragments: int) -> tuple[int, ...]:
+        """The marks of all fragments, for a join; 0: nothing is here. Empty where weights travel whole."""
+        return tuple(self.marks.get(f, 0) for f in range(fragments)) if self.changes else ()
+
+    def clear(self) -> None:
+        """Forget everything: the next weights must be whole."""
+        self.mirror.clear()
+        self.marks.clear()
 
     def _codec_of(self, weights: FragmentWeights) -> Codec:
         if weights.increment and (not self.changes or weights.fragment not in self.mirror):
@@ -130,7 +175,12 @@ def to_bytes(payload: Tensor) -> bytes:
     return payload.cpu().numpy().tobytes()
 
 
+# Payloads are only read, so a tensor over a message's memory need not be writable. torch warns once, here.
+with warnings.catch_warnings(action="ignore"):
+    torch.frombuffer(b"0", dtype=torch.uint8)
+
+
 def from_bytes(payload: bytes) -> Tensor:
-    """A message's payload as a tensor (uint8, 1-D, CPU), copied: torch wants writable memory, and bytes are not.
+    """A message's payload as a tensor (uint8, 1-D, CPU) over the same memory, which must not be written to.
     `frombuffer` refuses an empty buffer, which a part that holds nothing of a fragment sends."""
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

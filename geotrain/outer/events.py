@@ -32,6 +32,13 @@ class Joined(Event):
     incarnation: Annotated[str, "names this life of the member"]
 
 
+class SentWhole(Event):
+    """What a member says that it holds is not what this server remembers having sent to it, as after the loss of a
+    disk or of a mirror's file: its next answers go whole instead of as coded changes."""
+
+    member: MemberName
+
+
 class Left(Event):
     """A member has left in good order."""
 

@@ -116,15 +116,9 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        name: str,
-        outer: OuterConfig,
-        rank: Rank,
-        weights: Weights,
-        client: Client,
-        fragments: int,
+        self, name: str, outer: OuterConfig, rank: Rank, weights: Weights, client: Client, fragments: int,
         clock: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.overlap, self.clock = name, outer.overlap, clock
         self.in_rounds = outer.rule.synchronous  # the servers wait for every worker's delta: none may be left out
         self.rank, self.weights, self.client = rank, weights, client

@@ -41,16 +41,10 @@ class GlobalServer(Server):
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        layout: Layout,
-        config: OuterConfig,
-        regions: dict[str, tuple[str, ...]],
-        train_samples: int,
-        samples_per_step: int,
-        validate_every_samples: int | None = None,
+        self, identity: Identity, layout: Layout, config: OuterConfig, regions: dict[str, tuple[str, ...]],
+        train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
         sample_tokens: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
         self.members_of = regions if config.flat else {name: (name,) for name in regions}  # region → its members here

@@ -7,15 +7,18 @@ a reason that tells the operator of the other end what to do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout, LayoutError, numel
 from geotrain.outer.codec import Codec
-from geotrain.outer.downlink import WeightsSender, sends_changes
+from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes, to_bytes
 from geotrain.outer.messages import FragmentWeights, Identity, Join, Refused, UpdatePart
 
 MOST_METRICS = 64  # of an update
@@ -28,7 +31,7 @@ MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every
 # server.
 SAVED = (
     *("incarnation", "former", "restarts", "barred", "sequence", "job", "updates", "left", "silent"),
-    *("quarantined", "refused", "offences", "fault", "step_s"),
+    *("quarantined", "refused", "offences", "fault", "step_s", "metrics"),
 )
 
 
@@ -90,14 +93,19 @@ class Member:
             if {weights.fragment for weights in self.answers[sequence][0]} & fragments:
                 del self.answers[sequence]
 
-    def begin_life(self, incarnation: str) -> None:
+    def begin_life(self, incarnation: str, keeps_mirrors: bool) -> None:
         """It joins with a new incarnation. The old one is remembered, so that a process that was only cut off, and
-        not dead, cannot come back beside its successor."""
+        not dead, cannot come back beside its successor.
+
+        keeps_mirrors: it has what it was sent in its former life, and is owed the answers that are frozen.
+        """
         if self.incarnation:
             self.former.append(life_digest(self.incarnation))
             self.restarts += 1
         self.incarnation, self.left = incarnation, False
-        self.forget()
+        self.forget_joins()
+        if not keeps_mirrors:
+            self.forget_sent()
 
     def has_sent(self, fragment: int, job: int) -> bool:
         """Whether a delta of this fragment came in this job of a worker already. Regions' updates are of no job."""
@@ -105,8 +113,51 @@ class Member:
 
     def forget(self) -> None:
         """Drop all that belongs to one life: joins, half-arrived updates, frozen answers. It has to join again."""
-        for table in (self.joined, self.arriving, self.admitted, self.awaiting, self.answers, self.senders):
+        self.forget_joins()
+        self.forget_sent()
+
+    def forget_joins(self) -> None:
+        for table in (self.joined, self.arriving, self.admitted):
             table.clear()
+
+    def forget_sent(self) -> None:
+        """What it holds is not known any more: its answers are frozen anew, with whole weights."""
+        for table in (self.awaiting, self.answers, self.senders):
+            table.clear()
+
+    def holds_what_was_sent(self, marks: Sequence[int]) -> bool:
+        """Whether the next weights may be changes of what it was sent. marks: of its join."""
+        frozen = {weights.fragment for parts in self.answers.values() for weights in parts[0]}
+        return 0 in self.senders and self.senders[0].matches(marks, frozen)
+
+    def sent_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """What it was sent, where weights travel as changes (such a member has one part): (mirrors, frozen payloads;
+        JSON data or None). name: of the member."""
+        if 0 not in self.senders or not self.senders[0].changes:
+            return {}, None
+        sender, answers = self.senders[0], []
+        tensors = {f"held.{name}.{f}": mirror for f, mirror in sender.mirror.items()}
+        for sequence, parts in self.answers.items():
+            tensors.update({f"answer.{name}.{sequence}.{w.fragment}": from_bytes(w.payload) for w in parts[0]})
+            frozen = [[w.fragment, w.version, w.increment] for w in parts[0]]
+            answers.append([sequence, sorted(self.awaiting.get(sequence, ())), frozen])
+        return tensors, {"marks": [[f, m, sender.before[f]] for f, m in sender.marks.items()], "answers": answers}
+
+    def load_sent(self, name: str, down: CodecConfig, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+        """The counterpart of `sent_state`. down: codec of its link. If a tensor is missing, nothing is loaded."""
+        sender, answers, awaiting = WeightsSender(down), {}, {}
+        try:
+            for f, sender.marks[f], sender.before[f] in saved["marks"]:
+                sender.mirror[f] = tensors[f"held.{name}.{f}"]
+            for sequence, waiting, frozen in saved["answers"]:
+                payloads = [to_bytes(tensors[f"answer.{name}.{sequence}.{f}"]) for f, _, _ in frozen]
+                weights = [FragmentWeights(f, v, p, i) for (f, v, i), p in zip(frozen, payloads, strict=True)]
+                answers[sequence] = {0: weights}
+                if waiting:
+                    awaiting[sequence] = set(waiting)
+        except KeyError:
+            return
+        self.parts, self.senders, self.answers, self.awaiting = 1, {0: sender}, answers, awaiting
 
     def offend(self, fault: str, window: int) -> int:
         """One of its updates was refused. Returns how many of its last `window` updates were."""
@@ -119,13 +170,12 @@ class Member:
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
         came = [[fragment, job] for fragment, job in sorted(self.came.items())]
-        return {**{name: getattr(self, name) for name in SAVED}, "owed": sorted(self.owed), "came": came}
+        return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        state = {"restarts": len(state["former"]), "step_s": 0.0, **state}  # older snapshots have neither
+        state = {"restarts": len(state["former"]), "step_s": 0.0, "metrics": {}, **state}  # older ones have none
         for name in SAVED:
-            saved = state[name]
-            setattr(self, name, list(saved) if isinstance(saved, list) else saved)  # share no list with the state
+            setattr(self, name, copy(state[name]))  # share no list with the state
         self.owed = set(state["owed"])
         self.came = {fragment: job for fragment, job in state.get("came", ())}  # older snapshots have none
 

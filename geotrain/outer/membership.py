@@ -8,7 +8,8 @@ from math import inf
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout
-from geotrain.outer.events import Event, Joined, Left, Pardoned, Quarantined, UpdateRefused
+from geotrain.outer.downlink import sends_changes
+from geotrain.outer.events import Event, Joined, Left, Pardoned, Quarantined, SentWhole, UpdateRefused
 from geotrain.outer.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
 from geotrain.outer.member import (
     Member,
@@ -43,14 +44,9 @@ class Membership(ABC):
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        layout: Layout,
-        rule: Rule,
-        members: tuple[str, ...],
-        down: CodecConfig,
+        self, identity: Identity, layout: Layout, rule: Rule, members: tuple[str, ...], down: CodecConfig,
         limits: LimitsConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.identity, self.layout, self.rule, self.down, self.limits = identity, layout, rule, down, limits
         self.incarnation = ""  # names this life of the server; its process sets it, since drawing it is not pure
         self.members = {name: Member() for name in members}
@@ -118,9 +114,14 @@ class Membership(ABC):
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
             check_cover(join.member, joined, self.layout)
+        known = member.holds_what_was_sent(join.mirrors) if sends_changes(self.down) else not new
+        if not known and any(join.mirrors):
+            self._events.append(SentWhole(join.member))
         if new:
-            member.begin_life(join.incarnation)
+            member.begin_life(join.incarnation, known)
             self._begin_life(join)
+        elif not known and member.senders:
+            member.forget_sent()
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
         member.parts, member.joined, member.silent = parts, joined, False
         self.data = self.data or join.data

@@ -54,6 +54,7 @@ class Join:
     needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive.
     leases: leases that a region server still answers for (granted or trained, not yet committed).
     data: sha256 of the training data; "" when it is not known here.
+    mirrors: marks of what it was last sent of each fragment, where weights travel as changes (see `outer.downlink`).
     """
 
     run: str
@@ -68,6 +69,18 @@ class Join:
     holds: tuple[tuple[StridedSlice, ...], ...]
     leases: tuple[int, ...] = ()
     data: str = ""
+    mirrors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnswerWanted:
+    """A member asks for the answer to its update `sequence` (0: to its join), of these fragments, and none is frozen.
+    A message, because what is sent to a member must follow from the journal."""
+
+    member: str
+    incarnation: str
+    sequence: int
+    fragments: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -134,8 +147,9 @@ class Answer:
     """Weights for one part of a member, in answer to its update `sequence` (0: to its join).
 
     An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it.
-    life: of the server that froze it. One life gives all parts the same versions. A restarted server has lost the
-    frozen answers and makes new ones of newer weights, so the ranks of a worker must not mix those of two lives.
+    life: of the server that gives it. One life gives all parts the same versions. A restarted server has lost the
+    answers with whole weights and makes new ones of newer weights, so the ranks of a worker must not mix those of two
+    lives.
     """
 
     sequence: int
@@ -265,23 +279,9 @@ class RunComplete:
 
 
 Message = (
-    Join
-    | Welcome
-    | UpdatePart
-    | Answer
-    | LeaseRequest
-    | Lease
-    | Finished
-    | Release
-    | Trained
-    | Leave
-    | MemberSilent
-    | Validated
-    | OperatorCommand
-    | UpdateRejected
-    | LiftQuarantine
-    | RunComplete
-)
+    Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
+    | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,9 @@ class RegionServer(Server):
     rule: RegionRule
 
     def __init__(
-        self,
-        name: str,
-        identity: Identity,
-        layout: Layout,
-        config: OuterConfig,
-        rule: RegionRule,
-        workers: tuple[str, ...],
-        validates: bool = False,
-    ) -> None:
+        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, rule: RegionRule,
+        workers: tuple[str, ...], validates: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits)
         self.up_codec = make_codec(config.up)
         self.downlink = WeightsReceiver(config.down)
@@ -142,7 +136,7 @@ class RegionServer(Server):
         whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
         i = self.identity
         names = i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation
-        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data)
+        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, self.downlink.marks_of(len(whole)))
 
     def _answered_for(self) -> tuple[int, ...]:
         """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
@@ -195,18 +189,17 @@ class RegionServer(Server):
         restart. What it holds is given up, and its data goes back to be trained again: in synchronous rounds by the
         same workers, for whose deltas the round waits.
         """
-        if not self.in_flight:  # it was said twice
-            return
-        if self.rule.in_rounds:
-            self._begin_round_again([u for s, u in self.in_flight.items() if s >= rejected.sequence])
-        self._start_over(rejected.reason)
+        untaken = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
+        if self.rule.in_rounds and untaken:
+            self._begin_round_again(untaken)
+        if untaken:  # otherwise it was said twice
+            self._start_over(rejected.reason)
 
     def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
         """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
-        those that wait here for other workers'. Leases whose training that was are the workers' again.
-
-        A worker of which any was taken finds its acknowledged update unknown when it joins: so it begins a new life,
-        with the first job that is not trained.
+        those that wait here for other workers'. Leases whose training that was are the workers' again. A worker that
+        is concerned finds its acknowledged update unknown when it joins: so it begins a new life, with the first job
+        that is not trained.
         """
         refused = {delta.fragment for update in untaken for delta in update.deltas}
         again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
@@ -230,9 +223,9 @@ class RegionServer(Server):
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
-        for table in (self.in_flight, self.trained, self.residuals, self.downlink.mirror):
+        for table in (self.in_flight, self.trained, self.leases.up, self.residuals):
             table.clear()
-        self.leases.up.clear()
+        self.downlink.clear()
         for name, member in self.members.items():
             member.forget()
             member.owed.clear()
@@ -282,6 +275,7 @@ class RegionServer(Server):
             for weights, vector in zip(answer.weights, vectors, strict=True):
                 self.global_versions[weights.fragment] = weights.version
                 state = self.fragments[weights.fragment]
+                self.will_change(*state.vectors())
                 self.answer_members(self.rule.on_global_weights(state, vector), weights.fragment)
         size = sum(len(weights.payload) for weights in answer.weights)
         self._events.append(Merged(answer.sequence, list(self.global_versions), size))
@@ -384,6 +378,7 @@ class RegionServer(Server):
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
+            "marks": {str(f): mark for f, mark in self.downlink.marks.items()},
             **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
@@ -399,6 +394,8 @@ class RegionServer(Server):
         for table, prefix in ((self.residuals, "residual."), (self.downlink.mirror, "mirror.")):
             table.clear()
             table.update({int(k.removeprefix(prefix)): v for k, v in tensors.items() if k.startswith(prefix)})
+        # Older snapshots have no marks: then the next global weights come whole.
+        self.downlink.marks = {int(f): mark for f, mark in saved.get("marks", {}).items()}
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
         self._over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
         self.first_versions = list(saved["first_versions"])
@@ -436,6 +433,7 @@ class RegionServer(Server):
             if fragment not in self.residuals:
                 self.residuals[fragment] = torch.zeros_like(delta)
             residual = self.residuals[fragment]
+            self.will_change(residual)
         try:
             seed = rounding_seed(self.name, 0, self.sequence, fragment)
             return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
@@ -452,6 +450,8 @@ class RegionServer(Server):
             raise Refused(f"{self.name}: fragment {weights.fragment} of the global server: {error}") from None
 
     def decode_weights(self, weights: FragmentWeights) -> Tensor:
+        if weights.fragment in self.downlink.mirror:
+            self.will_change(self.downlink.mirror[weights.fragment])
         return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)
 
     # -- inside
@@ -469,6 +469,7 @@ class RegionServer(Server):
         for fragment, state in enumerate(self.fragments):
             if not self.rule.may_send(state, flush=self.idle):
                 continue
+            self.will_change(*state.vectors())
             delta, weight = self.rule.take_progress(state)
             self.sequence += 1
             payload = self.encode_progress(fragment, delta)
@@ -483,15 +484,9 @@ class RegionServer(Server):
             # Metrics of those who are at work; at the end, when all have left, of everybody.
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
             update = UpdatePart(
-                self.name,
-                self.incarnation,
-                self.sequence,
-                0,
-                (sent,),
-                weight=weight,
-                leases=leases,
+                self.name, self.incarnation, self.sequence, 0, (sent,), weight=weight, leases=leases,
                 metrics=mean_metrics([member.metrics for member in here]),
-            )
+            )  # fmt: skip
             self.in_flight[self.sequence] = update
             self._sends.append(Send(GLOBAL, update))
             self._events.append(SentUp(update.sequence, [fragment], weight, len(payload)))

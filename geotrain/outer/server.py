@@ -11,6 +11,7 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
@@ -21,13 +22,14 @@ from torch import Tensor
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.layout import Layout, LayoutError, gather, numel, scatter
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import FrozenWeights, WeightsSender, from_bytes
+from geotrain.outer.downlink import FrozenWeights, WeightsSender, from_bytes, sends_changes
 from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.limits import NormLimits, norm
 from geotrain.outer.member import Member, check_part, check_round, outline
 from geotrain.outer.membership import Membership
 from geotrain.outer.messages import (
     Answer,
+    AnswerWanted,
     FragmentDelta,
     FragmentWeights,
     Identity,
@@ -80,17 +82,9 @@ class Server(Membership):
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
 
     def __init__(
-        self,
-        name: str,
-        member_role: Literal["region", "worker"],
-        identity: Identity,
-        layout: Layout,
-        rule: Rule,
-        members: tuple[str, ...],
-        up: CodecConfig,
-        down: CodecConfig,
-        limits: LimitsConfig,
-    ) -> None:
+        self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
+        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
+    ) -> None:  # fmt: skip
         super().__init__(identity, layout, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
@@ -100,6 +94,8 @@ class Server(Membership):
         self.frozen: FrozenWeights | None = None  # the global weights that a worker evaluates at present
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(layout.fragments), len(members)) if judged else None
+        # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
+        self.will_change: Callable[..., None] = lambda *tensors: None
         self._sends: list[Send] = []  # what `handle` is about to return
 
     def handle(self, message: Message) -> Handled:
@@ -118,6 +114,8 @@ class Server(Membership):
                 return self._on_part(message)
             case Join():
                 return self._on_join(message)
+            case AnswerWanted():
+                return self._on_answer_wanted(message)
             case Leave():
                 return self._on_leave(message)
             case MemberSilent():
@@ -225,23 +223,40 @@ class Server(Membership):
 
         fragments: those of the update. All parts get the same versions, however late they ask: ranks may hold copies
         of one parameter, which would differ if each got the newest version.
+
+        Where `lacks_answer`, it is frozen now. Whoever keeps a journal says `AnswerWanted` before.
         """
-        member = self.current(name, incarnation, part)
-        if part not in member.joined or not set(fragments) <= set(range(len(self.layout.fragments))):
-            raise Refused(f"{name}: no part {part}, or no fragments {list(fragments)}")
+        if self.lacks_answer(name, incarnation, part, sequence, fragments):
+            self.handle(AnswerWanted(name, incarnation, sequence, fragments))
+        member = self.members[name]
+        if sequence not in member.answers or member.awaiting.get(sequence):
+            return None  # no weights yet, or the update's other parts, or those of others, are still on their way
+        return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
+
+    def lacks_answer(self, name: str, life: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
+        """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
+        member = self.current(name, life, part)
+        known = set(range(len(self.layout.fragments)))
+        if part not in member.joined or sequence < 0 or not set(wanted) <= known:
+            raise Refused(f"{name}: no part {part}, update {sequence} or fragments {list(wanted)}")
         if not self.fragments or sequence > member.sequence:
-            return None  # no weights yet, or the update's other parts are still on their way
+            return False
+        return sequence not in member.answers or bool(member.awaiting.get(sequence, set()) - member.owed)
+
+    def _on_answer_wanted(self, wanted: AnswerWanted) -> None:
+        name, sequence = wanted.member, wanted.sequence
+        member = self.current(name, wanted.incarnation)
+        if not self.lacks_answer(name, wanted.incarnation, min(member.joined), sequence, wanted.fragments):
+            return  # another part has asked
         if sequence not in member.answers:
-            # A restarted server has lost its answers and makes new ones here. A member has one answer a fragment to
-            # ask for; more are old, and would make the server hold weights without bound.
+            # A member has one answer a fragment to ask for; more would make the server hold weights without bound.
             if len(member.answers) > len(self.fragments):
                 raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
-            member.begin_answer(sequence, set(fragments))
-            for fragment in sorted(set(fragments) - member.owed):
-                self._freeze(member, sequence, fragment)
-        if member.awaiting.get(sequence):
-            return None
-        return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
+            if sequence == 0:  # it begins anew
+                member.senders.clear()
+            member.begin_answer(sequence, set(wanted.fragments))
+        for fragment in sorted(member.awaiting[sequence] - member.owed):
+            self._freeze(member, sequence, fragment)
 
     # -- validation of the global weights
 
@@ -271,13 +286,16 @@ class Server(Membership):
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON data). Joins, answers and half-arrived updates are left out: members say or ask again."""
+        """(tensors, JSON data). Joins, half-arrived updates and whole weights that were frozen are left out: members
+        say or ask again. Where weights travel as changes, what each member was sent is in it."""
         saved = [fragment.state(f"fragment.{i}.") for i, fragment in enumerate(self.fragments)]
-        return {name: tensor for tensors, _ in saved for name, tensor in tensors.items()}, {
+        sent = {name: member.sent_state(name) for name, member in self.members.items()}
+        return {name: tensor for tensors, _ in (*saved, *sent.values()) for name, tensor in tensors.items()}, {
             "layout_digest": self.layout.digest,
             "data": self.data,
             "fragments": [plain for _, plain in saved],
             "members": {name: member.state() for name, member in self.members.items()},
+            "sent": {name: saved for name, (_, saved) in sent.items() if saved is not None},
             "norms": self.norms.state() if self.norms else None,
         }
 
@@ -293,6 +311,9 @@ class Server(Membership):
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
+        for name, saved in meta.get("sent", {}).items():  # older snapshots have none
+            if name in self.members and sends_changes(self.down):
+                self.members[name].load_sent(name, self.down, tensors, saved)
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
@@ -321,7 +342,7 @@ class Server(Membership):
             member = self.members[name]
             member.owed.discard(fragment)
             waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
-            if waiting:
+            if waiting and member.complete:  # else it asks when it has joined this life of the server
                 self._freeze(member, min(waiting), fragment)
 
     # -- between tensors and payloads (timing-only simulations have neither)
@@ -356,6 +377,8 @@ class Server(Membership):
         held = gather(state.x, member.joined[part].holds[fragment])
         if part not in member.senders:
             member.senders[part] = WeightsSender(self.down)
+        if fragment in member.senders[part].mirror:
+            self.will_change(member.senders[part].mirror[fragment])
         return member.senders[part].encode(fragment, state.version, held)
 
     # -- inside
@@ -390,6 +413,7 @@ class Server(Membership):
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
+                self.will_change(*state.vectors())
                 names = self.rule.on_delta(state, name, delta, first.weight)
             self.answer_members(names, fragment)
         staleness = max(member.staleness[fragment] for fragment in fragments)

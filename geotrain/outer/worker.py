@@ -199,6 +199,10 @@ class WorkerRank:
             shard.done = self.staging.mark()
         return fetched
 
+    def mirrors(self) -> tuple[int, ...]:
+        """Marks of what this rank was last sent, for a join."""
+        return self.downlink.marks_of(len(self.shards))
+
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         """The result of `call`, called once all deltas made so far have their results."""
         return self.staging.when_fetched(call)

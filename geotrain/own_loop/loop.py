@@ -206,7 +206,7 @@ class OuterLoop:
         """
         indices = self.indices(None if data is None else len(data), parts)
         source: Any = RunSamples(self.run) if data is None else data
-        loader: Any = DataLoader(source, batch_sampler=indices, **options)  # type: ignore[arg-type]
+        loader: Any = DataLoader(source, batch_sampler=indices, **options)
         trained = self._steps
         for given, batch in enumerate(loader):
             if given // parts != self._steps - trained:

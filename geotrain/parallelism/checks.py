@@ -122,16 +122,6 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
             raise ConfigError(
                 f"deepspeed.zero_optimization.{key} = false does not go with parallel.expert; leave it out"
             )
-    if "offload_optimizer" in zero:
-        raise ConfigError(
-            f"deepspeed.zero_optimization.offload_optimizer does not go with parallel.expert = {ep}: DeepSpeed's "
-            "gradient norm on the host leaves out other ranks' experts; take out one of the two"
-        )
-    if trains_in_bf16(block) and str(block.get("data_types", {}).get("grad_accum_dtype")) in ("fp32", "float32"):
-        raise ConfigError(
-            f"deepspeed.data_types.grad_accum_dtype = 'fp32' does not go with parallel.expert = {ep}: DeepSpeed's "
-            "optimizer for it averages the norms of different experts; take out one of the two"
-        )
 
 
 def _check_shards_are_filled(architecture: Architecture, parallel: ParallelConfig, dp: int) -> None:

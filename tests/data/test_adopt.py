@@ -15,7 +15,7 @@ from geotrain.config import DataConfig, DataSet
 from geotrain.data.dataset import adopt, end_of_document, manifest_path, open_dataset, read_manifest, training_digest
 from geotrain.data.loader import open_training
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.data.tokens import DataError
+from geotrain.data.tokens import DataError, open_tokens
 
 END = 256
 DOCUMENTS = [[[1, 2, 3], [4, END]], [[5, END]], [[6, 7, 8, 9, 10, 11, 12, 13, END]]]  # of sentences
@@ -38,11 +38,11 @@ def test_a_pair_made_by_megatron_trains_after_it_is_adopted(tmp_path: Path, dtyp
     byte_tokenizer().save(tmp_path / "tokenizer")
     said = CliRunner().invoke(app, ["adopt", str(prefix), "--tokenizer", str(tmp_path / "tokenizer")])
     assert said.exit_code == 0, said.output
-    manifest, file = open_dataset(prefix, 264, verify=True)
+    manifest, _ = open_dataset(prefix, 264, verify=True)
     assert manifest == read_manifest(prefix)
     assert (manifest.tokens, manifest.documents, manifest.vocab_size, manifest.end_of_document) == (16, 3, 264, END)
     assert (manifest.dtype, manifest.tokenizer, manifest.text_bytes) == (np.dtype(dtype).name, "tokenizer", None)
-    assert file.document_ends(0, 3).tolist() == [5, 7, 16]
+    assert open_tokens(prefix).document_ends(0, 3).tolist() == [5, 7, 16]
     rows = open_training(data, 264, 1).batch(np.arange(3))
     stream = [i for document in DOCUMENTS for sentence in document for i in sentence]
     assert sorted(rows.tolist()) == sorted(stream[at : at + 5] for at in (0, 4, 8))

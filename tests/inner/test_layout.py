@@ -94,14 +94,6 @@ def expert_block(**zero: Any) -> dict[str, Any]:
         (MIXTRAL, layout(2), 2, block(), ["parallel.tensor = 2", "parallel.sequence = true"]),
         (MIXTRAL, layout(), 2, deepspeed_block(2), ["stage = 2", "experts", "stage 1"]),
         (MIXTRAL, layout(expert=2), 2, expert_block(reduce_scatter=False), ["reduce_scatter", "leave it out"]),
-        (MIXTRAL, layout(expert=2), 2, expert_block(offload_optimizer={"device": "cpu"}), ["offload_optimizer"]),
-        (
-            MIXTRAL,
-            layout(expert=2),
-            2,
-            block(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
-            ["grad_accum_dtype", "parallel.expert = 2"],
-        ),
         ({**QWEN_MOE, "moe_intermediate_size": 25}, layout(2, 1, True), 2, block(), ["moe_intermediate_size = 25"]),
     ],
 )

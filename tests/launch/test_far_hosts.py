@@ -11,7 +11,7 @@ import pytest
 
 from geotrain.config import ConfigError, load_cluster, load_run
 from geotrain.launch import far_hosts
-from geotrain.launch.far_hosts import DATA_SUFFIXES, prepare_far_hosts
+from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.worker_command import HostMachine
 from tests.support.small_runs import write_files
@@ -56,7 +56,7 @@ def request(here: Path, *hosts: str) -> tuple[LaunchRequest, Path]:
 def data_on(here: Path, host: str) -> None:
     place = Path(f"{here}-{host}") / "data"
     place.mkdir(parents=True)
-    for suffix in DATA_SUFFIXES:
+    for suffix in (".bin", ".idx", ".json"):
         (place / f"train{suffix}").touch()
 
 
@@ -74,7 +74,7 @@ def test_the_runs_files_are_brought_and_nothing_is_left_beside_them(here: Path) 
             assert sorted(path.name for path in there.iterdir()) == ["cluster.json", "hosts", "run.json"]
 
 
-@pytest.mark.parametrize("suffix", DATA_SUFFIXES)
+@pytest.mark.parametrize("suffix", (".bin", ".idx", ".json"))
 def test_missing_data_is_told_before_anything_starts(here: Path, suffix: str) -> None:
     made, folder = request(here, "h1", "h2")
     for host in ("h1", "h2"):

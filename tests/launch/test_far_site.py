@@ -35,17 +35,17 @@ BUSY_S = 60.0
 KEEPER = """
 import sys
 from pathlib import Path
-from geotrain.launch.control import Control
+from geotrain.launch.control import ControlSocket
 from geotrain.launch.launcher import locked
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 
 folder, request = Path(sys.argv[1]), LaunchRequest.from_line(sys.stdin.buffer.readline())
-with locked(folder, request.sites), Control(folder, request) as control, Supervisor(folder / "logs") as supervisor:
-    control.serve_in(supervisor)
-    supervisor.start(ProcessSpec("eu", guarded(("sleep", "300"))))
+with locked(folder, request.sites), ControlSocket(folder, request) as control, Supervisor(folder / "logs") as running:
+    control.serve_in(running)
+    running.start(ProcessSpec("eu", guarded(("sleep", "300"))))
     print("keeps", flush=True)
-    control.end(supervisor.wait())
+    control.end(running.wait())
 """
 
 
@@ -125,15 +125,20 @@ def test_what_is_left_of_a_killed_site_is_known_for_that(tmp_path: Path) -> None
         assert Front(tmp_path, first).hears() == {"attached": keeper.pid}
 
 
-def launch_site(asked: LaunchRequest, *more: str) -> subprocess.CompletedProcess[bytes]:
+def launch_site(asked: LaunchRequest, *more: str) -> tuple[int, str]:
+    """Exit code and standard error of a front whose orders do not end."""
     command = [sys.executable, "-m", "geotrain", "launch-site", *more]
-    return subprocess.run(command, input=asked.to_line(), capture_output=True, timeout=BUSY_S)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as front:
+        assert front.stdin and front.stderr
+        front.stdin.write(asked.to_line())
+        front.stdin.flush()
+        return front.wait(BUSY_S), front.stderr.read().decode()
 
 
 def test_there_is_one_life_of_a_site(tmp_path: Path) -> None:
     asked = request(tmp_path)
     with locked(asked.run.run_folder.absolute(), ("eu",)):
-        assert launch_site(asked, "--keep").returncode == EXIT_HELD
+        assert launch_site(asked, "--keep")[0] == EXIT_HELD
     assert not list(asked.run.run_folder.glob(".site-*"))
 
 
@@ -144,12 +149,10 @@ def test_how_a_site_ended_while_nobody_was_connected_is_told(tmp_path: Path, cod
     folder = asked.run.run_folder.absolute()
     folder.mkdir()
     (folder / ".site-eu.json").write_text(json.dumps({"launch": "first", "code": code, "reason": reason}))
-    done = launch_site(asked)
-    assert done.returncode == code
-    assert done.stderr.decode() == (f"geotrain: {reason}\n" if reason else "")
+    assert launch_site(asked) == (code, f"geotrain: {reason}\n" if reason else "")
     if code:  # another launch is not told of it
-        done = launch_site(replace(asked, launch="second"))
-        assert done.returncode == EXIT_FOR_GOOD and b"data/train.json" in done.stderr
+        again, told = launch_site(replace(asked, launch="second"))
+        assert again == EXIT_FOR_GOOD and "data/train" in told
 
 
 def test_a_site_with_other_data_is_refused_before_it_begins(tmp_path: Path) -> None:
@@ -161,11 +164,9 @@ def test_a_site_with_other_data_is_refused_before_it_begins(tmp_path: Path) -> N
     data = asked.run.data.model_copy(update={"sha256": "0" * 64})
     begun = asked.run.model_copy(update={"data": data})
     assert with_data_digest(asked.run, before=begun).data.sha256 == "0" * 64  # an earlier launch has decided it
-    done = launch_site(replace(asked, run=begun))
-    assert done.returncode == EXIT_FOR_GOOD
-    assert f"data/train: is other data than data.sha256 = '{'0' * 64}' asks for: its digest is '{mine}'" in str(
-        done.stderr
-    )
+    code, told = launch_site(replace(asked, run=begun))
+    assert code == EXIT_FOR_GOOD
+    assert f"data/train: is other data than data.sha256 = '{'0' * 64}' asks for: its digest is '{mine}'" in told
 
 
 # ------------------------------------------------------------------------------------------ the launcher's end

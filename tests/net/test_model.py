@@ -211,7 +211,7 @@ class KilledServers(RuleBasedStateMachine):
         self._plan(kill, how)
         with self.disk.attached(), suppress(Killed):
             r = self.recovered
-            finish_snapshot(r.store, r.journal, *begin_snapshot(r.server, r.journal, ended=False))
+            finish_snapshot(r.store, r.journal, *begin_snapshot(r.server, r.store, r.journal, ended=False))
             return
         self._die()
 

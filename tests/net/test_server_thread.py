@@ -26,6 +26,7 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
     """A group of messages is written before the first of them is applied: a snapshot taken in between would cut off
     journal records that it does not hold."""
     top = make(outer(), {"eu": {"a": whole}}).top
+    store, journal = top.recovered.store, top.recovered.journal
     wait_for(lambda: top.server_thread.status["members"]["eu"]["joined"])  # a join takes a member's leases back
 
     async def together() -> tuple[Any, Lease]:
@@ -34,7 +35,7 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
         for work in (
             top.server_thread.read(gate.wait),
             top.server_thread.say(LeaseRequest("a", 1)),
-            top.server_thread.alone(lambda: begin_snapshot(top.server, top.recovered.journal, ended=False)),
+            top.server_thread.alone(lambda: begin_snapshot(top.server, store, journal, ended=False)),
             top.server_thread.say(LeaseRequest("a", 2)),
         ):
             waiting.append(asyncio.create_task(work))
@@ -44,7 +45,7 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
         return copy, lease
 
     copy, lease = top.loop.do(together())
-    finish_snapshot(top.recovered.store, top.recovered.journal, *copy)
+    finish_snapshot(store, journal, *copy)
     shutil.copytree(top.folder, tmp_path / "copy")
     again = recover(top.build, top.begin, tmp_path / "copy", keep=2)
     assert sorted(again.server.book.open) == [1, lease.lease] == [1, 2]

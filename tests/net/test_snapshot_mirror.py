@@ -17,6 +17,7 @@ from moto.server import ThreadedMotoServer
 from geotrain.config import CheckpointConfig, ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
 from geotrain.net import snapshot_mirror as remote_module
+from geotrain.net.frozen_state import FrozenState
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader, newest_snapshot
 from geotrain.net.snapshots import META, SnapshotStore, StoreError
@@ -59,7 +60,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 def saved(folder: Path, count: int) -> SnapshotStore:
     store = SnapshotStore(folder, keep=count)
     for number in range(1, count + 1):
-        store.save(tensors(number), {"segment": number, "ended": False})
+        store.save(FrozenState(tensors(number)), {"segment": number, "ended": False})
     return store
 
 
@@ -88,7 +89,7 @@ def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_aga
     mirror = SnapshotMirror(url, keep=2)
     for seed in (1, 2):
         store = SnapshotStore(tmp_path / str(seed))
-        store.save(tensors(seed), {"segment": 1, "ended": False})
+        store.save(FrozenState(tensors(seed)), {"segment": 1, "ended": False})
         mirror.upload(store.folder / "00000001", 1)
     assert same(mirror.fetch(1, SnapshotStore(tmp_path / "back")).tensors, tensors(2))
     monkeypatch.setattr(mirror._files, "put_file", lambda *_: pytest.fail("sent again"))
@@ -105,9 +106,8 @@ def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
             world.push("a", random_deltas(world, 10 * i + turn))
         while sent := world.deliver_up("eu"):
             world.deliver_down("eu", sent)
-        number = finish_snapshot(
-            recovered.store, recovered.journal, *begin_snapshot(recovered.server, recovered.journal, ended=False)
-        )
+        store, journal = recovered.store, recovered.journal
+        number = finish_snapshot(store, journal, *begin_snapshot(recovered.server, store, journal, ended=False))
         mirror.upload(recovered.store.folder / f"{number:08d}", number)
         want.append({name: t.clone() for name, t in recovered.server.state()[0].items()})
     recovered.journal.close()
@@ -163,13 +163,13 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
         uploader = Uploader(store, far, told.append)  # type: ignore[arg-type]
         task = asyncio.create_task(uploader.run())
         for number in (1, 2):
-            store.save(tensors(number), {})
+            store.save(FrozenState(tensors(number)), {})
             uploader.wake()
             await asyncio.sleep(0)
             await uploader.finish(10)
             assert uploader.status() == {"url": far.url, "uploaded": number, "trouble": None}
         far.failures = 1000
-        store.save(tensors(3), {})
+        store.save(FrozenState(tensors(3)), {})
         uploader.wake()
         with pytest.raises(StoreError, match=r"not copied there within 0\.2 s \(.*away\); it is in"):
             await uploader.finish(0.2)
@@ -183,11 +183,11 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
 
 def test_a_snapshot_that_is_being_copied_stays(tmp_path):
     store = SnapshotStore(tmp_path, keep=1)
-    store.save(tensors(1), {})
+    store.save(FrozenState(tensors(1)), {})
     with store.kept(1) as folder:
-        store.save(tensors(2), {})
+        store.save(FrozenState(tensors(2)), {})
         assert folder.exists()
-    store.save(tensors(3), {})
+    store.save(FrozenState(tensors(3)), {})
     assert store.numbers() == [3]
 
 

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from geotrain.layout import LayoutError
 from geotrain.net import snapshots as store_module
+from geotrain.net.frozen_state import FrozenState
 from geotrain.net.snapshots import META, SNAPSHOTS, SnapshotStore, StoreError, read_weights
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.server import Identity
@@ -27,7 +28,7 @@ TENSORS = {
 def test_a_snapshot_comes_back_as_it_was(tmp_path):
     store = SnapshotStore(tmp_path / "s")
     assert store.load_newest() == (None, [])
-    assert store.save(TENSORS, {"a": [1, {"b": None}]}) == 1
+    assert store.save(FrozenState(TENSORS), {"a": [1, {"b": None}]}) == 1
     newest, faults = SnapshotStore(tmp_path / "s").load_newest()
     assert newest is not None and newest.meta == {"a": [1, {"b": None}]} and not faults
     assert same(newest.tensors, TENSORS)
@@ -36,7 +37,7 @@ def test_a_snapshot_comes_back_as_it_was(tmp_path):
 def test_only_the_newest_are_kept(tmp_path):
     store = SnapshotStore(tmp_path, keep=2)
     for i in range(5):
-        store.save({"x": torch.full((3,), float(i))}, {"i": i})
+        store.save(FrozenState({"x": torch.full((3,), float(i))}), {"i": i})
     assert store.numbers() == [4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["00000004", "00000005"]
 
@@ -51,8 +52,8 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda p: os.truncate(p, 12), lambda p: p.write_bytes(b"")])
 def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path, name, damage):
     store = SnapshotStore(tmp_path)
-    store.save(TENSORS, {"i": 1})
-    store.save(TENSORS, {"i": 2})
+    store.save(FrozenState(TENSORS), {"i": 1})
+    store.save(FrozenState(TENSORS), {"i": 2})
     damage(tmp_path / "00000002" / name)
     newest, faults = store.load_newest()
     assert newest is not None and newest.meta == {"i": 1}
@@ -61,31 +62,31 @@ def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path, name, damage):
 
 def test_what_was_half_written_is_no_snapshot(tmp_path):
     store = SnapshotStore(tmp_path)
-    store.save(TENSORS, {"i": 1})
+    store.save(FrozenState(TENSORS), {"i": 1})
     (tmp_path / ".00000002.partial").mkdir()
     (tmp_path / ".00000002.partial" / META).write_text("x")
     assert store.numbers() == [1]
-    assert store.save(TENSORS, {"i": 2}) == 2
+    assert store.save(FrozenState(TENSORS), {"i": 2}) == 2
     assert store.load_newest()[0].meta == {"i": 2}
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, monkeypatch):
     store = SnapshotStore(tmp_path)
-    store.save(TENSORS, {"i": 1})
+    store.save(FrozenState(TENSORS), {"i": 1})
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(store_module.os, "fsync", full)
     with pytest.raises(StoreError, match="00000002: the snapshot cannot be written: No space left on device"):
-        store.save(TENSORS, {"i": 2})
+        store.save(FrozenState(TENSORS), {"i": 2})
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
     assert store.load_newest()[0].meta == {"i": 1}
 
 
 def test_files_are_plain_safetensors(tmp_path):
-    SnapshotStore(tmp_path).save(TENSORS, {})
+    SnapshotStore(tmp_path).save(FrozenState(TENSORS), {})
     with safe_open(tmp_path / "00000001" / "fragment.0.x.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("tensor"), TENSORS["fragment.0.x"])
 
@@ -96,7 +97,7 @@ def test_weights_are_read_by_name(tmp_path):
     server = GlobalServer(Identity("r", "c", layout.digest, "m"), layout, config, {"eu": ("a",)}, 8, 2)
     server.set_weights(first_weights(layout))
     tensors, state = server.state()
-    SnapshotStore(tmp_path / SNAPSHOTS).save(tensors, {"state": state})
+    SnapshotStore(tmp_path / SNAPSHOTS).save(FrozenState(tensors), {"state": state})
     weights = dict(read_weights(tmp_path, layout))
     assert list(weights) == [p.name for f in layout.fragments for p in f.parameters]
     for p in layout.parameters:

@@ -105,7 +105,7 @@ def end_and_resume(cluster: Cluster) -> None:
         running = cluster.top if name == "top" else cluster.regions[name]
         r = running.recovered
         copy = cluster.loop.do(
-            running.server_thread.read(lambda s=running.server, j=r.journal: begin_snapshot(s, j, True))
+            running.server_thread.read(lambda s=running.server, r=r: begin_snapshot(s, r.store, r.journal, True))
         )
         finish_snapshot(r.store, r.journal, *copy)
         running.kill()

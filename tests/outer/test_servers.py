@@ -9,9 +9,21 @@ import torch
 
 from geotrain.config import codec_config
 from geotrain.layout import StridedSlice
+from geotrain.net.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import Leave, Refused
-from tests.support.outer_world import World, columns, config, halves, make, random_deltas
+from tests.support.outer_world import (
+    FakeWorker,
+    World,
+    columns,
+    config,
+    halves,
+    layout,
+    make,
+    random_deltas,
+    saved_and_loaded,
+    whole,
+)
 
 
 def play(world: World, rounds: int = 12) -> list[torch.Tensor]:
@@ -219,3 +231,27 @@ def test_flush_at_the_end_leaves_nothing_pending():
     assert world.deliver_up("eu") is None
     assert world.top.members["eu"].left
     assert world.top.book.committed_samples == lease.samples
+
+
+def test_a_loaded_region_sends_the_same_numbers_for_people():
+    """An update in flight is part of the state: its metrics are of all workers, also of one that was silent since."""
+    lay = layout()
+    workers = {"eu": [FakeWorker(name, lay, whole(lay)) for name in "ab"]}
+    world = World(config(updates_per_send=1), workers, [torch.zeros(64)], lay)
+
+    def update(name: str, loss: float):
+        [part] = world.workers[name][1].parts(random_deltas(world, ord(name)))
+        return dataclasses.replace(part, metrics={"loss": loss})
+
+    world.tell("eu", update("b", 4.0))
+    world.settle("eu")
+    old = world.regions["eu"]
+    new = saved_and_loaded(world, "eu")
+    new.incarnation = old.incarnation
+    for message in left_out(old):
+        new.handle(message)
+    part = update("a", 2.0)
+    for region in (old, new):
+        region.handle(part)
+    assert old.state()[1] == new.state()[1]
+    assert [sent.metrics["loss"] for sent in new.in_flight.values()] == [3.0]

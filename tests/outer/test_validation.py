@@ -54,6 +54,12 @@ def test_only_what_was_asked_for_counts_and_the_newest_stays() -> None:
 def test_the_final_weights_are_due_once_all_is_committed_and_by_nobody_else() -> None:
     tasks = Validations(EVERY)
     tasks.handed_out(EVERY)
+
+    def book(committed: int, samples: int = 1000) -> LeaseBook:
+        made = LeaseBook(samples, 1, 4)
+        made.committed_samples = made.next_start = committed
+        return made
+
     assert tasks.final_task(book(999)) == Validations(None).final_task(book(1000)) == 0
     assert tasks.final_task(book(1000)) == 2
     for early in (Validated(GLOBAL, 2, 9, 3.0, 1.0), Validated("a", 2, 9, 3.0, 1.0)):
@@ -61,9 +67,7 @@ def test_the_final_weights_are_due_once_all_is_committed_and_by_nobody_else() ->
             tasks.on_validated(early, book(999))
     assert tasks.on_validated(Validated(GLOBAL, 2, 9, 3.0, 1.0), book(1000))
     assert tasks.final_task(book(1000)) == 0
-    more = LeaseBook(2000, 1, 4)  # the run was given more data
-    more.committed_samples = 2000
-    assert tasks.final_task(more) == 3
+    assert tasks.final_task(book(2000, 2000)) == 3  # the run was given more data
 
 
 def test_a_lease_keeps_its_task_through_a_restart_and_for_every_rank() -> None:

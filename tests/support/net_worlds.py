@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ class Running:
 
     def snapshot(self) -> None:
         r = self.recovered
-        copy = self.loop.do(self.server_thread.alone(lambda: begin_snapshot(self.server, r.journal, ended=False)))
+        begin = partial(begin_snapshot, self.server, r.store, r.journal, ended=False)
+        copy = self.loop.do(self.server_thread.alone(begin))
         finish_snapshot(r.store, r.journal, *copy)
 
     async def _start(self, port: int) -> int:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from geotrain.config import OuterConfig
+from geotrain.net.recovery import left_out
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     GLOBAL,
     Answer,
+    AnswerWanted,
     Finished,
     Join,
     Lease,
@@ -123,12 +125,7 @@ class SpecifiedWorld:
     def snapshot(self, name: str) -> None:
         """A snapshot, and a journal that begins with what the state leaves out, as a server's process does it."""
         self.snapshots[name] = frozen(self.servers[name])
-        self.journals[name] = []
-        for member_name, member in self.servers[name].members.items():
-            self.journals[name] += member.joined.values()
-            if member.silent:  # a join would say otherwise
-                self.journals[name].append(MemberSilent(member_name, member.incarnation))
-            self.journals[name] += [part for parts in member.arriving.values() for part in parts.values()]
+        self.journals[name] = list(left_out(self.servers[name]))
 
     def replayed(self, name: str) -> Server:
         """What the newest snapshot and the journal give."""
@@ -183,6 +180,14 @@ class SpecifiedWorld:
                     worker.lease = send.message  # type: ignore[assignment]
         return handled.reply
 
+    def answer(
+        self, server: str, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
+    ) -> Answer | None:
+        """A member pulls, as over a socket: what is frozen for it then stands in the journal."""
+        if self.servers[server].lacks_answer(name, incarnation, part, sequence, fragments):
+            self.tell(server, AnswerWanted(name, incarnation, sequence, fragments))
+        return self.servers[server].answer(name, incarnation, part, sequence, fragments)
+
     def note(self, name: str, message: Message, handled: Handled) -> None:
         """Tell the specification what has been acknowledged."""
         if name != GLOBAL:
@@ -219,7 +224,7 @@ class SpecifiedWorld:
                     self.spec.ledger.given_back(number)
         assert self.tell(name, welcome) == 0, "an acknowledged update is lost"
         if not region.fragments:
-            answer = self.top.answer(name, region.incarnation, 0, 0, tuple(range(len(self.shape.fragments))))
+            answer = self.answer(GLOBAL, name, region.incarnation, 0, 0, tuple(range(len(self.shape.fragments))))
             assert answer is not None or self.top.rule.in_rounds
             if answer is None:
                 return
@@ -302,7 +307,7 @@ class SpecifiedWorld:
         for update in list(uplink.acknowledged):
             try:
                 fragments = tuple(delta.fragment for delta in update.deltas)
-                answer = self.top.answer(name, region.incarnation, 0, update.sequence, fragments)
+                answer = self.answer(GLOBAL, name, region.incarnation, 0, update.sequence, fragments)
             except NotJoined:
                 return self.connect(name)
             except Refused:
@@ -450,10 +455,9 @@ class SpecifiedWorld:
 
     def adopt(self, name: str) -> None:
         worker = self.workers[name]
-        region = self.region(worker.region)
         assert worker.waits_for is not None
         answers = [
-            region.answer(name, worker.incarnation, part, worker.waits_for, worker.spoke_of)
+            self.answer(worker.region, name, worker.incarnation, part, worker.waits_for, worker.spoke_of)
             for part in range(len(worker.fake.slicings))
         ]
         if all(answers):

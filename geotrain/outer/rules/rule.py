@@ -36,6 +36,10 @@ class FragmentState:
             self.aux[name] = torch.zeros_like(self.x)
         return self.aux[name]
 
+    def vectors(self) -> tuple[Tensor, ...]:
+        """What an outer step may change in place."""
+        return (self.x, *self.aux.values())
+
     def state(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, whose names begin with the prefix; JSON data). The tensors are not copied."""
         tensors = {f"{prefix}x": self.x}

@@ -1,0 +1,80 @@
+"""Joins a region's server as a worker, with that worker's certificate, and sends what is no update. Each line printed
+says what was refused; the exit code is 1 if anything was believed.
+
+    python -m benchmarks.faults.liar RUN.json CLUSTER.json REGION WORKER LISTENING.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from geotrain.config import load_cluster, load_run
+from geotrain.layout import layout_of
+from geotrain.net.certs import Trust, identity, load_credentials
+from geotrain.net.grpc_client import Unreachable
+from geotrain.net.worker_client import WorkerClient
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import to_bytes
+from geotrain.outer.messages import FragmentDelta, Join, Refused, UpdatePart
+from geotrain.outer.server import identity_of
+
+WAIT_S = 20.0
+
+
+def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
+    """true: an update of zeros of all fragments, as a worker that has trained nothing would send it."""
+    delta, *others = true.deltas
+
+    def instead(**changes: object) -> UpdatePart:
+        return replace(true, deltas=(replace(delta, **changes), *others))  # type: ignore[arg-type]
+
+    yield "not finite", instead(payload=b"\xff" * len(delta.payload))
+    yield "too short", instead(payload=delta.payload[:-1])
+    yield "of a version that was never given", instead(anchor_version=1 << 40)
+    yield "of a fragment that is not there", instead(fragment=99)
+    yield "for a thousand workers", replace(true, weight=1000)
+
+
+def main() -> int:
+    run, cluster = load_run(Path(sys.argv[1])), load_cluster(Path(sys.argv[2]))
+    region, worker, listening = sys.argv[3], sys.argv[4], Path(sys.argv[5])
+    layout, life = layout_of(run), f"liar-{uuid.uuid4().hex}"
+    assert cluster.security is not None
+    trust = Trust(load_credentials(Path(cluster.security.folder), "worker", worker), identity("region", region))
+    whole = tuple(layout.whole(f.index) for f in layout.fragments)
+    i = identity_of(run, layout)
+    join = Join(i.run, i.config_digest, i.layout_digest, i.model, worker, life, 0, 1, whole, whole)
+    up, _ = run.outer.worker_codecs
+    codec = make_codec(up)
+    address = json.loads(listening.read_text())["address"]
+    with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust)) as client:
+        try:
+            sequence = client.join(join).sequence
+        except (Refused, Unreachable) as error:
+            print(f"the join was refused: {error}")
+            return 0
+        zeros = (
+            FragmentDelta(f.index, 0, to_bytes(codec.encode(torch.zeros(f.numel)).payload)) for f in layout.fragments
+        )
+        true = UpdatePart(worker, life, sequence, 0, tuple(zeros), job=1)
+        for what, lie in lies(true):
+            try:
+                client.push(lie).result(WAIT_S)
+            except (Refused, Unreachable, TimeoutError, ConnectionError) as error:
+                print(f"{what}: refused: {error}")
+            else:
+                print(f"{what}: believed")
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

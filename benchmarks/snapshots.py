@@ -1,0 +1,180 @@
+"""What a snapshot costs a server that goes on meanwhile: memory, and how long updates wait.
+
+    python -m benchmarks.snapshots [--layers 16] [--numel 4194304] [--snapshots 5] [--folder DIR] [--record]
+
+A global server with its journal on a disk is told updates of one fragment after another by one region, as fast as it
+takes them, in bf16 up and int8 changes down. Between snapshots the usual updates are timed, during snapshots those
+that meet them. The same once more as snapshots were taken before (kept here): the whole state is cloned on the
+server's thread. The last line printed is one JSON object; `clone_` is the old way:
+
+stall_share           the longest update during a snapshot over the median update without one; the worst of all
+stall_of_state_share  that longest update over the time in which the whole state is written
+memory_share          growth of the process's private memory during a snapshot, over the state's size; the worst
+copied_share          what was copied for updates that came, over the state's size; the worst
+state_mib, update_s, write_s
+                      size of the state; median update without a snapshot; median time of a snapshot's writing
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.common import command_line, report, units_by_ending
+from geotrain.config import HalosConfig, OuterConfig, codec_config
+from geotrain.layout import Layout, Parameter
+from geotrain.net.frozen_state import FrozenState
+from geotrain.net.recovery import Recovered, begin_snapshot, finish_snapshot, recover
+from geotrain.net.server_thread import ServerThread
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import to_bytes
+from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import AnswerWanted, FragmentDelta, Identity, Join, UpdatePart
+
+REGION, LIFE = "eu", "life-1"
+CALM_UPDATES = 40  # timed before each snapshot
+
+
+class PeakMemory:
+    """The growth of this process's private memory (RssAnon), in bytes, during the block."""
+
+    def __enter__(self) -> PeakMemory:
+        self._begin = self.peak = _private_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.peak = max(self.peak, _private_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.growth = max(self.peak, _private_bytes()) - self._begin
+
+
+def _private_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("/proc/self/status has no RssAnon")
+
+
+class Run:
+    """A server on its thread, and the region that sends it updates."""
+
+    def __init__(self, folder: Path, layers: int, numel: int) -> None:
+        blocks = [Parameter(f"layer.{i}", (numel,), i, "ones") for i in range(layers)]
+        ends = [Parameter(name, (1024,), None, "ones") for name in ("embed", "norm")]
+        self.layout = Layout([ends[0], *blocks, ends[1]], 1)
+        self.config = OuterConfig(
+            rule=HalosConfig(name="halos"), up=codec_config("bf16"), down=codec_config("int8"),
+        )  # fmt: skip
+        self.identity = Identity("snapshots", "config", self.layout.digest, "toy")
+        self.recovered: Recovered = recover(self._build, self._begin, folder, keep=2)
+        codec = make_codec(self.config.up)
+        self.payloads = [to_bytes(codec.encode(1e-3 * torch.randn(f.numel)).payload) for f in self.layout.fragments]
+        self.sequence = 0
+
+    def _build(self) -> GlobalServer:
+        return GlobalServer(self.identity, self.layout, self.config, {REGION: ("w",)}, 1 << 30, 1)
+
+    def _begin(self, server: Any) -> None:
+        server.set_weights([torch.ones(f.numel) for f in self.layout.fragments])
+
+    def next_update(self) -> UpdatePart:
+        fragment = self.sequence % len(self.payloads)
+        self.sequence += 1
+        version = self.recovered.server.versions[fragment]
+        return UpdatePart(
+            REGION, LIFE, self.sequence, 0, (FragmentDelta(fragment, version, self.payloads[fragment]),)
+        )
+
+    def join(self) -> Join:
+        whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
+        i = self.identity
+        return Join(i.run, i.config_digest, i.layout_digest, i.model, REGION, LIFE, 0, 1, whole, whole)
+
+
+async def measured(run: Run, snapshots: int, clone: bool) -> dict[str, float]:
+    server, store, journal = run.recovered.server, run.recovered.store, run.recovered.journal
+    thread = ServerThread(server, journal)
+    disk = ThreadPoolExecutor(1)
+    await thread.say(run.join())
+    await thread.say(AnswerWanted(REGION, LIFE, 0, tuple(range(len(run.payloads)))))
+
+    async def update() -> float:
+        began_s = time.perf_counter()
+        await thread.say(run.next_update())
+        return time.perf_counter() - began_s
+
+    def begin() -> tuple[Any, FrozenState]:
+        frozen, meta = begin_snapshot(server, store, journal, ended=False)
+        if clone:
+            server.will_change = lambda *tensors: None
+            frozen = FrozenState({name: tensor.clone() for name, tensor in server.state()[0].items()})
+        return disk.submit(finish_snapshot, store, journal, frozen, meta), frozen
+
+    for _ in range(2 * len(run.payloads)):
+        await update()
+    usual: list[float] = []
+    stalls, growths, copied, writes, state_bytes = [], [], [], [], 1
+    for _ in range(snapshots):
+        usual += [await update() for _ in range(CALM_UPDATES)]
+        with PeakMemory() as memory:
+            began_s = time.perf_counter()
+            beginning = asyncio.ensure_future(thread.alone(begin))
+            await asyncio.sleep(0)
+            during = [await update()]  # it waits behind the beginning
+            writing, frozen = await beginning
+            while not writing.done():
+                during.append(await update())
+            writing.result()
+            writes.append(time.perf_counter() - began_s)
+        state_bytes = frozen.state_bytes
+        stalls.append(max(during))
+        growths.append(memory.growth)
+        copied.append(frozen.most_copied_bytes)
+    await asyncio.to_thread(thread.close)
+    disk.shutdown()
+    journal.close()
+    return {
+        "stall_share": max(stalls) / median(usual),
+        "stall_of_state_share": max(stalls) / median(writes),
+        "memory_share": max(growths) / state_bytes,
+        "copied_share": max(copied) / state_bytes,
+        "state_mib": state_bytes / 2**20,
+        "update_s": median(usual),
+        "write_s": median(writes),
+    }
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--layers", type=int, default=16, help="each is a fragment")
+    parser.add_argument("--numel", type=int, default=1 << 22, help="elements of a layer")
+    parser.add_argument("--snapshots", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to be used; default: the temporary folder")
+    options = parser.parse_args()
+    results: dict[str, float] = {}
+    for name, clone in (("", False), ("clone_", True)):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            run = Run(Path(folder), options.layers, options.numel)
+            found = asyncio.run(measured(run, options.snapshots, clone))
+        results |= {name + key: value for key, value in found.items() if not (clone and key == "copied_share")}
+    note = f"{options.layers} fragments of {options.numel} elements"
+    report("snapshots", results, options, units_by_ending({"_s": "s", "_mib": "MiB"}), note)
+
+
+if __name__ == "__main__":
+    main()

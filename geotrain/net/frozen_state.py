@@ -1,0 +1,103 @@
+"""A server's tensors as they were at one moment, read piece by piece beside the updates that change them.
+
+Copy on write: nothing is copied at that moment. The server says of each tensor that it is about to change it, and
+only what the reader has not taken of that tensor yet is copied first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 16 << 20  # so much is read, checksummed and written at once
+PATIENCE_S = 30.0  # an update waits at most so long for copies to be written; then memory grows beyond the budget
+
+
+class FrozenState:
+    """The values that `tensors` have now. They may be read once, by one thread, while another changes the tensors.
+
+    tensors: name → contiguous tensor on the CPU. largest_share: of the state that one update may change, those of the
+    largest fragment. That much is copied at most: an update that needs more waits until earlier copies were read.
+
+    It is `open` until everything was read or it was closed; then it holds nothing and copies nothing.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], largest_share: float = 1.0) -> None:
+        self.kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self.state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.budget_bytes = largest_share * self.state_bytes
+        self.most_copied_bytes = self._copied_bytes = 0  # that copies take: at most so far, and now
+        self._left = {name: _bytes_of(tensor) for name, tensor in tensors.items()}  # what is still to be read
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._tensors = dict(tensors)  # keeps them alive, so that an id means the same tensor throughout
+        self._copied: dict[str, int] = {}  # name → bytes of its copy
+        self._changed = threading.Condition()
+
+    @property
+    def open(self) -> bool:
+        return bool(self._left)
+
+    def before_write(self, *tensors: Tensor) -> None:
+        """The tensors are about to be changed; those that are not part of the state do not matter."""
+        with self._changed:
+            deadline_s = time.monotonic() + PATIENCE_S
+            while True:
+                names = {self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names}
+                names = {name for name in names if name in self._left and name not in self._copied}
+                bytes_needed = sum(self._left[name].numel() for name in names)
+                left_s = deadline_s - time.monotonic()
+                fits = self._copied_bytes + bytes_needed <= self.budget_bytes
+                if fits or not names or not self._copied or left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            for name in names:
+                self._left[name] = self._left[name].clone()
+                self._copied[name] = self._left[name].numel()
+            self._copied_bytes += bytes_needed
+            self.most_copied_bytes = max(self.most_copied_bytes, self._copied_bytes)
+
+    def names(self) -> Iterator[str]:
+        """The tensors, in the order in which they are to be read: those that take memory for a copy first. Each must
+        be read before the next is asked for."""
+        while True:
+            with self._changed:
+                name = next(iter(self._copied), None) or next(iter(self._left), None)
+            if name is None:
+                return
+            yield name
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """The tensor's bytes; each piece is valid until the next is asked for."""
+        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        while True:
+            with self._changed:
+                left = self._left.get(name)
+                if left is None or not left.numel():
+                    self._drop(name)
+                    return
+                piece = buffer[: left.numel()]
+                piece.copy_(left[: len(piece)])
+                self._left[name] = left[len(piece) :]
+            yield memoryview(piece.numpy())  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        with self._changed:
+            for name in list(self._left):
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._left.pop(name, None)
+        tensor = self._tensors.pop(name, None)
+        self._names.pop(id(tensor), None)
+        self._copied_bytes -= self._copied.pop(name, 0)
+        self._changed.notify_all()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's memory as a vector of bytes, without a copy."""
+    return tensor.detach().view(-1).view(torch.uint8)

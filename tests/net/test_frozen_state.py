@@ -1,0 +1,160 @@
+"""A snapshot is read piece by piece beside the updates that change the state: it is of the moment when it began."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from geotrain.config import codec_config
+from geotrain.net import frozen_state
+from geotrain.net.frozen_state import FrozenState
+from geotrain.net.recovery import begin_snapshot, finish_snapshot
+from geotrain.net.snapshots import SnapshotStore, StoreError
+from geotrain.outer.messages import GLOBAL, LeaseRequest, MemberSilent, UpdateRejected
+from tests.support.outer_world import config, halves, make, random_deltas
+from tests.support.recorded_world import Recorded
+
+INT8 = codec_config("int8")
+WAIT_S = 60.0
+STEPS = READ, UPDATE, SETTLE, SILENT, START_OVER = range(5)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(frozen_state, "PIECE_BYTES", 40)
+
+
+def contents(server: Any) -> dict[str, bytes]:
+    return {name: bytes(tensor.numpy().tobytes()) for name, tensor in server.state()[0].items()}
+
+
+@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
+@pytest.mark.parametrize("which", [GLOBAL, "eu"])
+@settings(max_examples=12)
+@given(
+    before=st.lists(st.sampled_from((UPDATE, SETTLE)), max_size=4),
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(1, 5)), max_size=24),
+)
+@example(before=[UPDATE, UPDATE], steps=[(READ, 3), (SETTLE, 1)])  # a merge is the first that comes between
+@example(before=[UPDATE, UPDATE, SETTLE, UPDATE], steps=[(READ, 3), (SILENT, 1)])  # a send of what was pending
+def test_whatever_comes_between_its_pieces_it_is_the_state_of_its_beginning(which, rule, before, steps):
+    every = {} if rule == "sync" else {"updates_per_send": 2}
+    world = make(config(rule, up=INT8, down=INT8, **every), cut_a=halves, fragments=1)
+    seeds = iter(range(1000))
+
+    def happens(step: int) -> None:
+        eu = world.regions["eu"]
+        if step == UPDATE:
+            for name, region in (("a", "eu"), ("b", "us")):
+                if world.regions[region].fragments:
+                    world.push(name, random_deltas(world, next(seeds)))
+        elif step == SILENT:
+            world.tell("eu", MemberSilent("a", "life-1"))
+        elif step == START_OVER and rule != "sync":
+            world.tell("eu", UpdateRejected("eu", eu.incarnation, "as the test says"))
+        if step == SETTLE or rule == "sync":  # a round ends before the next begins
+            for region in ("eu", "us", "eu"):
+                world.settle(region)
+
+    for step in before:
+        happens(step)
+    server = world.top if which == GLOBAL else world.regions["eu"]
+    wanted = contents(server)
+    frozen = FrozenState(server.state()[0])
+    server.will_change = frozen.before_write
+    read = dict.fromkeys(wanted, b"")
+    reading = ((name, bytes(piece)) for name in frozen.names() for piece in frozen.pieces(name))
+    for step, count in steps:
+        if step == READ:
+            for name, piece in islice(reading, count):
+                read[name] += piece
+        else:
+            happens(step)
+    for name, piece in reading:
+        read[name] += piece
+    assert read == wanted and not frozen.open
+
+
+@pytest.mark.parametrize("which", [GLOBAL, "eu"])
+def test_a_snapshot_on_disk_is_of_its_beginning(tmp_path, which):
+    recorded = Recorded(tmp_path, which, up=INT8, down=INT8, updates_per_send=1)
+    world, store, journal = recorded.world, recorded.recovered.store, recorded.recovered.journal
+    server = recorded.recovered.server
+    world.push("a", random_deltas(world, 1))
+    world.settle("eu")
+    wanted = contents(server)
+    copy = begin_snapshot(server, store, journal, ended=False)
+    known = len(copy[1]["state"].get("leases", {}).get("open", ()))
+    for seed in range(3):
+        world.top.handle(LeaseRequest("a", 10 + seed, 0.5))
+        world.push("a", random_deltas(world, 2 + seed))
+        world.settle("eu")
+    assert contents(server) != wanted
+    number = finish_snapshot(store, journal, *copy)
+    snapshot, faults = SnapshotStore(store.folder).load_newest()
+    assert snapshot is not None and snapshot.number == number and not faults
+    assert {name: tensor.numpy().tobytes() for name, tensor in snapshot.tensors.items()} == wanted
+    assert len(snapshot.meta["state"].get("leases", {}).get("open", ())) == known
+    journal.close()
+
+
+def test_copies_take_no_more_than_the_budget_and_an_update_waits_until_one_was_read():
+    tensors = {name: torch.full((100,), float(i)) for i, name in enumerate("abc")}
+    frozen = FrozenState(tensors, largest_share=1 / 3)
+    frozen.before_write(tensors["a"])  # at once: nobody has read anything yet
+    tensors["a"].fill_(-1.0)
+    frozen.before_write(tensors["a"])  # it is safe already
+    second = threading.Thread(target=frozen.before_write, args=(tensors["b"],))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive() and frozen.most_copied_bytes == 400
+    names = frozen.names()
+    assert next(names) == "a"  # what takes memory comes first
+    assert b"".join(map(bytes, frozen.pieces("a"))) == torch.zeros(100).numpy().tobytes()
+    second.join(WAIT_S)
+    assert not second.is_alive()
+    tensors["b"].fill_(-1.0)
+    assert b"".join(map(bytes, frozen.pieces(next(names)))) == torch.ones(100).numpy().tobytes()
+    assert next(names) == "c" and frozen.most_copied_bytes == 400
+    frozen.close()
+    assert not frozen.open and next(names, None) is None
+
+
+def test_of_a_tensor_that_is_being_read_only_the_rest_is_copied():
+    tensor = torch.arange(100.0)
+    wanted = tensor.numpy().tobytes()
+    frozen = FrozenState({"x": tensor})
+    pieces = frozen.pieces(next(frozen.names()))
+    read = bytes(next(pieces)) + bytes(next(pieces))
+    frozen.before_write(tensor)
+    tensor.zero_()
+    assert frozen.most_copied_bytes == 400 - 80
+    assert read + b"".join(map(bytes, pieces)) == wanted
+
+
+def test_a_disk_that_stands_still_does_not_hold_the_server_for_ever(monkeypatch):
+    monkeypatch.setattr(frozen_state, "PATIENCE_S", 0.2)
+    tensors = {name: torch.zeros(100) for name in "ab"}
+    frozen = FrozenState(tensors, largest_share=0.5)
+    began_s = time.monotonic()
+    for tensor in tensors.values():
+        frozen.before_write(tensor)
+    assert frozen.most_copied_bytes == 800 and time.monotonic() - began_s >= 0.2
+
+
+def test_a_snapshot_that_fails_lets_the_server_go_on(tmp_path):
+    tensors = {name: torch.zeros(100) for name in "ab"}
+    frozen = FrozenState(tensors, largest_share=0.5)
+    frozen.before_write(tensors["a"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError):
+        SnapshotStore(tmp_path / "file" / "below").save(frozen, {})
+    frozen.before_write(tensors["b"])
+    assert frozen.most_copied_bytes == 400 and not frozen.open
