@@ -199,7 +199,8 @@ class FaultyRun:
         elif fault.what == "lie":
             return self._lie(fault)
         elif fault.what in ("starve", "files"):
-            pids = self.pids(fault.kind, fault.of)
+            # One that has not begun to listen yet still loads its modules, for which there would be no descriptor.
+            pids = [pid for pid in self.pids(fault.kind, fault.of) if pid == self._listening(fault.of)]
             with suppress(psutil.NoSuchProcess):
                 ends += [(until_s, {"starve": starve, "files": take_files}[fault.what](pid)) for pid in pids[-1:]]
             if not pids:
@@ -223,6 +224,12 @@ class FaultyRun:
                 ends.append((until_s, partial(_signal, pids[-1], signal.SIGCONT)))
         self.done.append((time.time(), fault))
         return True
+
+    def _listening(self, site: str) -> int | None:
+        """The process that listens as this server."""
+        with suppress(OSError, ValueError, KeyError):
+            return int(json.loads((self.folder / "servers" / site / "listening.json").read_text())["pid"])
+        return None
 
     def _lie(self, fault: Fault) -> bool:
         """A liar, which has the worker's certificate, joins its region's server as a new life of it."""

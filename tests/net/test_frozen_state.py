@@ -37,7 +37,7 @@ def contents(server: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
 @pytest.mark.parametrize("which", [GLOBAL, "eu"])
-@settings(max_examples=12)
+@settings(max_examples=12, deadline=None)
 @given(
     before=st.lists(st.sampled_from((UPDATE, SETTLE)), max_size=4),
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(1, 5)), max_size=24),
