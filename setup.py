@@ -1,6 +1,7 @@
-"""Packaging. The kernels and the launch scripts live at the top level of the repository, and are
-installed as `geotrain.kernels` and `geotrain.launch`. The CPU kernels are a plain shared library beside them; without
-a C compiler with OpenMP the installation goes on, and torch does that work, slower."""
+"""Packaging. The kernels, the launch scripts and the shipped configurations live at the top level of the
+repository, and are installed as `geotrain.kernels`, `geotrain.launch` and `geotrain.configs`. The CPU kernels are a
+plain shared library beside them; without a C compiler with OpenMP the installation goes on, and torch does that work,
+slower."""
 
 import hashlib
 from pathlib import Path
@@ -34,6 +35,7 @@ PACKAGES = [
     *find_packages(include=["geotrain", "geotrain.*"]),
     "geotrain.kernels",
     "geotrain.launch",
+    "geotrain.configs",
 ]
 
 setup(
@@ -43,8 +45,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=PACKAGES,
-    package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch"},
-    package_data={"geotrain": ["py.typed", "monitor/web/*"]},
+    package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch", "geotrain.configs": "configs"},
+    package_data={
+        "geotrain": ["py.typed", "monitor/web/*"],
+        "geotrain.configs": ["*/*.json", "*/*.yaml", "*/*.sbatch", "runs/baselines/*.json"],
+    },
     ext_modules=[CPU_KERNELS],
     install_requires=[
         "torch>=2.11",
@@ -84,6 +89,8 @@ setup(
             "pdoc>=15",
             "s3fs>=2025.1",
             "moto[server]>=5.1",
+            "lm_eval[hf]>=0.4.9",
+            "wandb>=0.20",
         ],
         "hf": ["accelerate>=1.1"],
         "s3": ["s3fs>=2025.1"],

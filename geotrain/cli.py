@@ -82,10 +82,8 @@ def main() -> None:
 def quickstart(
     resume: Resume = False,
     moe: Annotated[bool, typer.Option("--moe", help="A model with experts, which one region divides.")] = False,
-    run: Annotated[Path | None, typer.Option(help="The run file; else configs/runs/quickstart.json.")] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="The cluster file; else configs/clusters/local-two-regions.json.")
-    ] = None,
+    run: Annotated[Path | None, typer.Option(help="The run file; default: the shipped one.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: the shipped one.")] = None,
 ) -> None:
     """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
 
@@ -93,10 +91,7 @@ def quickstart(
     """
     from geotrain.commands.quickstart import quickstart as start
 
-    kind, configs = "-moe" if moe else "", Path("configs")
-    run = run or configs / f"runs/quickstart{kind}.json"
-    cluster = cluster or configs / f"clusters/local-two-regions{kind}.json"
-    raise typer.Exit(start(run, cluster, resume))
+    raise typer.Exit(start(run, cluster, resume, "-moe" if moe else ""))
 
 
 @app.command(
@@ -259,6 +254,9 @@ def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
     data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
     tasks: Annotated[str, typer.Option(metavar="TASK,…", help="Of lm-evaluation-harness: pip install lm-eval.")] = "",
+    task_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Tasks of one's own (YAML), in place of the harness's.")
+    ] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of a sample, with --data; default: the model's positions, at most 1024."),
@@ -269,7 +267,7 @@ def evaluate(
     """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
     from geotrain.commands.evaluate import measure
 
-    print(json.dumps(measure(folder, data, tasks, sequence_length, limit, batch), indent=2))
+    print(json.dumps(measure(folder, data, tasks, sequence_length, limit, batch, task_folder), indent=2))
 
 
 @app.command(
@@ -396,6 +394,17 @@ def certs(
 
     for path in make_certificates(load_cluster(cluster), folder):
         print(path)
+
+
+@app.command(epilog="Example: geotrain configs configs")
+def configs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist.")],
+) -> None:
+    """Copy the run, model and cluster files that come with GeoTrain, to begin one's own from."""
+    from geotrain.commands.configs import copy_configs
+
+    copy_configs(folder)
+    print(folder)
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")

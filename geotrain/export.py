@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from geotrain.config import RunConfig, load_run
+from geotrain.config import load_run
 from geotrain.hf_checkpoint import DType, write_checkpoint, write_parameters
 from geotrain.layout import layout_of
 from geotrain.net.snapshots import read_weights
@@ -22,14 +22,5 @@ def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16") -> Non
     if run.model.weights is not None:
         write_parameters(tensors, layout.parameters, output, dtype)
         return
-    tokenizer = launched_from(run_folder, run) / run.data.tokenizer if run.data.tokenizer else None
+    tokenizer = Path(run.data.tokenizer) if run.data.tokenizer else None
     write_checkpoint(tensors, run.model.config, output, tokenizer, dtype)
-
-
-def launched_from(run_folder: Path, run: RunConfig) -> Path:
-    """The working directory of the run's launch, to which the paths in its run file are relative: its folder says so,
-    as far as it lies where the run file puts it. Otherwise this process's."""
-    stated, actual = run.run_folder.parts, run_folder.resolve().parts
-    if not run.run_folder.is_absolute() and actual[-len(stated) :] == stated:
-        return Path(*actual[: -len(stated)])
-    return Path.cwd()

@@ -47,6 +47,10 @@ from geotrain.outer.messages import GLOBAL
 
 OUTCOME = "outcome.json"  # in the run's folder, once its launcher has ended: exit code and reason
 DRAIN_S = 900.0  # after the workers' end servers may take so long to send, and write their last snapshot
+_FINISHED = (
+    "is finished: all its data is trained. `geotrain export {folder} OUTPUT` writes its weights; to train more, "
+    "raise data.train_samples and launch with --resume."
+)
 HOLDER_BYTES = 300  # length of a lock's file, which names the host and process id of its holder
 WAN_CONTROL = "wan.control"  # in the run's folder: commands to the pump of emulated links
 
@@ -83,8 +87,12 @@ def launch(
     for caution in cautions(run, cluster):
         console.print(caution, style="yellow", highlight=False)
     folder = run.run_folder.absolute()
+    run = run.model_copy(update={"folder": str(folder)})  # the default follows the working directory of this process
     with locked(folder, only), contextlib.ExitStack() as stack:
         _check_folder(run, folder, resume, only)
+        if resume and GLOBAL in hosts and _is_finished(run, folder):
+            console.print(f"{run.name}: {_FINISHED.format(folder=folder)}", highlight=False, soft_wrap=True)
+            return 0
         for obstacle in port_obstacles(run, cluster, here):  # else found when the folder holds a run already
             raise obstacle
         links = None
@@ -226,6 +234,17 @@ def resolve(
     return cluster.model_copy(update={"global_server": global_server, "regions": regions})
 
 
+def _is_finished(run: RunConfig, folder: Path) -> bool:
+    """Whether the last launch of the run in this folder, from here, has trained all its data and ended well."""
+    try:
+        outcome = json.loads((folder / OUTCOME).read_text())
+    except FileNotFoundError:  # it goes on, was killed, or was none of the whole run
+        return False
+    top = last_words(folder, (GLOBAL,)).get(GLOBAL, {})
+    trained = bool(top.get("complete")) and top["committed_samples"] >= run.data.train_samples
+    return trained and outcome["code"] == 0
+
+
 def _launched_before(folder: Path) -> tuple[RunConfig, ClusterConfig] | None:
     """Both files as the run's last launch resolved them; None if they are not there, or not readable any more."""
     try:
@@ -237,6 +256,9 @@ def _launched_before(folder: Path) -> tuple[RunConfig, ClusterConfig] | None:
 def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, ...] = ()) -> None:
     servers = folder / "servers"
     begun = any((servers / site).exists() for site in only) if only else servers.exists()
+    if begun and not resume and _is_finished(run, folder):
+        told = _FINISHED.format(folder=folder)
+        raise ConfigError(f"{folder} holds a run that {told} Or use another name or folder")
     if begun and not resume:
         raise ConfigError(
             f"{folder} holds a run already: continue it with --resume, or give this one another name or folder"

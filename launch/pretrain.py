@@ -128,7 +128,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             engine,
             loader,
             client,
-            folder / run.checkpoint.folder / worker.name,
+            run.checkpoint_folder / worker.name,
             validation=validation,
             min_step_s=worker.min_step_s,
             report=report,

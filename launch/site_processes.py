@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, WorkerConfig
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, WorkerConfig, relocated
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.files import write_whole
 from geotrain.launch.check import free_ports
@@ -64,6 +64,14 @@ class LaunchRequest:
             raise ConfigError(
                 f"no valid order on standard input; is GeoTrain the same here and there? {error}"
             ) from None
+
+    def seen_from(self, folder: str | None) -> LaunchRequest:
+        """The request for another machine, with the paths that things have there. folder: see `path_there`."""
+
+        def there(path: str) -> str:
+            return path_there(path, folder)
+
+        return replace(self, run=relocated(self.run, there), cluster=relocated(self.cluster, there))
 
     def write_files(self, folder: Path) -> None:
         """Write the configuration to the run's folder. Raises OutputError."""
@@ -115,7 +123,7 @@ def remote_site(request: LaunchRequest, site: str, host: str) -> ProcessSpec:
     command = over_ssh(host, folder, (remote_python(folder), "-m", "geotrain", "launch-site"))
     role: Literal["server", "worker"] = "server" if site == GLOBAL else "worker"
 
-    line = replace(request, sites=(site,)).to_line()
+    line = replace(request.seen_from(folder), sites=(site,)).to_line()
 
     def process() -> ProcessSpec:
         return ProcessSpec(f"{site}.ssh", command, first_input=line, role=role, respawn=process, front=True)
@@ -150,12 +158,17 @@ def guarded_over_ssh(host: str, job: str, command: Sequence[str], env: Mapping[s
 
 
 def remote_python(folder: str | None) -> str:
-    """Python's path on another machine whose checkout is `folder`: at the same place in the checkout if it is in this
-    one here, otherwise the same path."""
-    here = Path(sys.executable)
-    if folder is not None and here.is_relative_to(Path.cwd()):
-        return str(Path(folder) / here.relative_to(Path.cwd()))
-    return str(here)
+    """Python's path on another machine; folder: as `path_there` takes it."""
+    return path_there(sys.executable, folder)
+
+
+def path_there(path: str, folder: str | None) -> str:
+    """Where a path of this machine lies on another: below `folder` there if it is below this process's working
+    directory here, otherwise, and without `folder`, at the same place."""
+    here = Path.cwd()
+    if folder is not None and Path(path).is_relative_to(here):
+        return str(Path(folder) / Path(path).relative_to(here))
+    return path
 
 
 def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) -> ProcessSpec:

@@ -194,6 +194,10 @@ class RunDisplay:
         """Show the run once more, with the last status of the servers that have ended."""
         self._latest = {**self._latest, **last_words(folder, self._servers)}
         self.show()
+        top = self._latest.get(GLOBAL)
+        if top and not self._live:
+            state = "finished" if top.get("complete") else str(top["phase"])
+            self._console.print(f"{self._run.name}: {headline(top, state)}", highlight=False, soft_wrap=True)
 
     def show(self) -> None:
         latest = self._latest  # the thread replaces this dict and never changes it, so no lock is needed

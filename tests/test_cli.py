@@ -240,7 +240,7 @@ def test_schema_writes_both(tmp_path: Path, geotrain: Run) -> None:
 def test_dry_run_prints_what_a_rank_needs(geotrain: Run) -> None:
     done = geotrain("dry-run", "configs/runs/70b.json", "configs/clusters/four-regions-ssh.json")
     assert done.returncode == 2  # it could not be launched here, which is told after the figures
-    assert "launch would refuse\n  certs/four-regions/operator-operator.key: cannot be read" in done.stdout
+    assert f"launch would refuse\n  {ROOT}/certs/four-regions/operator-operator.key: cannot be read" in done.stdout
     assert "70,553,706,496 parameters" in done.stdout
     assert "TP 8 + sequence × PP 4 × DP 1, ZeRO 1" in done.stdout
     assert "146 s" in done.stdout  # 36.4 GB at 2 Gbit/s
@@ -263,7 +263,7 @@ def test_simulate_tells_what_if(tmp_path: Path, geotrain: Run) -> None:
     assert done.returncode == 0 and " h for " in done.stdout and region not in done.stdout
 
 
-def test_eval_calls_the_harness_or_says_how_to_install_it(
+def test_eval_says_how_to_install_the_harness(
     tmp_path: Path, geotrain: Run, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "say what to measure" in geotrain("eval", tmp_path).stderr
@@ -272,20 +272,3 @@ def test_eval_calls_the_harness_or_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = refused("eval", tmp_path, "--tasks", "arc_easy")
     assert said.endswith("which is not installed: pip install lm-eval")
-    harness = tmp_path / "site"
-    harness.mkdir()
-    (harness / "lm_eval.py").write_text(
-        "def simple_evaluate(model, model_args, tasks, limit, batch_size, device):\n"
-        "    assert model == 'hf' and model_args['dtype'] == 'float32' and batch_size == 4\n"
-        "    if 'nonsense' in tasks: raise KeyError('nonsense')\n"
-        "    row = {'acc,none': 0.25, 'alias': 'a', 'limit': limit}\n"
-        "    return {'results': {task: {**row, 'alias': model_args['pretrained']} for task in tasks}}\n"
-    )
-    monkeypatch.delitem(sys.modules, "lm_eval")
-    monkeypatch.syspath_prepend(harness)
-    done = geotrain("eval", tmp_path, "--tasks", "arc_easy,piqa", "--limit", "7", "--batch", "4")
-    assert done.returncode == 0, done.stderr
-    figures = {"acc,none": 0.25, "limit": 7.0}
-    assert json.loads(done.stdout) == {"tasks": {"arc_easy": figures, "piqa": figures}}
-    assert "nonsense" in refused("eval", tmp_path, "--tasks", "nonsense", "--batch", "4")
-    monkeypatch.delitem(sys.modules, "lm_eval")

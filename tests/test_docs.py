@@ -23,6 +23,8 @@ import pytest
 import typer
 
 from geotrain import cli
+from geotrain.commands.evaluate import evaluate
+from geotrain.export import export_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -173,6 +175,10 @@ def test_the_tutorial_works(
     last = json.loads((tmp_path / "runs/mine/servers/global/status.json").read_text())
     assert last["complete"] and last["committed_samples"] == MORE
     assert last["validation"]["loss"] < 5.6  # below log 264: validated, and it learns
+    assert (last["validation"]["worker"], last["validation"]["samples"]) == ("global", MORE)  # the final weights
+    export_run(Path("runs/mine"), Path("final"))
+    by_export = evaluate(Path("final"), Path("data/mine/validation"), 32, 64)
+    assert last["validation"]["loss"] == pytest.approx(by_export, rel=1e-5)
     rates = {
         event["start"]: event["lr"]
         for line in (tmp_path / "runs/mine/events/here-0.jsonl").read_text().splitlines()

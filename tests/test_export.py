@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from geotrain.commands.evaluate import evaluate, measure
 from geotrain.commands.prepare import prepare_files
 from geotrain.commands.sample import sample
-from geotrain.config import ConfigError, UnsupportedModelError, architecture_from_hf, load_run
+from geotrain.config import ConfigError, UnsupportedModelError, architecture_from_hf
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.export import launched_from
 from geotrain.files import OutputError
 from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
 from geotrain.initial import initial_tensor
@@ -257,20 +256,6 @@ def test_tables_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out")
     edit_tensors(tmp_path / "out", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     assert set(dict(read_checkpoint(tmp_path / "out")[1])) == set(weights(LLAMA))
-
-
-def test_paths_are_those_of_the_launch_wherever_an_export_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = load_run(Path(__file__).parent.parent / "configs/runs/quickstart.json")
-    elsewhere = tmp_path / "else"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    assert launched_from(tmp_path / "runs/quickstart", run) == tmp_path
-    assert launched_from(Path("../runs/quickstart"), run) == tmp_path
-    assert launched_from(tmp_path / "moved/quickstart", run) == elsewhere
-    absolute = run.model_copy(update={"folder": str(tmp_path / "runs/quickstart")})
-    assert launched_from(tmp_path / "runs/quickstart", absolute) == elsewhere
 
 
 def test_eval_takes_no_more_positions_than_the_model_has(tmp_path: Path, tokenizer: Path) -> None:

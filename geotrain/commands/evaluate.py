@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from geotrain.config import ConfigError
+from geotrain.config import ConfigError, RunConfig
 from geotrain.data.loader import open_source
 from geotrain.data.tokens import DataError
 from geotrain.hf_checkpoint import HFCheckpointError
 from geotrain.kernels.devices import cuda_devices
 
 USUAL_LENGTH = 1024  # tokens of a sample, when none are asked for
+TOKENS_AT_ONCE = 8192  # of a run's final validation: a batch's logits are 4 bytes for each and each id
 
 
 def measure(
-    folder: Path, validation: Path | None, tasks: str, sequence_length: int | None, limit: int | None, batch: int
+    folder: Path,
+    validation: Path | None,
+    tasks: str,
+    sequence_length: int | None,
+    limit: int | None,
+    batch: int,
+    task_folder: Path | None = None,
 ) -> dict[str, Any]:
     """What `geotrain eval` prints. tasks: names, separated by commas. sequence_length: None takes the model's, see
     `usual_length`. Raises ConfigError and as its parts do."""
@@ -30,7 +39,7 @@ def measure(
         length = sequence_length or usual_length(folder)
         said |= {"loss": evaluate(folder, validation, limit, length, batch), "sequence_length": length}
     if tasks:
-        said["tasks"] = run_tasks(folder, tasks.split(","), limit, batch)
+        said["tasks"] = run_tasks(folder, tasks.split(","), limit, batch, task_folder)
     return said
 
 
@@ -72,6 +81,37 @@ def evaluate(folder: Path, validation: Path, samples: int | None, sequence_lengt
             f"{folder}: the model has {_positions(model.config)} positions, samples of {sequence_length} tokens do "
             f"not fit; use --sequence-length {_positions(model.config)}, or what it was trained with"
         )
+    return loss_of_model(model, validation, samples, sequence_length, batch)
+
+
+def loss_of_weights(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on: Callable[[], bool]) -> float:
+    """The run's validation loss with these weights, in bf16 as workers take them: nats a token.
+
+    weights: (canonical name, fp32 tensor). go_on: see `loss_of_model`. Raises as that does.
+    """
+    import transformers  # slow to import
+
+    assert run.data.validation is not None
+    config = transformers.CONFIG_MAPPING[run.model.config["model_type"]].from_dict(run.model.config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(
+        {name: tensor.bfloat16() for name, tensor in weights}, strict=False
+    )  # a tied head is left out
+    length = run.data.sequence_length
+    batch = max(1, TOKENS_AT_ONCE // length)
+    return loss_of_model(model, Path(run.data.validation), run.data.validation_samples, length, batch, go_on)
+
+
+def loss_of_model(
+    model: Any,
+    validation: Path,
+    samples: int | None,
+    sequence_length: int,
+    batch: int,
+    go_on: Callable[[], bool] = lambda: True,
+) -> float:
+    """As `evaluate`, of a model of transformers. go_on: asked before each batch; when it says no, TimeoutError is
+    raised. Raises DataError."""
     source = open_source(validation, sequence_length, model.config.vocab_size, None)
     samples = source.samples_per_epoch if samples is None else samples
     if samples > source.samples_per_epoch:
@@ -81,6 +121,8 @@ def evaluate(folder: Path, validation: Path, samples: int | None, sequence_lengt
     total = 0.0
     with torch.inference_mode():
         for start in range(0, samples, batch):
+            if not go_on():
+                raise TimeoutError(f"{start} of {samples} samples were evaluated in the time there was")
             tokens = source.batch(np.arange(start, min(start + batch, samples))).to(device)
             logits = model(tokens[:, :-1]).logits.float()
             total += torch.nn.functional.cross_entropy(
@@ -89,10 +131,13 @@ def evaluate(folder: Path, validation: Path, samples: int | None, sequence_lengt
     return total / (samples * sequence_length)
 
 
-def run_tasks(folder: Path, tasks: list[str], limit: int | None, batch: int) -> dict[str, dict[str, float]]:
+def run_tasks(
+    folder: Path, tasks: list[str], limit: int | None, batch: int, task_folder: Path | None = None
+) -> dict[str, dict[str, float]]:
     """Tasks of EleutherAI's lm-evaluation-harness: task → its figures, as the harness names them.
 
-    limit: examples a task at most. Raises HFCheckpointError, DataError (no such task), ConfigError (no harness).
+    limit: examples a task at most. task_folder: with YAML files of tasks, in place of the harness's own. Raises
+    HFCheckpointError, DataError (no such task), ConfigError (no harness).
     """
     if not (folder / "config.json").exists():
         raise HFCheckpointError(
@@ -100,6 +145,7 @@ def run_tasks(folder: Path, tasks: list[str], limit: int | None, batch: int) -> 
         )
     try:
         import lm_eval
+        from lm_eval.tasks import TaskManager
     except ImportError:
         raise ConfigError(
             "geotrain eval --tasks needs lm-evaluation-harness, which is not installed: pip install lm-eval"
@@ -110,6 +156,7 @@ def run_tasks(folder: Path, tasks: list[str], limit: int | None, batch: int) -> 
             model="hf",
             model_args={"pretrained": str(folder), "dtype": "float32"},
             tasks=tasks,
+            task_manager=TaskManager(include_path=task_folder, include_defaults=task_folder is None),
             limit=limit,
             batch_size=batch,
             device=device,

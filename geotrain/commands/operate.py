@@ -16,12 +16,13 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from geotrain.config import ClusterConfig, RunConfig, Topology, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
 from geotrain.files import try_lock
 from geotrain.launch.launcher import OUTCOME
 from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_words, share_of
 from geotrain.net import rpc
 from geotrain.net.certs import OPERATOR, trust_between
+from geotrain.net.grpc_client import Unreachable
 from geotrain.net.operator_client import command
 from geotrain.outer.messages import GLOBAL
 
@@ -82,6 +83,8 @@ class LiveRun:
     """A run by its folder. Raises ConfigError: there is none."""
 
     def __init__(self, folder: Path) -> None:
+        if not (folder / "run.json").exists():
+            raise ConfigError(f"{folder}: no run is here, since it has no run.json; give a run's folder, runs/<name>")
         self.folder = folder
         self.config: RunConfig = load_run(folder / "run.json")
         self.cluster: ClusterConfig = load_cluster(folder / "cluster.json")
@@ -138,7 +141,14 @@ class LiveRun:
 
     def _tell(self, site: str, control: rpc.Control, within_s: float) -> str:
         trust = trust_between(self.cluster, "operator", OPERATOR, "global" if site == GLOBAL else "region", site)
-        return command(self.servers[site], control, within_s, trust)
+        try:
+            return command(self.servers[site], control, within_s, trust)
+        except Unreachable:
+            seen = self.see()
+            if seen.state in (RunState.RUNNING, RunState.UNREACHABLE):
+                raise
+            more = "" if seen.state is RunState.FINISHED else "; `geotrain launch … --resume` goes on with it"
+            raise ConfigError(f"{self.folder}: the run is not on, nothing was done: {seen.headline}{more}") from None
 
 
 def launcher_runs(folder: Path) -> bool | None:

@@ -27,7 +27,7 @@ from geotrain.config import (
 from geotrain.emulate import wan
 from geotrain.files import write_whole
 from geotrain.launch.check import link_to_global, links_between
-from geotrain.launch.site_processes import over_ssh, pump_process, remote_python
+from geotrain.launch.site_processes import over_ssh, path_there, pump_process, remote_python
 from geotrain.launch.supervisor import Supervisor
 from geotrain.net.certs import Role
 from geotrain.net.link_probe import Limits, ProbeError, Way
@@ -116,15 +116,18 @@ def _start_sites(cluster: ClusterConfig, links: wan.Wan | None, stack: contextli
         if links:
             address = Address(host=links.addresses.get(name, links.global_address), port=0)
         netns = links.namespaces.get(name) if links else None
-        site = ProbeSite(name, role, command, address, _security(cluster), ssh or "this machine", netns)
+        site = ProbeSite(name, role, command, address, _security(cluster, ssh, folder), ssh or "this machine", netns)
         sites[name] = stack.enter_context(site)
     for site in sites.values():  # all of them are importing Python's modules meanwhile
         site.start()
     return sites
 
 
-def _security(cluster: ClusterConfig) -> str | None:
-    return cluster.security.folder if cluster.security else None
+def _security(cluster: ClusterConfig, ssh: str | None, folder: str | None) -> str | None:
+    """Where certificates lie: here, or on a region's machine (ssh: its name; folder: as the cluster file has it)."""
+    if cluster.security is None:
+        return None
+    return path_there(cluster.security.folder, folder) if ssh else cluster.security.folder
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,8 @@ class Measurement:
                 command = over_ssh(host.host, region.folder, (remote_python(region.folder), *SITE))
                 if region.ssh is not None:  # its hosts are reached from the region's machine
                     command = over_ssh(region.ssh, region.folder, command)
-                site = ProbeSite(*who, command, Address(host=host.host), _security(self.cluster), host.host)
+                certificates = _security(self.cluster, host.host, region.folder)
+                site = ProbeSite(*who, command, Address(host=host.host), certificates, host.host)
                 sites.append(stack.enter_context(site))
                 site.start()
             for site in sites[1:]:

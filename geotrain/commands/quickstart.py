@@ -19,7 +19,7 @@ from geotrain.commands.evaluate import evaluate
 from geotrain.commands.operate import LiveRun
 from geotrain.commands.prepare import prepare_files
 from geotrain.commands.sample import sample
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run, shipped_configs
 from geotrain.data.corpus import documents
 from geotrain.export import export_run
 from geotrain.files import write_whole
@@ -40,15 +40,19 @@ PROMPTS = ("The ", "def ")
 SAMPLE_TOKENS = 160
 
 
-def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
+def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, kind: str = "") -> int:
     """Train, export, evaluate, sample; gives the exit code. A finished run's folder is moved to <folder>.previous.
 
-    Raises ConfigError and whatever the steps raise.
+    run_path, cluster_path: None: the shipped ones, whose names end in `kind`. Raises ConfigError and whatever the
+    steps raise.
     """
     console = new_console()
-    run, cluster = load_run(run_path), load_cluster(cluster_path)
+    run_path = run_path or shipped_configs() / f"runs/quickstart{kind}.json"
+    cluster_path = cluster_path or shipped_configs() / f"clusters/local-two-regions{kind}.json"
+    folder = load_run(run_path).run_folder.absolute()
+    changes = tuple(f"data.{what}={folder / 'data' / what}" for what in ("train", "validation", "tokenizer"))
+    run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
     check_together(run, cluster)
-    folder = run.run_folder
     ranks = sum(worker.ranks for region in cluster.regions for worker in region.workers)
     if cuda_devices() < ranks:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -62,12 +66,12 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
                 for text in documents(CORPUS_BYTES):
                     for start in range(0, len(text), PASSAGE_CHARACTERS):
                         file.write(json.dumps({"text": text[start : start + PASSAGE_CHARACTERS]}) + "\n")
-            prepare_files([str(corpus)], Path(run.data.train[0].prefix).parent, None, None, True, VALIDATION_SHARE)
+            prepare_files([str(corpus)], folder / "data", None, None, True, VALIDATION_SHARE)
     console.rule(f"training in {len(cluster.regions)} regions; logs in {folder}/logs")
     newest, _ = SnapshotStore(folder / "servers" / GLOBAL / SNAPSHOTS).load_newest(names=())
     samples_before = int(newest.meta["leases"]["committed_samples"]) if newest else 0
     started = time.monotonic()
-    code = launch(run_path, cluster_path, resume)
+    code = launch(run_path, cluster_path, resume, changes=changes)
     if code:
         return code
     train_s = time.monotonic() - started
@@ -102,13 +106,13 @@ def quickstart(run_path: Path, cluster_path: Path, resume: bool) -> int:
 def summarize(
     run: RunConfig, cluster: ClusterConfig, folder: Path, train_s: float, samples_before: int
 ) -> dict[str, Any]:
-    """What the finished run did. Bytes are those that the kernel counted on the region servers' links. They, the
-    speeds and what these are compared with count from the last start, when `samples_before` samples were trained."""
+    """What the finished run did. Bytes are those that the kernel counted on the region servers' links. The speed
+    counts from the last start, when `samples_before` samples were trained."""
     statuses = LiveRun(folder).see().statuses
     top = statuses[GLOBAL]
     regions = [statuses[region.name] for region in cluster.regions]
     samples = int(top["committed_samples"])
-    steps = (samples - samples_before) // run.samples_per_step
+    steps = samples // run.samples_per_step
     workers = [w for region in cluster.regions for w in region.workers]
     parameters = canonical_parameters(run.architecture)
     count = sum(parameter.numel for parameter in parameters)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
-from geotrain.config import load_cluster, load_run
+from torch import Tensor
+
+from geotrain.config import RunConfig, load_cluster, load_run
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server_process import serve_global, serve_region
 from geotrain.outer.messages import GLOBAL
@@ -19,6 +23,15 @@ def run_server(region: str | None, run_path: Path, cluster_path: Path | None, re
         LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
     servers = run.run_folder / "servers"
     if region is None:
-        return serve_global(run, cluster, servers / GLOBAL, resume)
+        # A loop of the user's own validates by itself, and documents that are apart look so to GeoTrain's model only.
+        apart = run.data.attention == "document" or run.model.weights is not None
+        validates = run.monitor.validate_every_samples is not None and run.data.validation and not apart
+        return serve_global(run, cluster, servers / GLOBAL, resume, partial(_loss, run) if validates else None)
     cluster.region(region)
     return serve_region(run, cluster, region, servers / region, resume)
+
+
+def _loss(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on: Callable[[], bool]) -> float:
+    from geotrain.commands.evaluate import loss_of_weights  # imports transformers, at a run's end only
+
+    return loss_of_weights(run, weights, go_on)

@@ -16,6 +16,8 @@ from geotrain.config.block import (
     json_schema,
     parse,
     read_json,
+    relocated,
+    shipped_configs,
 )
 from geotrain.config.cluster import (
     Address,
@@ -43,6 +45,7 @@ from geotrain.config.outer import (
     codec_config,
     rule_config,
 )
+from geotrain.config.plugins import AsyncConfig, PluggedCodec, PluggedRule
 from geotrain.config.run import (
     AccoConfig,
     CheckpointConfig,

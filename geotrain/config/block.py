@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -37,6 +38,7 @@ def _matching(pattern: str, rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+AbsolutePath = Annotated[str, _matching("/.*", "an absolute path, since it is one of another machine")]
 HostName = Annotated[
     str,
     _matching(_HOST, "a host's name or address: letters, digits and . _ - : only, and no - at the front"),
@@ -72,9 +74,11 @@ class Block(BaseModel):
     """A JSON object of a configuration file: unknown keys are errors, types are not converted, values never change.
 
     moved: keys of older versions → what to write instead; `%s` stands for the key's value.
+    paths: keys, as "data.train", of files and folders; in a file, relative ones are meant from the file's folder.
     """
 
     moved: ClassVar[Mapping[str, str]] = {}
+    paths: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -97,6 +101,40 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not JSON: {error}") from None
 
 
+def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> Any:
+    """Parsed JSON with `change` applied to the strings at these keys, as far as they are there. A key is as
+    "data.train", or "data.train.*.prefix" for all items of a list. `raw` itself stays as it is."""
+
+    def at(place: Any, parts: Sequence[str]) -> Any:
+        if not parts:
+            return change(place) if isinstance(place, str) and place else place
+        first, *rest = parts
+        if first == "*":
+            return [at(item, rest) for item in place] if isinstance(place, list) else place
+        return {**place, first: at(place[first], rest)} if isinstance(place, dict) and first in place else place
+
+    for key in keys:
+        raw = at(raw, key.split("."))
+    return raw
+
+
+def from_folder(raw: Any, keys: Iterable[str], folder: Path) -> Any:
+    """A copy of parsed JSON whose paths at these keys are absolute, but for URLs. folder: what relative ones are
+    relative to."""
+
+    def absolute(path: str) -> str:
+        return path if "://" in path else os.path.normpath(Path.cwd() / folder / path)
+
+    return with_paths(raw, keys, absolute)
+
+
+def shipped_configs() -> Path:
+    """The folder of the run, model and cluster files that come with GeoTrain: in a checkout, or as installed."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.with_name("configs")
+
+
 def parse(kind: type[Config], raw: Any, where: str) -> Config:
     """Validate parsed JSON. where: the file, for errors. Raises ConfigError with one line for each fault.
 
@@ -115,6 +153,12 @@ def parse(kind: type[Config], raw: Any, where: str) -> Config:
         innermost = [fault for fault in found if fault["loc"] not in outer]
         faults = "\n".join(f"  {explain(kind, fault)}" for fault in innermost)
         raise ConfigError(f"{where}: not a valid {kind.__name__}\n{faults}") from None
+
+
+def relocated(config: Config, change: Callable[[str], str]) -> Config:
+    """The same configuration with `change` applied to its paths, as for a machine where they lie elsewhere."""
+    raw = config.model_dump(by_alias=True, mode="json")
+    return parse(type(config), with_paths(raw, config.paths, change), type(config).__name__)
 
 
 def json_schema(kind: type[Block]) -> dict[str, Any]:
@@ -148,9 +192,9 @@ def explain(kind: Any, fault: Any) -> str:
         case "union_tag_invalid":
             name = fault["input"]["name"]
             return f"{'.'.join([*where, 'name'])} = {json.dumps(name)}: {nearest(str(name), names)}"
-        case "dict_type" if fault["input"] in names:
+        case "dict_type" | "model_attributes_type" if fault["input"] in names:
             return f'{key} = {value}: write {{"name": {value}}}; the settings of {value} stand beside its name'
-        case "dict_type" if names:
+        case "dict_type" | "model_attributes_type" if names:
             return f'{key} = {value}: write {{"name": …}}; known: ' + ", ".join(names)
     told = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error" and isinstance(fault["input"], dict):  # the message names what is meant

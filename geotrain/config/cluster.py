@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from geotrain.config.block import (
+    AbsolutePath,
     Block,
     ConfigError,
     EnvironmentKey,
@@ -17,6 +18,7 @@ from geotrain.config.block import (
     PositiveFloat,
     PositiveInt,
     SshHost,
+    from_folder,
     parse,
     read_json,
 )
@@ -84,7 +86,11 @@ class RegionConfig(Block):
     name: Name
     server: Address = Address()
     ssh: SshHost | None = Field(None, description="Host that runs this region's server and launches its workers.")
-    folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path as here.")
+    folder: AbsolutePath | None = Field(
+        None,
+        description="On that host, what the launch's working directory is here: the run's paths below that are below "
+        "this there, all others the same. null: all are the same.",
+    )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
     hosts: tuple[HostConfig, ...] = Field((), description="What `geotrain plan` may use here.")
 
@@ -124,12 +130,15 @@ class RestartConfig(Block):
 
 
 class ClusterConfig(Block):
-    """The cluster file."""
+    """The cluster file. A relative path in it is meant from its folder, but those of `folder` and `global_folder`,
+    which lie on other machines, are absolute."""
+
+    paths: ClassVar[tuple[str, ...]] = ("security.folder",)
 
     name: Name
     global_server: Address = Address()
     global_ssh: SshHost | None = Field(None, description="Host that runs the global server; None: this machine.")
-    global_folder: str | None = Field(None, description="GeoTrain's checkout on that host; None: the same path.")
+    global_folder: AbsolutePath | None = Field(None, description="As a region's `folder`, on that host.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
     links: tuple[LinkConfig, ...] = ()
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
@@ -189,5 +198,6 @@ class ClusterConfig(Block):
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:
-    """Read a cluster file. Raises ConfigError."""
-    return parse(ClusterConfig, read_json(Path(path)), str(path))
+    """Read a cluster file. Its paths become absolute: relative ones are meant from its folder. Raises ConfigError."""
+    path = Path(path)
+    return parse(ClusterConfig, from_folder(read_json(path), ClusterConfig.paths, path.parent), str(path))

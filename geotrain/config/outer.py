@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, WrapSerializer, WrapValidator, model_validator
 
 from geotrain.config.block import Block, Fraction, PositiveFloat, PositiveInt
+from geotrain.config.plugins import AsyncConfig, PluggedCodec, PluggedRule, or_plugged, serialize
 
 
 class MomentumConfig(Block):
@@ -33,16 +34,7 @@ class SyncConfig(Block):
     momentum: Fraction = Field(0.9, description="The outer Nesterov momentum.")
 
 
-class _AsyncConfig(Block):
-    """What asynchronous rules share. Without a level of regions (`levels` = 1), neither has a meaning."""
-
-    synchronous: ClassVar[bool] = False
-
-    updates_per_send: PositiveInt = Field(4, description="K: updates a region applies before it sends up.")
-    merge_alpha: Fraction = Field(0.5, description="α: weight of the global weights when a region merges.")
-
-
-class HalosConfig(_AsyncConfig):
+class HalosConfig(AsyncConfig):
     """HALoS (arXiv 2506.04531): delayed Nesterov in the regions and at the top."""
 
     name: Literal["halos"]
@@ -53,7 +45,7 @@ class HalosConfig(_AsyncConfig):
     model_config = ConfigDict(populate_by_name=True)
 
 
-class RegionMomentumConfig(_AsyncConfig):
+class RegionMomentumConfig(AsyncConfig):
     """Momentum in the region, where no wide-area delay is in its loop; plain averaging at the top."""
 
     name: Literal["region_momentum"]
@@ -63,7 +55,11 @@ class RegionMomentumConfig(_AsyncConfig):
     )
 
 
-RuleConfig: TypeAlias = Annotated[SyncConfig | HalosConfig | RegionMomentumConfig, Field(discriminator="name")]
+RuleConfig: TypeAlias = Annotated[
+    Annotated[SyncConfig | HalosConfig | RegionMomentumConfig, Field(discriminator="name")],
+    WrapValidator(or_plugged("geotrain.rules", PluggedRule)),
+    WrapSerializer(serialize),
+]
 
 
 _RULES = TypeAdapter[RuleConfig](RuleConfig)
@@ -119,7 +115,9 @@ class TopkConfig(_BlockwiseConfig):
 
 
 CodecConfig: TypeAlias = Annotated[
-    Fp32Config | Bf16Config | QuantizedConfig | TopkConfig, Field(discriminator="name")
+    Annotated[Fp32Config | Bf16Config | QuantizedConfig | TopkConfig, Field(discriminator="name")],
+    WrapValidator(or_plugged("geotrain.codecs", PluggedCodec)),
+    WrapSerializer(serialize),
 ]
 
 

@@ -20,6 +20,7 @@ from geotrain.config.block import (
     Port,
     PositiveFloat,
     PositiveInt,
+    from_folder,
     is_loopback,
     parse,
     read_json,
@@ -40,13 +41,13 @@ class ModelConfig(Block):
 
     config: Annotated[
         dict[str, Any],
-        Field(description="A Hugging Face config: inline, or the path of a config.json (relative to the run file)."),
+        Field(description="A Hugging Face config: inline, or the path of a config.json."),
         WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "string"}]}),
     ] = Field({})  # a path may stand in the file only: `load_run` puts what it names in its place
     weights: str | None = Field(
         None,
         description="In place of `config`, for a loop of your own with any model: a safetensors file of its "
-        "parameters with initial values (relative to the run file), as `geotrain.save_parameters` writes it.",
+        "parameters with initial values, as `geotrain.save_parameters` writes it.",
     )
     init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
@@ -97,7 +98,10 @@ class CheckpointConfig(Block):
         'often in minutes: "every_minutes": 15'
     }
 
-    folder: str = Field("checkpoints", description="Relative to the run's folder, or absolute.")
+    folder: str | None = Field(
+        None,
+        description="Where workers save, each in a folder of its name; default: checkpoints in the run's folder.",
+    )
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_minutes: PositiveFloat = Field(15.0, description="Servers that took updates snapshot this often.")
     keep: PositiveInt = 2
@@ -144,7 +148,7 @@ class MonitorConfig(Block):
     )
     tensorboard: str | None = Field(
         None,
-        description="Folder, relative to the run's, for TensorBoard files that the global server writes.",
+        description="Folder for TensorBoard files that the global server writes.",
     )
     wandb: WandbConfig | None = None
 
@@ -160,18 +164,26 @@ class MonitorConfig(Block):
 
 
 class RunConfig(Block):
-    """The run file."""
+    """The run file. Relative paths in it are meant from its folder."""
+
+    paths: ClassVar[tuple[str, ...]] = (
+        *("folder", "model.weights", "model.init_from"),
+        *("data.train", "data.train.*.prefix", "data.validation", "data.tokenizer", "data.cache_folder"),
+        *("checkpoint.folder", "monitor.token_file", "monitor.tensorboard"),
+    )
 
     name: Name
-    folder: str | None = Field(None, description="Where the run writes; default runs/<name>.")
+    folder: str | None = Field(
+        None, description="Where the run writes; default: runs/<name> in the working directory of the launch."
+    )
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     deepspeed: DeepSpeedBlock = Field(
         {},
-        description="Passed to DeepSpeed; see its documentation. Inline, or the path of a JSON file (relative to the "
-        'run file). "auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
+        description="Passed to DeepSpeed; see its documentation. Inline, or the path of a JSON file. "
+        '"auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
         "warmup_max_lr, gradient_accumulation_steps, …",
     )
     acco: AccoConfig | None = None
@@ -233,7 +245,13 @@ class RunConfig(Block):
 
     @property
     def run_folder(self) -> Path:
+        """Where the run writes."""
         return Path(self.folder or f"runs/{self.name}")
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where workers save."""
+        return Path(self.checkpoint.folder) if self.checkpoint.folder else self.run_folder / "checkpoints"
 
     @property
     def samples_per_step(self) -> int:
@@ -248,30 +266,30 @@ class RunConfig(Block):
 
 
 def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
-    """Read a run file. A model config or `deepspeed` block given as a path, relative to the run file, is read and put
-    in its place.
+    """Read a run file. Its paths become absolute: relative ones are meant from the file's folder. A model config or
+    `deepspeed` block given as a path is read and put in its place.
 
-    changes: keys to set, as "outer.local_steps=64": the value is JSON, or else a string. Paths of data are left as
-    they are: relative to the working directory. Raises ConfigError.
+    changes: keys to set, as "outer.local_steps=64": the value is JSON, or else a string. They are given on a command
+    line, so that relative paths in them are meant from the working directory. Raises ConfigError.
     """
     path = Path(path)
-    raw = _with_files(read_json(path), path)
+    raw = _resolved(read_json(path), path.parent)
     for change in changes:
         _put(raw, change)
-    return parse(RunConfig, _with_files(raw, path) if changes else raw, str(path))
+    return parse(RunConfig, _resolved(raw, Path.cwd()), str(path))
 
 
-def _with_files(raw: Any, path: Path) -> Any:
-    """The run file's content with the files that it names in their places."""
+def _resolved(raw: Any, folder: Path) -> Any:
+    """The run file's content with absolute paths, and with the files that it names in their places. folder: what
+    relative paths are relative to."""
+    raw = from_folder(raw, RunConfig.paths, folder)
     if not isinstance(raw, dict):
         return raw
     model, block = raw.get("model"), raw.get("deepspeed")
-    if isinstance(model, dict) and isinstance(model.get("weights"), str):
-        raw = {**raw, "model": {**model, "weights": str((path.parent / model["weights"]).absolute())}}
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": read_json(path.parent / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(folder / model["config"])}}
     if isinstance(block, str):
-        block = read_json(path.parent / block)
+        block = read_json(folder / block)
         if isinstance(block, dict):
             block = {key: value for key, value in block.items() if key != SCHEMA}
         raw = {**raw, "deepspeed": block}
@@ -301,14 +319,17 @@ def _put(raw: Any, change: str) -> None:
 def config_digest(run: RunConfig) -> str:
     """Hex digest of what all processes of a run must agree on: the model, the data and the outer loop.
 
-    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring.
+    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring,
+    where things lie. Which data it is, its sha256 says.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
-    for key in ("cache_folder", "cache_gb"):
-        shared["data"].pop(key)
+    shared["model"].pop("init_from")
+    shared["model"].pop("weights")  # names and shapes are in the layout's digest
     shared["data"].pop("sha256")  # compared by itself: not every machine knows it
-    shared["model"].pop("weights")  # a path of this machine; names and shapes are in the layout's digest
+    shared["data"]["train"] = [each.weight for each in run.data.train]
+    for key in ("validation", "tokenizer", "cache_folder", "cache_gb"):
+        shared["data"].pop(key)
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")
     if run.data.curriculum is None:

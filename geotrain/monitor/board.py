@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
-from geotrain.config import ConfigError, WandbConfig
+from geotrain.config import ConfigError, RunConfig, WandbConfig
+from geotrain.files import write_whole
 from geotrain.monitor.events import Record
 from geotrain.monitor.metrics import time_shares
 from geotrain.outer.events import Event, UpdateApplied, ValidationDone
 
+WANDB_ID = "wandb.id"  # in the run's folder: of its run there
 SHOWN = ("lr", "grad_norm", "tokens_per_s", "mfu")
 
 
@@ -51,25 +54,36 @@ class TensorBoard:
 
 
 class Wandb:
-    """Sends curves to Weights & Biases; `on` is a sink. Raises ConfigError if the package is not installed."""
+    """Sends curves to Weights & Biases; `on` is a sink. The x-axis of every curve is the number of tokens committed.
 
-    def __init__(self, config: WandbConfig, run: str, folder: Path) -> None:
+    It is one run there for the whole life of a run here: its id is kept in the run's folder. Without a network, set
+    WANDB_MODE=offline, and `wandb sync` later. Raises ConfigError if the package is not installed.
+    """
+
+    def __init__(self, config: WandbConfig, run: RunConfig) -> None:
         try:
             import wandb
         except ImportError:
             raise ConfigError("monitor.wandb: the package is not installed here: pip install wandb") from None
+        folder = run.run_folder
+        kept = folder / WANDB_ID
+        if not kept.exists():
+            write_whole(kept, secrets.token_hex(8))
         self._run: Any = wandb.init(
             project=config.project,
             entity=config.entity,
             group=config.group,
-            name=run,
+            name=run.name,
+            id=kept.read_text().strip(),
+            config=run.model_dump(by_alias=True, mode="json"),
             dir=str(folder),
             resume="allow",
         )
+        self._run.define_metric("*", step_metric="tokens")
 
     def on(self, record: Record) -> None:
         if found := curves(record.event):
-            self._run.log({"tokens": found[0], **found[1]})
+            self._run.log({"tokens": found[0], **found[1]}, step=found[0])
 
     def close(self) -> None:
         self._run.finish()

@@ -104,7 +104,7 @@ class MemberSampled(Event):
 
     member: MemberName
     silent_s: Annotated[float, "since its last sign"]
-    sent_bytes: Annotated[int, "to the member, as the kernel counts them, since the server's start"]
+    sent_bytes: Annotated[int, "to the member, as the kernel counts them, in the run so far"]
     received_bytes: Annotated[int, "from the member"]
     sent_bytes_per_s: Annotated[float, "since the last sample"]
     received_bytes_per_s: Annotated[float, "since the last sample"]
@@ -124,7 +124,7 @@ class ServerSampled(Event):
     journal_flushes: Annotated[int, "since the last sample"]
     journal_flush_s: Annotated[float, "seconds they took together"]
     versions: Annotated[list[int], "of every fragment"]
-    wide_area_sent_bytes: Annotated[int, "on links between regions that end here, since the start"] = 0
+    wide_area_sent_bytes: Annotated[int, "on links between regions that end here, in the run so far"] = 0
     wide_area_received_bytes: Annotated[int, "on these links"] = 0
     in_flight: Annotated[int, "updates without answer (region server)"] = 0
     pending: Annotated[int, "workers' updates not sent up yet (region server)"] = 0

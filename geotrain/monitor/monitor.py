@@ -63,10 +63,10 @@ class Monitor:
                 self.page_url = serve(config.page_port, page_routes(history))
             boards: list[TensorBoard | Wandb] = []
             if site == GLOBAL and config.tensorboard is not None:
-                boards.append(TensorBoard(run.run_folder / config.tensorboard))
+                boards.append(TensorBoard(Path(config.tensorboard)))
                 opened.callback(boards[-1].close)
             if site == GLOBAL and config.wandb is not None:
-                boards.append(Wandb(config.wandb, run.name, Path(run.run_folder)))
+                boards.append(Wandb(config.wandb, run))
                 opened.callback(boards[-1].close)
             live += [board.on for board in boards]
             if with_past or live:

@@ -47,7 +47,8 @@ class Sampler:
         self.sample_s, self.lost_s = sample_s, LOST_BEATS * beat_s
         self.region_client: RegionClient | None = None
         self._lost: dict[str, float] = {}  # member → when it was last heard of
-        self._before: dict[str, tuple[int, int]] = {}  # member → bytes sent and received at the last sample
+        # member → bytes sent and received at the last sample; at first, those of earlier lives of this server
+        self._before = {name: (t.sent_bytes, t.received_bytes) for name, t in traffic().items()}
         self._sampled_s = time.monotonic()
         self._flushes = 0, 0.0  # the journal's flushes, their number and time, at the last sample
         self._process = psutil.Process()

@@ -9,14 +9,17 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from geotrain.config import (
     Address,
@@ -51,7 +54,7 @@ from geotrain.net.server_thread import ServerThread
 from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
 from geotrain.net.snapshots import StoreError
 from geotrain.net.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.messages import GLOBAL, Send
+from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.region_server import RegionServer
 
 log = logging.getLogger(__name__)
@@ -62,20 +65,31 @@ MIN_JOURNAL_BYTES = 256 << 20
 JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
 TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
 LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snapshot's copy
+FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits longer for its servers
 LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
 LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
+TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next life
 STATUS = "status.json"  # in the server's folder once it has ended: its last status
+
+
+# Weights as (canonical name, fp32 tensor), and whether to go on, asked now and then → nats a token.
+Evaluate = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
 
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """A server's place in the cluster, and the folder of its state."""
+    """A server's place in the cluster, and the folder of its state.
+
+    evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
+    raise whatever it meets.
+    """
 
     run: RunConfig
     cluster: ClusterConfig
     role: Role
     name: str
     folder: Path
+    evaluate: Evaluate | None = None
 
     @property
     def address(self) -> Address:
@@ -139,7 +153,7 @@ class ServerHost:
             credentials=self.credentials,
         )
         address = self.place.address
-        self.tcp_counters = TcpCounters(self._is_wide_area)
+        self.tcp_counters = TcpCounters(self._is_wide_area, self._traffic_before())
         self.sampler = Sampler(
             self.server_thread,
             self.service,
@@ -240,7 +254,29 @@ class ServerHost:
     async def _until_finished(self) -> None:
         """Returns when the server has finished and this process should end in good order."""
         await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
+        await self._validate_final_weights()
         await asyncio.sleep(LINGER_S)
+
+    async def _validate_final_weights(self) -> None:
+        """Once all data is trained. No worker is there any more, so this process does it, in a bounded time."""
+        server, evaluate, began_s = self.server, self.place.evaluate, time.monotonic()
+        if evaluate is None or not server.final_validation:
+            return
+        given_up = threading.Event()
+
+        def go_on() -> bool:
+            return not given_up.is_set() and time.monotonic() - began_s < FINAL_VALIDATION_S
+
+        layout, number, version = server.layout, server.final_validation, max(server.versions)
+        weights = (w for f in layout.fragments for w in layout.split(f.index, server.fragments[f.index].x))
+        try:
+            loss = await asyncio.to_thread(evaluate, weights, go_on)
+            seconds = time.monotonic() - began_s
+            await self.server_thread.say(Validated(GLOBAL, number, version, loss, seconds))
+        except Exception as error:  # whatever it is, the run is trained, and its weights are to be written
+            self._tell(f"the final weights are not validated: {error}; `geotrain eval` does it with an export")
+        finally:
+            given_up.set()
 
     async def _snapshots(self) -> None:
         """Take a snapshot now and then, so that neither the journal nor the time to replay it grows without bound."""
@@ -264,6 +300,27 @@ class ServerHost:
                 # A region server sends up and receives from above; the global server the other way round.
                 up, down = (received, sent) if self.place.role == "global" else (sent, received)
                 self.events.write(LinkTraffic(seconds, up[0], down[0], up[1], down[1]))
+                self._keep_traffic()
+
+    def _traffic_before(self) -> Traffic:
+        """What earlier lives of this server have counted on its wide-area links; nothing where no file says so."""
+        try:
+            saved = json.loads((self.folder / TRAFFIC).read_text())
+            self.peers_before = {name: Traffic(*counts) for name, counts in saved["peers"].items()}
+            return Traffic(*saved["links"])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self.peers_before = {}
+            return Traffic()
+
+    def _keep_traffic(self) -> None:
+        """For the next life. What is counted after the last call before a kill is missing there."""
+
+        def counts(traffic: Traffic) -> list[int]:
+            return [traffic.sent_bytes, traffic.received_bytes, traffic.peak_sent_bytes, traffic.peak_received_bytes]
+
+        peers = {name: counts(traffic) for name, traffic in self._traffic().items()}
+        with suppress(OutputError), whole_file(self.folder / TRAFFIC) as file:  # the disk may be full
+            json.dump({"links": counts(self.tcp_counters.total), "peers": peers}, file)
 
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
@@ -353,9 +410,9 @@ class ServerHost:
         }
 
     def _traffic(self) -> dict[str, Traffic]:
-        """Bytes with each member, over all its connections."""
+        """Bytes with each member, over all its connections, in this life of the server and the earlier ones."""
         traffic = self.tcp_counters.traffic()
-        members: dict[str, Traffic] = {}
+        members = {name: replace(before) for name, before in self.peers_before.items()}
         for peer, member in list(self.service.peers.items()):
             if peer in traffic:
                 members.setdefault(member, Traffic()).join(traffic[peer])

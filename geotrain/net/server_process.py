@@ -42,7 +42,7 @@ from geotrain.net.grpc_client import Unreachable
 from geotrain.net.journal import JournalDamaged
 from geotrain.net.recovery import JOURNAL, recover
 from geotrain.net.rpc import ListenError
-from geotrain.net.server_host import RegionServerHost, ServerHost, ServerSetup
+from geotrain.net.server_host import Evaluate, RegionServerHost, ServerHost, ServerSetup
 from geotrain.net.snapshot_mirror import Uploader
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError, alone_in
 from geotrain.outer.global_server import GlobalServer
@@ -62,8 +62,12 @@ FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, Unsuppor
 EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
-def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool) -> int:
-    """Run the global server until every member has left, or SIGTERM. Returns the process's exit code."""
+def serve_global(
+    run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool, evaluate: Evaluate | None = None
+) -> int:
+    """Run the global server until every member has left, or SIGTERM. Returns the process's exit code.
+
+    evaluate: see `ServerSetup`."""
 
     def build() -> GlobalServer:
         layout, regions = layout_of(run), Topology(run, cluster).regions
@@ -78,7 +82,7 @@ def serve_global(run: RunConfig, cluster: ClusterConfig, folder: Path, resume: b
     def begin(server: Server) -> None:
         server.set_weights(initial_weights(run, server.layout))
 
-    return _serve(build, begin, ServerSetup(run, cluster, "global", GLOBAL, folder), resume)
+    return _serve(build, begin, ServerSetup(run, cluster, "global", GLOBAL, folder, evaluate), resume)
 
 
 def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool) -> int:

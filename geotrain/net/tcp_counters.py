@@ -58,11 +58,11 @@ class TcpCounters:
 
     A socket's counters are gone when it closes, so what it moved after its last sample is not counted.
     counted: which peers belong to the sum `total`, whose peaks are those of the sum. `recent` is the same sum since
-    `take_recent` was last called.
+    `take_recent` was last called. before: what earlier lives of this process counted, as the beginning of `total`.
     """
 
-    def __init__(self, counted: Callable[[str], bool] = lambda peer: True) -> None:
-        self.total = Traffic()
+    def __init__(self, counted: Callable[[str], bool] = lambda peer: True, before: Traffic | None = None) -> None:
+        self.total = before or Traffic()
         self.recent = Traffic()
         self._counted = counted
         self._peers: dict[str, Traffic] = {}

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import fsum, isfinite
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from geotrain import kernels
-from geotrain.config import CodecConfig
+from geotrain.config import CodecConfig, PluggedCodec
 from geotrain.kernels.layout import SQUARES_BLOCK, Spec
 
 
@@ -171,6 +172,8 @@ class Codec:
 
 def make_codec(config: CodecConfig) -> Codec:
     """The codec that a run's configuration names."""
+    if isinstance(config, PluggedCodec):
+        return cast(Codec, config.codec())
     # Each codec's block has only the settings that mean something to it; their names are those of Spec's fields.
     settings = config.model_dump(exclude={"name", "rounding"})
     stochastic = getattr(config, "rounding", "nearest") == "stochastic"

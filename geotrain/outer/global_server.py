@@ -73,9 +73,9 @@ class GlobalServer(Server):
                 return self._on_operator_command(message)
             case Validated():
                 self.frozen = None  # a copy of all weights, which nobody needs any more
-                committed = self.book.committed_samples
-                if self.validations.on_validated(message, committed):
-                    self._events.append(ValidationDone(**asdict(message), tokens=committed * self.sample_tokens))
+                if self.validations.on_validated(message, self.book):
+                    tokens = self.book.committed_samples * self.sample_tokens
+                    self._events.append(ValidationDone(**asdict(message), tokens=tokens))
                 return None
         return super()._route(message)
 
@@ -113,6 +113,11 @@ class GlobalServer(Server):
             self.validations.handed_out(self.book.committed_samples)
         # A worker that is to leave still gets the leases it held already, and is told that it is finished after them.
         return self.book.dismiss(request) if granted is None and leaves else granted
+
+    @property
+    def final_validation(self) -> int:
+        """The number of the validation that the run's final weights still need; 0: none."""
+        return self.validations.final_task(self.book) if self.finished else 0
 
     def validation_weights(self) -> tuple[list[int], list[Tensor]]:
         return self.versions, [state.x for state in self.fragments]

@@ -14,7 +14,7 @@ from math import ceil, inf, isfinite
 from typing import Any
 
 from geotrain.outer.member import MOST_JOBS
-from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused, Validated
+from geotrain.outer.messages import GLOBAL, Finished, Lease, LeaseRequest, Refused, Validated
 
 RETURNED_KEPT = 4096  # leases that came back, of which a late update may still tell that they were trained after all
 FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
@@ -385,7 +385,8 @@ class Validations:
     """Decides when a worker gets the task to evaluate the global weights, and keeps the newest result.
 
     A task goes out with a lease; the worker evaluates before it trains that lease, and nobody else waits for it.
-    A task whose worker dies is lost. The next one comes in its time, since a validation only informs people.
+    A task whose worker dies is lost. The next one comes in its time, since a validation only informs people. When all
+    data is committed and the workers have left, the global server evaluates the final weights itself.
     every_samples: committed samples between two tasks; None: there are no validations.
     """
 
@@ -414,15 +415,25 @@ class Validations:
         # The next multiple: a task that went out late does not shift the ones after it, nor does any pile up.
         self.due_samples = (committed_samples // self.every_samples + 1) * self.every_samples
 
-    def on_validated(self, result: Validated, committed_samples: int) -> bool:
-        """Take a worker's result. Returns whether it is a new one: it is sent again when the reply was lost. Raises
-        Refused for a validation that was not asked for, or a loss that is not finite."""
+    def final_task(self, book: LeaseBook) -> int:
+        """The number of the final weights' validation; 0: it is not due yet, it has been done, or there are none."""
+        if self.every_samples is None or not book.finished:
+            return 0
+        last = self.latest
+        done = last is not None and last["worker"] == GLOBAL and last["samples"] >= book.committed_samples
+        return 0 if done else self.number + 1
+
+    def on_validated(self, result: Validated, book: LeaseBook) -> bool:
+        """Take a worker's result, or the global server's own. Returns whether it is a new one: it is sent again when
+        the reply was lost. Raises Refused for a validation that was not asked for, or a loss that is not finite."""
         numbers = result.loss, result.seconds
+        if result.worker == GLOBAL:
+            self.number = max(self.number, self.final_task(book))
         if not 0 < result.number <= self.number or not all(map(isfinite, numbers)) or result.version < 0:
             raise Refused(f"{result.worker}: validation {result.number} with loss {result.loss} was not asked for")
         if self.latest is not None and result.number <= self.latest["number"]:
             return False
-        self.latest = {**asdict(result), "samples": committed_samples}
+        self.latest = {**asdict(result), "samples": book.committed_samples}
         return True
 
     def state(self) -> dict[str, Any]:

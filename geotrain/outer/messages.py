@@ -232,8 +232,8 @@ class MemberSilent:
 
 @dataclass(frozen=True)
 class Validated:
-    """A worker has evaluated the global weights. version: the newest of its fragments' global versions.
-    loss: nats a token. seconds: that it took."""
+    """A worker, or at the run's end the global server, has evaluated the global weights. version: the newest of its
+    fragments' global versions. loss: nats a token. seconds: that it took."""
 
     worker: str
     number: int

@@ -260,6 +260,12 @@ class Server(Membership):
 
     # -- validation of the global weights
 
+    @property
+    def final_validation(self) -> int:
+        """The number of the validation that the run's final weights still need; 0: none. Only the global server has
+        any."""
+        return 0
+
     def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
         """The elements of the global weights that one part holds, in bf16, for validation `number`. The first to ask
         has them copied, so that all parts evaluate the same weights. Empty when they are not here."""

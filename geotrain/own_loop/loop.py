@@ -111,7 +111,7 @@ class OuterLoop:
         self._validate, self._report = validate, report
         self._steps = 0  # how often `after_step` was called
         folder = run.run_folder
-        saves = folder / run.checkpoint.folder / self.name
+        saves = run.checkpoint_folder / self.name
         self._files = StateFiles(saves, self.rank, state or {}, layout.digest, run.checkpoint.keep)
         with ExitStack() as opened:
             enabled = run.monitor.enabled and self.rank.is_metrics_rank

@@ -97,6 +97,10 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         assert ": loss " in (folder / "logs/eu-0.log").read_text()
         assert marked(mark) == []
         last = LiveRun(folder).see()
+        carried = last.statuses["eu"]["links"]["up_bytes"]
+        nothing = geotrain("stop", folder)
+        assert nothing.returncode == 2, nothing.stderr
+        assert "the run is not on, nothing was done: stopped; " in nothing.stderr and "--resume" in nothing.stderr
         committed = last.statuses["global"]["committed_samples"]
         assert last.state is RunState.STOPPED and 0 < committed < ENOUGH
         assert last.statuses["global"]["open_leases"] == 0
@@ -110,6 +114,12 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         top = last["servers"]["global"]
         assert (status.returncode, last["state"]) == (RunState.FINISHED, "finished")
         assert top["committed_samples"] == top["train_samples"] == committed + 160
+        assert last["servers"]["eu"]["links"]["up_bytes"] > carried  # counted from the run's beginning
+        again = launch().communicate(timeout=60)[0]
+        assert "holds a run that is finished: all its data is trained" in again
+        assert "raise data.train_samples and launch with --resume" in again
+        again = launch("--resume").communicate(timeout=60)[0]
+        assert "small: is finished" in again and "processes started" not in again
     finally:
         launcher.kill()
         launcher.communicate()
@@ -119,7 +129,9 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         if (event := json.loads(line))["event"] == "Steered"
     ]
     assert steered == ["pause", "resume", "drain", "stop"]
-    assert geotrain("pause", folder).returncode == 2  # nobody is there
+    paused = geotrain("pause", folder)
+    assert paused.returncode == 2 and "nothing was done: finished; 100.0% committed" in paused.stderr
+    assert "no run is here" in geotrain("status", tmp_path / "none").stderr
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ OF = {
     "tc": "iproute2",
     "ssh": "openssh-client",
     "sshd": "openssh-server",
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "srun": "slurm-client",
     "chromium": "chromium",
     "gcc": "gcc libc6-dev",
 }
@@ -68,7 +72,9 @@ def test_nothing_is_asked_of_apt_where_nothing_is_missing(tmp_path: Path) -> Non
 def test_what_apt_says_is_the_outcome(tmp_path: Path) -> None:
     machine = Machine(tmp_path, set())
     assert machine.run().returncode == 0
-    assert machine.said == installs("chromium gcc iproute2 libc6-dev openssh-client openssh-server")
+    assert machine.said == installs(
+        "chromium gcc iproute2 libc6-dev munge openssh-client openssh-server slurm-client slurmctld slurmd"
+    )
     machine.add("apt-get", "exit 100")
     assert machine.run().returncode == 100
 

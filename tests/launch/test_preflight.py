@@ -109,14 +109,14 @@ def test_nothing_is_wrong(place: Path) -> None:
     [
         ({"data__train": "data/none"}, "data/none.json: cannot be read"),
         ({"data__sha256": "0" * 64}, "data/train: is other data than data.sha256 = '0000"),
-        ({"data__tokenizer": "data/none"}, "data.tokenizer = 'data/none': no such folder"),
+        ({"data__tokenizer": "data/none"}, "/data/none': no such folder"),
         ({"model__config__vocab_size": 256}, "data/train: prepared with a tokenizer of"),
-        ({"model__init_from": "none"}, "model.init_from: none/config.json: cannot be read"),
+        ({"model__init_from": "none"}, "/none/config.json: cannot be read"),
         ({"outer__fragments": {"layers_per_fragment": 3}}, "layers_per_fragment = 3, but the model has 2 layers"),
         ({"data__validation_samples": 4}, "validation_samples = 4 is not a multiple of 8, which worker 'here-0'"),
         ({"data__validation_samples": 80_000, "monitor__validate_every_samples": 320_000},
          "data/validation: 80000 validation samples are wanted, but there are "),
-        ({"monitor__token_file": "none"}, "monitor.token_file = 'none': cannot be read"),
+        ({"monitor__token_file": "none"}, "/none': cannot be read"),
         ({"monitor__metrics_port": 65535}, "'launcher' (monitor.metrics_port + 1): there is no port 65536"),
     ],
 )  # fmt: skip
@@ -142,7 +142,11 @@ def test_the_dry_run_tells_everything_at_once(
     code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
     assert code == 2
     assert "parameters in 1 fragment(s)" in text  # the figures come first
-    for told in ("data/none.json: cannot be read", "data.tokenizer = 'none'", "model.init_from: weights/config.json"):
+    for told in (
+        "data/none.json: cannot be read",
+        f"data.tokenizer = '{place}/none'",
+        f"model.init_from: {place}/weights/config.json",
+    ):
         assert told in text
 
 
@@ -158,7 +162,7 @@ def test_initial_weights_of_another_model(place: Path) -> None:
     assert refused() == []
     change("run.json", model__init_from="w1")
     (told,) = refused()
-    assert told.startswith("model.init_from = 'w1': is another model: model.layers.1.")
+    assert told.startswith(f"model.init_from = '{place / 'w1'}': is another model: model.layers.1.")
 
 
 @pytest.mark.parametrize("key", ["page_port", "metrics_port"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from geotrain.launch.terminal import ask
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import FAKE_SSH
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+PACKAGED = ("geotrain", "kernels", "launch", "configs", "setup.py", "pyproject.toml", "LICENSE")  # a wheel's sources
 START_S = 240.0  # until ranks have joined, on a busy machine
 
 
@@ -113,14 +116,53 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     assert {p.name for p in (tmp_path / "runs/quickstart/logs").iterdir()} == logs
 
 
+def install_wheel(folder: Path) -> Path:
+    """Build a wheel of the sources and install it, without what it needs. Returns the folder for PYTHONPATH, which
+    comes before the checkout."""
+    sources = folder / "sources"
+    sources.mkdir()
+    for name in PACKAGED:  # a copy: setuptools builds beside them, and takes what older builds left there
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, sources / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    for arguments in (
+        ["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(sources)],
+        [
+            "install",
+            "--no-deps",
+            "--target",
+            str(folder / "site"),
+            "--find-links",
+            str(folder),
+            "--no-index",
+            "geotrain",
+        ],
+    ):
+        subprocess.run([*pip, *arguments], check=True, timeout=300)
+    return folder / "site"
+
+
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(900)
-def test_the_quickstart_over_emulated_links(tmp_path: Path) -> None:
+def test_the_quickstart_over_emulated_links_from_a_wheel(tmp_path: Path) -> None:
+    """As somebody without a checkout runs it: all code and configurations are those that the wheel brings."""
+    site = install_wheel(tmp_path)
+    away = {"PYTHONPATH": str(site)}
+    where = "import geotrain, geotrain.kernels.cpu as cpu; print(geotrain.__file__, cpu.library() is not None)"
+    said = subprocess.check_output([sys.executable, "-c", where], cwd=tmp_path, env={**os.environ, **away}, text=True)
+    assert said.split() == [str(site / "geotrain/__init__.py"), "True"]
+    done = start(tmp_path, "configs", "mine", env=away)
+    assert done.communicate(timeout=100)[0] == "mine\n"
+    shipped = [path for path in CONFIGS.rglob("*.*") if "schema" not in path.parts]
+    assert len(shipped) > 20
+    for path in shipped:
+        assert (tmp_path / "mine" / path.relative_to(CONFIGS)).read_bytes() == path.read_bytes()
+    assert "mine is there already" in start(tmp_path, "configs", "mine", env=away).communicate(timeout=100)[0]
     raw = small_run(tmp_path, steps=96)
-    cluster = CONFIGS / "clusters/local-wan.json"
+    cluster = site / "geotrain/configs/clusters/local-wan.json"
     mark = new_mark()
-    done = start(tmp_path, "quickstart", "--run", "run.json", "--cluster", str(cluster), env=mark)
+    done = start(tmp_path, "quickstart", "--run", "run.json", "--cluster", str(cluster), env={**mark, **away})
     said = done.communicate(timeout=800)[0]
     assert done.returncode == 0, said
     assert marked(mark) == []

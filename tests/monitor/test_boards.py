@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from geotrain.monitor.events import Record, Trouble
 from geotrain.outer.events import UpdateApplied, ValidationDone
 from tests.support.inner_worlds import BATCH, LLAMA, SEQUENCE, VOCABULARY, deepspeed_block, run_config, run_world
 from tests.support.local_servers import LocalClient, LocalServers
+from tests.support.process_trees import until
 
 METRICS = {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "compute_s": 3.0, "waiting_s": 1.0}
 
@@ -58,21 +59,62 @@ def test_the_run_in_tensorboard(tmp_path: Path) -> None:
     assert curves["tokens_per_s/eu"][-1] == (8192, 10.0)
 
 
-def test_the_run_in_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the package, which is optional and speaks to a service."""
-    calls: list[Any] = []
-    run = types.SimpleNamespace(log=calls.append, finish=lambda: calls.append("finish"))
-    package = types.ModuleType("wandb")
-    package.init = lambda **settings: calls.append(settings) or run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    board = Wandb(WandbConfig(project="p", group="g"), "r", tmp_path)
-    board.on(merge(4096))
-    board.close()
-    assert (calls[0]["project"], calls[0]["group"], calls[0]["name"]) == ("p", "g", "r")
-    assert calls[1]["tokens"] == 4096 and calls[1]["run/loss"] == 2.5 and calls[2] == "finish"
+def told(folder: Path) -> list[Any]:
+    """All records that Weights & Biases keeps of offline runs in the folder, in the order of their lives.
+
+    Its files are logs as LevelDB's: after 7 bytes, blocks of 32 KiB with pieces of records, each behind its checksum
+    (4 bytes), length (2) and place (1: whole, 2: first, 3: inner, 4: last)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        data, at, record = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            length, place = struct.unpack_from("<HB", data, at + 4)
+            record += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if place in (1, 4):
+                found.append(Record.FromString(record))
+                record = b""
+    return found
+
+
+def test_a_run_is_one_run_of_weights_and_biases_for_its_whole_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the package itself, offline, in two lives of the global server."""
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DISABLE_GIT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    run = run_config(LLAMA, deepspeed_block(1)).model_copy(update={"folder": str(tmp_path)})
+    config = WandbConfig(project="p", group="g")
+    for tokens in (4096, 8192):
+        board = Wandb(config, run)
+        board.on(merge(tokens))
+        board.close()
+    assert until(lambda: sum(record.HasField("exit") for record in told(tmp_path)) == 2, 60.0)  # it writes behind
+    records = told(tmp_path)
+    begun = [record.run for record in records if record.HasField("run")]
+    assert {(r.run_id, r.display_name, r.project, r.run_group) for r in begun} == {
+        ((tmp_path / "wandb.id").read_text(), run.name, "p", "g")
+    }
+    settings = {u.key: json.loads(u.value_json) for r in begun for u in r.config.update}
+    assert settings["data"]["train_samples"] == run.data.train_samples
+    points = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    # the steps of a life do not begin at 0 again, so that those of earlier lives stay when both are synchronized
+    steps = [(point["_step"], point["tokens"], point["run/loss"]) for point in points]
+    assert steps == [(4096, 4096, 2.5), (8192, 8192, 2.5)]
+    axes = [record.metric for record in records if record.HasField("metric")]
+    assert any(axis.step_metric == "tokens" for axis in axes)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
-        Wandb(WandbConfig(project="p"), "r", tmp_path)
+        Wandb(config, run)
 
 
 def train_a_worker(folder: str) -> dict[str, Any]:

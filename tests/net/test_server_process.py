@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +21,9 @@ from geotrain.net.operator_client import command
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, read_weights
 from tests.support.net_worlds import wait_for
 from tests.support.server_processes import Site
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+GoOn = Callable[[], bool]
 
 
 @pytest.fixture
@@ -74,6 +82,11 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     assert not (site.folder / "global" / "listening.json").exists()
 
     top, region = site.serve("global", resume=True), site.serve("eu", resume=True)
+    before, above = links, site.status("global")
+    links = site.status("eu")["links"]
+    for way in ("up_bytes", "down_bytes", "peak_up_bytes_per_s", "peak_down_bytes_per_s"):
+        assert links[way] >= before[way]  # they count from the run's beginning
+    assert above["peers"]["eu"]["received_bytes"] > 0.9 * links["up_bytes"]
     workers = [site.worker("a", "life-2"), site.worker("b", "life-2")]
     for worker in workers:
         worker.join()
@@ -105,6 +118,56 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     first = {p.name: initial_tensor(p, site.run.seed) for p in site.layout.parameters}
     assert weights.keys() == first.keys()
     assert not any(torch.equal(weights[name], first[name]) for name in first)
+
+
+def cannot(weights: Weights, go_on: GoOn) -> float:
+    raise RuntimeError("nothing to evaluate with")
+
+
+def goes_on(begun: Path, weights: Weights, go_on: GoOn) -> float:
+    begun.touch()
+    while go_on():
+        time.sleep(0.01)
+    raise TimeoutError("there was no time")
+
+
+def sum_of(weights: Weights, go_on: GoOn) -> float:
+    return 3.0 + sum(float(tensor.double().abs().sum()) for _, tensor in weights)
+
+
+def test_the_final_weights_are_validated_whatever_happens_and_no_failure_ends_a_run(tmp_path):
+    site, begun = Site(tmp_path, train_samples=8, validates=True), tmp_path / "begun"
+
+    def all_work(life: str) -> None:
+        workers = [site.worker("a", life), site.worker("b", life)]
+        for worker in workers:
+            worker.join()
+        for worker in workers:
+            while (lease := worker.lease()) is not None:
+                worker.train(lease)
+            worker.leave()
+            worker.close()
+
+    def told(kind: str) -> list[dict[str, Any]]:
+        return [e for e in site.events("global") if e["event"] == kind]
+
+    top, region = site.serve("global", evaluate=cannot), site.serve("eu")
+    all_work("life-1")
+    assert region.ended() == (0, "") and top.ended()[0] == 0
+    assert "final weights are not validated: nothing to evaluate with" in told("Trouble")[-1]["what"]
+    assert not told("ValidationDone")
+
+    top, region = site.serve("global", True, evaluate=partial(goes_on, begun)), site.serve("eu", True)
+    all_work("life-2")
+    wait_for(begun.exists)
+    top.process.kill()
+    top.ended()
+    assert site.serve("global", True, evaluate=sum_of).ended()[0] == 0
+    assert region.ended()[0] == 0
+    wanted = sum_of(read_weights(site.folder / "global", site.layout), lambda: True)
+    assert [e["loss"] for e in told("ValidationDone")] == [pytest.approx(wanted)]
+    last = json.loads((tmp_path / "global/status.json").read_text())["validation"]
+    assert (last["worker"], last["samples"], last["loss"]) == ("global", 8, pytest.approx(wanted))
 
 
 def test_what_a_server_says_and_does_without_workers(site):

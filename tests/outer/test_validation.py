@@ -12,7 +12,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import VALIDATION_CODEC, from_bytes
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.leases import LeaseBook, Validations
-from geotrain.outer.messages import Lease, LeaseRequest, Refused, Send, Validated
+from geotrain.outer.messages import GLOBAL, Lease, LeaseRequest, Refused, Send, Validated
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Identity
@@ -43,12 +43,31 @@ def test_only_what_was_asked_for_counts_and_the_newest_stays() -> None:
     tasks = Validations(EVERY)
     tasks.handed_out(EVERY)
     tasks.handed_out(2 * EVERY)
-    assert tasks.on_validated(Validated("a", 2, 9, 3.5, 1.0), 40)
-    assert not tasks.on_validated(Validated("b", 1, 8, 4.0, 1.0), 44)  # late
+    assert tasks.on_validated(Validated("a", 2, 9, 3.5, 1.0), book(40))
+    assert not tasks.on_validated(Validated("b", 1, 8, 4.0, 1.0), book(44))  # late
     assert tasks.latest is not None and (tasks.latest["loss"], tasks.latest["samples"]) == (3.5, 40)
     for number, loss in ((3, 1.0), (0, 1.0), (2, math.nan)):
         with pytest.raises(Refused, match="was not asked for"):
-            tasks.on_validated(Validated("a", number, 1, loss, 1.0), 44)
+            tasks.on_validated(Validated("a", number, 1, loss, 1.0), book(44))
+
+
+def test_the_final_weights_are_due_once_all_is_committed_and_by_nobody_else() -> None:
+    tasks = Validations(EVERY)
+    tasks.handed_out(EVERY)
+
+    def book(committed: int, samples: int = 1000) -> LeaseBook:
+        made = LeaseBook(samples, 1, 4)
+        made.committed_samples = made.next_start = committed
+        return made
+
+    assert tasks.final_task(book(999)) == Validations(None).final_task(book(1000)) == 0
+    assert tasks.final_task(book(1000)) == 2
+    for early in (Validated(GLOBAL, 2, 9, 3.0, 1.0), Validated("a", 2, 9, 3.0, 1.0)):
+        with pytest.raises(Refused, match="was not asked for"):
+            tasks.on_validated(early, book(999))
+    assert tasks.on_validated(Validated(GLOBAL, 2, 9, 3.0, 1.0), book(1000))
+    assert tasks.final_task(book(1000)) == 0
+    assert tasks.final_task(book(2000, 2000)) == 3  # the run was given more data
 
 
 def test_a_lease_keeps_its_task_through_a_restart_and_for_every_rank() -> None:

@@ -16,6 +16,7 @@ from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, pa
 from geotrain.launch.check import free_ports
 from geotrain.layout import layout_of
 from geotrain.net.operator_client import ask_status
+from geotrain.net.server_host import Evaluate
 from geotrain.net.server_process import serve_global, serve_region
 from geotrain.outer.server import identity_of
 from tests.support.forks import FORKS, preload
@@ -24,7 +25,9 @@ from tests.support.net_worlds import TINY, FakeWorker, halves, outer, whole
 preload("geotrain.net.server_process")
 
 
-def serve(folder: Path, which: str, resume: bool, said: Path, files: tuple[int, int] | None) -> None:
+def serve(
+    folder: Path, which: str, resume: bool, said: Path, files: tuple[int, int] | None, evaluate: Evaluate | None
+) -> None:
     """A server's whole process. files: how many it may have open, and how many it may ask for."""
     if files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
@@ -32,14 +35,22 @@ def serve(folder: Path, which: str, resume: bool, said: Path, files: tuple[int, 
     torch.set_num_threads(1)
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
     if which == "global":
-        sys.exit(serve_global(run, cluster, folder / which, resume))
+        sys.exit(serve_global(run, cluster, folder / which, resume, evaluate))
     sys.exit(serve_region(run, cluster, which, folder / which, resume))
 
 
 class Server:
-    def __init__(self, folder: Path, which: str, resume: bool, number: int, files: tuple[int, int] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        which: str,
+        resume: bool,
+        number: int,
+        files: tuple[int, int] | None,
+        evaluate: Evaluate | None,
+    ) -> None:
         self.said = folder / f"stderr-{number}"
-        self.process = FORKS.Process(target=serve, args=(folder, which, resume, self.said, files))
+        self.process = FORKS.Process(target=serve, args=(folder, which, resume, self.said, files, evaluate))
         self.process.start()
 
     def send(self, number: int) -> None:
@@ -64,6 +75,7 @@ class Site:
         train_samples: int = 48,
         init_from: str | None = None,
         every_minutes: float = 0.01,
+        validates: bool = False,
     ) -> None:
         self.folder = folder
         ports = free_ports(2)
@@ -75,6 +87,9 @@ class Site:
             "outer": outer(rule).model_dump(by_alias=True, mode="json"),
             "checkpoint": {"every_minutes": every_minutes},
         }
+        if validates:  # at its end only
+            run["data"] = {**run["data"], "validation": "none", "validation_samples": 1}  # type: ignore[dict-item]
+            run["monitor"] = {"validate_every_samples": 1000}
         workers = [{"name": n, "hosts": [{"host": "localhost", "slots": 1}]} for n in ("a", "b")]
         cluster = {
             "name": "here",
@@ -87,8 +102,14 @@ class Site:
         self.layout = layout_of(self.run)
         self.servers: list[Server] = []
 
-    def serve(self, which: str, resume: bool = False, files: tuple[int, int] | None = None) -> Server:
-        self.servers.append(Server(self.folder, which, resume, len(self.servers), files))
+    def serve(
+        self,
+        which: str,
+        resume: bool = False,
+        files: tuple[int, int] | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> Server:
+        self.servers.append(Server(self.folder, which, resume, len(self.servers), files, evaluate))
         return self.servers[-1]
 
     def address(self, which: str) -> str:

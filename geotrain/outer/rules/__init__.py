@@ -7,13 +7,26 @@ on the global server (the only server of a flat run). All tensors are fp32 vecto
 
 from __future__ import annotations
 
-from geotrain.config import HalosConfig, RuleConfig, SyncConfig
+from typing import cast
+
+from geotrain.config import HalosConfig, PluggedRule, RuleConfig, SyncConfig
 from geotrain.outer.rules.halos import HalosGlobal, HalosRegion
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion, momentum_decay, updates_in_run
-from geotrain.outer.rules.rule import FragmentState, RegionRule, Rule
+from geotrain.outer.rules.rule import AsyncRegion, FragmentState, RegionRule, Rule, average
 from geotrain.outer.rules.sync import SyncGlobal, SyncRegion
 
-__all__ = ["FragmentState", "RegionRule", "Rule", "global_rule", "momentum_decay", "region_rule", "updates_in_run"]
+__all__ = [
+    "AsyncRegion",
+    "AveragingGlobal",
+    "FragmentState",
+    "RegionRule",
+    "Rule",
+    "average",
+    "global_rule",
+    "momentum_decay",
+    "region_rule",
+    "updates_in_run",
+]
 
 
 def region_rule(
@@ -29,6 +42,8 @@ def region_rule(
             return SyncRegion(members)
         case HalosConfig():
             return HalosRegion(config)
+        case PluggedRule():
+            return cast(RegionRule, config.region_rule(members, updates))
         case _:
             k = momentum_decay(updates, config.momentum_share) if decay is None else decay
             return MomentumRegion(config, len(members), k)
@@ -41,5 +56,7 @@ def global_rule(config: RuleConfig, members: tuple[str, ...]) -> Rule:
             return SyncGlobal(config, members)
         case HalosConfig():
             return HalosGlobal(config)
+        case PluggedRule():
+            return cast(Rule, config.global_rule(members))
         case _:
             return AveragingGlobal(len(members))

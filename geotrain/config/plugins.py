@@ -1,0 +1,91 @@
+"""Rules and codecs of other packages, found by entry points, as pytest's plug-ins are (docs/extending.md).
+
+An entry point of the group "geotrain.rules" or "geotrain.codecs" has the name that stands in the run file, and gives
+a subclass of `PluggedRule` or `PluggedCodec` with that `name`: its fields are the settings. It is loaded when a run
+file asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler
+
+from geotrain.config.block import Block, Fraction, PositiveInt
+
+
+class AsyncConfig(Block):
+    """What asynchronous rules share. Without a level of regions (`levels` = 1), neither has a meaning."""
+
+    synchronous: ClassVar[bool] = False
+
+    updates_per_send: PositiveInt = Field(4, description="K: updates a region applies before it sends up.")
+    merge_alpha: Fraction = Field(0.5, description="α: weight of the global weights when a region merges.")
+
+
+class PluggedRule(AsyncConfig):
+    """The settings of another package's asynchronous rule, and how its two halves are made."""
+
+    name: str
+
+    @abstractmethod
+    def region_rule(self, members: tuple[str, ...], updates: float) -> Any:
+        """A `geotrain.outer.rules.RegionRule`. members: the region's workers. updates: that it will apply in the
+        whole run."""
+
+    @abstractmethod
+    def global_rule(self, members: tuple[str, ...]) -> Any:
+        """A `geotrain.outer.rules.Rule`. members: the regions or, in a flat run, all workers."""
+
+
+class PluggedCodec(Block):
+    """The settings of another package's codec, and how it is made."""
+
+    name: str
+
+    @abstractmethod
+    def codec(self) -> Any:
+        """A `geotrain.outer.codec.Codec`."""
+
+
+Plugged = PluggedRule | PluggedCodec
+
+
+def or_plugged(group: str, kind: type[Plugged]) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
+    """A validator beside a union of built-in blocks: what a package registered under the name, otherwise the union's.
+
+    kind: of which it must be a subclass.
+    """
+
+    def validate(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(value, kind):
+            return value
+        found = (
+            entry_points(group=group, name=str(value["name"])) if isinstance(value, dict) and "name" in value else ()
+        )
+        if not found:
+            return built_in(value)
+        if len(found) > 1:
+            packages = ", ".join(sorted(str(point.value) for point in found))
+            raise ValueError(f"{value['name']!r} is registered twice, by {packages}; uninstall one")
+        (point,) = found
+        try:
+            block = point.load()
+        except Exception as error:  # whatever the import of somebody's package raises
+            raise ValueError(f"plug-in {point.name!r} ({point.value}) cannot be loaded: {error}") from error
+        if not (isinstance(block, type) and issubclass(block, kind)):
+            raise ValueError(f"plug-in {point.name!r} ({point.value}) is no subclass of {kind.__name__}")
+        return block.model_validate_json(json.dumps(value))
+
+    return validate
+
+
+def serialize(value: Any, built_in: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+    """The counterpart of `or_plugged`."""
+    if isinstance(value, PluggedRule | PluggedCodec):
+        return value.model_dump(mode=info.mode, by_alias=info.by_alias, exclude_defaults=info.exclude_defaults)
+    return built_in(value)

@@ -1,0 +1,74 @@
+"""A run under Slurm itself: the sbatch template, DeepSpeed's launcher over srun, a job that queues again."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from geotrain.launch.check import free_ports
+from tests.support.process_trees import marked, new_mark, until
+from tests.support.slurm import slurm
+from tests.support.small_runs import prepare_text, status, write_files
+
+TEMPLATE = Path(__file__).parents[2] / "configs/slurm/region.sbatch"
+START_S = 240.0  # until ranks have joined, on a busy machine
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.timeout(900)
+def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> None:
+    prepare_text(tmp_path)
+    files = write_files(tmp_path, "run", 320, {"eu": [2]}, {"rule": {"name": "halos"}}, min_step_s=0.15)
+    cluster, ports = json.loads(files[1].read_text()), free_ports(2)
+    cluster["global_server"] = {"host": "127.0.0.1", "port": ports[0]}
+    (region,) = cluster["regions"]
+    region["server"] = {"host": "elsewhere", "port": ports[1]}  # the template puts the job's first node here
+    region["workers"][0] |= {
+        "launcher": "slurm",
+        "launcher_args": "--overlap",
+        "hosts": [{"host": "none", "slots": 2}],
+    }
+    region["workers"][0]["env"] = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    files[1].write_text(json.dumps(cluster))
+    log, mark = tmp_path / "job.log", new_mark()
+
+    def updates() -> int:
+        events = tmp_path / "run/servers/eu/events.jsonl"
+        return events.read_text().count('"UpdateApplied"') if events.exists() else 0
+
+    with slurm(tmp_path / "slurm") as env:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env |= {**mark, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+        def said(*command: str) -> str:
+            return subprocess.run(command, env=env, text=True, capture_output=True, check=True, timeout=60).stdout
+
+        sites = ("global", "eu")
+        job = said(
+            "sbatch", "--parsable", "--ntasks=4", f"--output={log}", str(TEMPLATE), *map(str, files), *sites
+        ).strip()
+
+        def job_is(word: str) -> bool:
+            return word in said("scontrol", "show", "job", job)
+
+        assert until(lambda: updates() > 0 or job_is("JobState=FAILED"), START_S) and updates() > 0, log.read_text()
+        before = updates()
+        said("scancel", "--batch", "--signal=TERM", job)  # as Slurm does 180 s before a job's time is over
+        assert until(lambda: job_is("Restarts=1 ") and job_is("JobState=PENDING"), START_S), log.read_text()
+        said("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+        assert until(lambda: updates() > before, START_S), log.read_text()
+        assert until(lambda: job_is("JobState=COMPLETED"), START_S), log.read_text()
+        assert until(lambda: marked(mark) == [], 60.0)
+    last = status(files[0], "global")
+    assert last["complete"] and last["committed_samples"] == 320
+    resolved = json.loads((tmp_path / "run/cluster.json").read_text())["regions"][0]
+    node = socket.gethostname().partition(".")[0]
+    assert resolved["server"]["host"] == node and resolved["workers"][0]["hosts"][0]["host"] == node
+    assert "stopped by SIGTERM" in log.read_text()

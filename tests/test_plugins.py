@@ -1,0 +1,188 @@
+"""A package of somebody else's, really installed, brings a rule and a codec."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from geotrain.config import ConfigError, OuterConfig, parse
+from geotrain.outer.codec import CodecError, make_codec
+from tests.support.outer_world import FakeWorker, World, layout
+
+SETUP = """
+from setuptools import setup
+
+setup(
+    name="tiny-plugin",
+    version="1",
+    py_modules=["tiny_plugin"],
+    entry_points={
+        "geotrain.rules": ["damped = tiny_plugin:DampedConfig", "no-rule = tiny_plugin:SignConfig"],
+        "geotrain.codecs": ["sign = tiny_plugin:SignConfig", "broken = tiny_plugin:nothing"],
+    },
+)
+"""
+PLUGIN = """
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from geotrain.config import PluggedCodec, PluggedRule
+from geotrain.kernels.layout import Spec
+from geotrain.outer.codec import Codec, CodecError, EncodedDelta
+from geotrain.outer.rules import AsyncRegion, AveragingGlobal, average
+
+
+class DampedConfig(PluggedRule):
+    name: Literal["damped"]
+    share: float = Field(0.5, gt=0, description="What part of a worker's delta a region takes.")
+
+    def region_rule(self, members, updates):
+        return DampedRegion(self)
+
+    def global_rule(self, members):
+        return AveragingGlobal(len(members))
+
+
+class DampedRegion(AsyncRegion):
+    def __init__(self, config):
+        super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
+        self.share = config.share
+
+    def apply(self, state, delta):
+        average(state.x, delta, self.share)
+
+
+class SignConfig(PluggedCodec):
+    name: Literal["sign"]
+
+    def codec(self):
+        return SignCodec()
+
+
+class SignCodec(Codec):
+    \"\"\"The mean magnitude (fp32), then a bit an element: its sign.\"\"\"
+
+    def __init__(self):
+        self.name = "sign"
+
+    def encoded_bytes(self, numel):
+        return 4 + -(-numel // 8)
+
+    def encode(self, values, *, anchor=None, residual=None, seed=0, what=""):
+        v = values.flatten().float() if anchor is None else anchor.flatten() - values.flatten()
+        v = v if residual is None else v + residual.flatten()
+        bits = torch.zeros(-(-v.numel() // 8) * 8, dtype=torch.uint8)
+        bits[: v.numel()] = v >= 0
+        packed = (bits.view(-1, 8) << torch.arange(8)).sum(1).to(torch.uint8)
+        payload = torch.cat([v.abs().mean()[None].view(torch.uint8), packed])
+        if residual is not None:
+            residual.copy_((v - self.decode(payload, v.numel())).view_as(residual))
+        return EncodedDelta(payload, bool(v.isfinite().all()), what).check()
+
+    def check(self, payload, numel):
+        self._check_size(payload, numel)
+        if not payload[:4].clone().view(torch.float32).isfinite():
+            raise CodecError("sign: the scale is not finite")
+
+    def _decode(self, payload, out, weight, checked):
+        if not checked:
+            self.check(payload, out.numel())
+        bits = (payload[4:, None] >> torch.arange(8)) & 1
+        values = payload[:4].clone().view(torch.float32) * (2.0 * bits.flatten()[: out.numel()] - 1.0)
+        out.copy_(values) if weight is None else out.add_(values, alpha=weight)
+
+    def decode_measured(self, payload, out):
+        self._decode(payload, out, None, False)
+        return float(out.double().square().sum())
+"""
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the package is installed, on the path of this process."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "setup.py").write_text(SETUP)
+    (folder / "tiny_plugin.py").write_text(PLUGIN)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
+    command = [*pip, "--no-build-isolation", "--target", str(folder / "site"), str(folder)]
+    subprocess.run(command, check=True, timeout=200)
+    return folder / "site"
+
+
+@pytest.fixture
+def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(plugin)
+
+
+OUTER = {"rule": {"name": "damped", "share": 0.25, "updates_per_send": 2}, "up": {"name": "sign"}}
+
+
+def test_a_rule_and_a_codec_of_another_package_train_a_world(installed: None) -> None:
+    """Worker, region and global server in this process; the second codec is built in."""
+    config = parse(OuterConfig, OUTER, "here")
+    again = parse(OuterConfig, json.loads(config.model_dump_json(by_alias=True)), "what a run's folder holds")
+    assert again == config and again.model_dump()["rule"]["share"] == 0.25
+    lay = layout()
+    whole = [lay.whole(fragment.index) for fragment in lay.fragments]
+    worker, start = FakeWorker("a", lay, [whole]), [torch.zeros(f.numel) for f in lay.fragments]
+    world = World(config, {"eu": [worker]}, start, lay)
+    for _ in range(2):
+        for part in worker.parts({0: torch.ones(lay.numel)}):
+            world.tell("eu", part)
+    region = world.regions["eu"]
+    assert torch.equal(region.fragments[0].x, torch.full((lay.numel,), -0.5))  # two deltas, a fourth of each
+    sent = world.deliver("eu")
+    (delta,) = sent.deltas  # type: ignore[union-attr]
+    assert len(delta.payload) == 4 + lay.numel // 8
+    assert torch.allclose(world.top.fragments[0].x, torch.full((lay.numel,), -0.5))
+
+
+def test_the_codec_keeps_what_it_leaves_out(installed: None) -> None:
+    codec = make_codec(parse(OuterConfig, OUTER, "here").up)
+    values, residual = torch.tensor([3.0, -1.0, 0.5]), torch.zeros(3)
+    coded = codec.encode(values, residual=residual)
+    assert torch.allclose(codec.decode(coded.payload, 3) + residual, values)
+    with pytest.raises(CodecError, match="must be 5 bytes"):
+        codec.decode(coded.payload[:-1], 3)
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"rule": {"name": "damped", "share": -1.0}}, "greater than 0"),
+        ({"rule": {"name": "damped", "shre": 0.5}}, "shre"),
+        ({"rule": {"name": "no-rule"}}, "plug-in 'no-rule' (tiny_plugin:SignConfig) is no subclass of PluggedRule"),
+        ({"up": {"name": "broken"}}, "plug-in 'broken' (tiny_plugin:nothing) cannot be loaded: "),
+        ({"rule": {"name": "damqed"}}, 'rule.name = "damqed": known: sync, halos, region_momentum'),
+    ],
+)
+def test_what_is_wrong_with_a_plugin_is_one_line(installed: None, outer: object, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(OuterConfig, outer, "here")
+    assert told in str(refused.value)
+
+
+def test_without_the_package_its_names_are_unknown() -> None:
+    with pytest.raises(ConfigError, match=r'rule\.name = "damped": known: sync, halos, region_momentum'):
+        parse(OuterConfig, OUTER, "here")
+
+
+def test_the_command_line_finds_it(plugin: Path, tmp_path: Path) -> None:
+    raw = json.loads((Path(__file__).parents[1] / "configs/runs/quickstart.json").read_text())
+    raw["model"]["config"] = str(Path(__file__).parents[1] / "configs/models/llama-tiny.json")
+    raw["outer"] = OUTER
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    cluster = Path(__file__).parents[1] / "configs/clusters/local-wan.json"
+    command = [sys.executable, "-m", "geotrain", "simulate", "run.json", str(cluster), "--tflops", "1", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(plugin)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["links"]
