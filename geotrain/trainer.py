@@ -11,7 +11,7 @@ from torch import Tensor
 
 from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
-from geotrain.inner import checkpoint
+from geotrain import checkpoint
 from geotrain.inner.engine import GeoEngine
 from geotrain.layout import Layout
 from geotrain.outer.messages import Lease

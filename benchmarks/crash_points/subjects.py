@@ -26,7 +26,7 @@ from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.data.tokens import open_dataset
 from geotrain.files import out_of_room, whole_folder
 from geotrain.hf_checkpoint import read_checkpoint, write_checkpoint
-from geotrain.inner import checkpoint
+from geotrain import checkpoint
 from geotrain.inner.shards import OwnedShard
 from geotrain.layout import Layout, StridedSlice, canonical_parameters
 from geotrain.net.journal import JournalFull

@@ -69,7 +69,7 @@ def refusal(run: RunConfig) -> str:
 
 
 def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
-    from geotrain.inner.checkpoint import load, save
+    from geotrain.checkpoint import load, save
 
     seen: dict[str, Any] = {}
     engine = engine_for(form)
@@ -122,7 +122,7 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
 def through_other_layouts(folder: str) -> dict[str, Any]:
     """The default form's checkpoint, loaded by tensor-parallel ranks, saved there, loaded by a pipeline: what each
     held at once, and how it went on."""
-    from geotrain.inner.checkpoint import load, save
+    from geotrain.checkpoint import load, save
 
     seen: dict[str, Any] = {}
     place = f"{folder}/int4"
@@ -317,7 +317,7 @@ def test_a_run_goes_to_another_data_parallel_size(ranks: list[dict[str, Any]], f
 
 
 def load_and_train(folder: str) -> dict[str, Any]:
-    from geotrain.inner.checkpoint import load
+    from geotrain.checkpoint import load
 
     curves = {}
     for form in ("stale", "int4"):

@@ -43,7 +43,7 @@ def engine_for(layout: Layout, model: dict[str, Any] = QWEN, **more: Any) -> Any
 
 def save_and_go_on(folder: str, more: dict[str, Any]) -> dict[str, Any]:
     """DP 2: train, save, go on; and go on again from the checkpoint. more: of the DeepSpeed block."""
-    from geotrain.inner.checkpoint import load, save
+    from geotrain.checkpoint import load, save
 
     engine = engine_for((1, 1, 1), **more)
     train(engine, FIRST)
@@ -71,7 +71,7 @@ def save_and_go_on(folder: str, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_elsewhere(folder: str, layouts: list[Layout], more: dict[str, Any]) -> list[Any]:
-    from geotrain.inner.checkpoint import load
+    from geotrain.checkpoint import load
 
     curves = []
     for layout in layouts:
@@ -110,7 +110,7 @@ def misuse(folder: str) -> dict[str, Any]:
     """What happens to checkpoints when things go wrong. On two ranks, TP 2."""
     import torch.distributed as dist
 
-    from geotrain.inner.checkpoint import CheckpointError, _sealed, _size_and_checksum, load, save
+    from geotrain.checkpoint import CheckpointError, _sealed, _size_and_checksum, load, save
 
     seen: dict[str, Any] = {}
 
@@ -195,7 +195,7 @@ def test_nothing_half_written_is_left_or_loaded(tmp_path: Path) -> None:
 
 def flip_bits(folder: str) -> list[tuple[str, int]]:
     """Flip bits of the newest checkpoint, one at a time; those that were loaded nevertheless."""
-    from geotrain.inner.checkpoint import load, save
+    from geotrain.checkpoint import load, save
 
     engine = engine_for((1, 1, 0), QWEN_2)
     for number in (1, 2):
@@ -224,7 +224,7 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_loaded(tmp_path: 
 
 
 def set_the_clock_back(folder: str) -> list[Any]:
-    from geotrain.inner.checkpoint import load, save
+    from geotrain.checkpoint import load, save
 
     engine = engine_for((1, 1, 0), QWEN_2)
     real, seen = time.time, []
@@ -250,7 +250,7 @@ def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(tmp_path: Path
 
 def without_a_shared_file_system(folder: str) -> dict[str, Any]:
     """Two ranks whose folders are different ones, as on two hosts; the embedding is tied between them."""
-    from geotrain.inner.checkpoint import CheckpointError, load, save
+    from geotrain.checkpoint import CheckpointError, load, save
 
     seen: dict[str, Any] = {}
     engine = engine_for((1, 2, 0), QWEN_2)
@@ -306,7 +306,7 @@ def elements(run: StridedSlice) -> list[int]:
 @settings(deadline=None)  # the first example imports DeepSpeed
 @given(runs(), runs())
 def test_overlap_is_the_intersection(a: StridedSlice, b: StridedSlice) -> None:
-    from geotrain.inner.checkpoint import overlap
+    from geotrain.checkpoint import overlap
 
     pairs = {
         (int(i) + k, int(j) + k)

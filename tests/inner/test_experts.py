@@ -153,7 +153,7 @@ FIRST, THEN = range(5), range(5, 10)
 
 def save_and_resume(folder: str) -> dict[str, Any]:
     """On two ranks: train with divided experts, save, go on; then go on from the checkpoint on other layouts."""
-    from geotrain.inner.checkpoint import load, save
+    from geotrain.checkpoint import load, save
 
     engine = start(QWEN_MOE, ParallelConfig(expert=2), deepspeed_block(1))
     train(engine, FIRST)
