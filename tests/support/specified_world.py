@@ -125,7 +125,7 @@ class SpecifiedWorld:
     def snapshot(self, name: str) -> None:
         """A snapshot, and a journal that begins with what the state leaves out, as a server's process does it."""
         self.snapshots[name] = frozen(self.servers[name])
-        self.journals[name] = list(left_out(self.servers[name]))
+        self.journals[name] = [*left_out(self.servers[name])]
 
     def replayed(self, name: str) -> Server:
         """What the newest snapshot and the journal give."""
@@ -180,13 +180,11 @@ class SpecifiedWorld:
                     worker.lease = send.message  # type: ignore[assignment]
         return handled.reply
 
-    def answer(
-        self, server: str, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
-    ) -> Answer | None:
+    def answer(self, server: str, *asked: Any) -> Answer | None:
         """A member pulls, as over a socket: what is frozen for it then stands in the journal."""
-        if self.servers[server].lacks_answer(name, incarnation, part, sequence, fragments):
-            self.tell(server, AnswerWanted(name, incarnation, sequence, fragments))
-        return self.servers[server].answer(name, incarnation, part, sequence, fragments)
+        if self.servers[server].lacks_answer(*asked):
+            self.tell(server, AnswerWanted(*asked[:2], *asked[3:]))
+        return self.servers[server].answer(*asked)
 
     def note(self, name: str, message: Message, handled: Handled) -> None:
         """Tell the specification what has been acknowledged."""
@@ -455,12 +453,8 @@ class SpecifiedWorld:
 
     def adopt(self, name: str) -> None:
         worker = self.workers[name]
-        assert worker.waits_for is not None
-        answers = [
-            self.answer(worker.region, name, worker.incarnation, part, worker.waits_for, worker.spoke_of)
-            for part in range(len(worker.fake.slicings))
-        ]
-        if all(answers):
+        parts, asked = range(len(worker.fake.slicings)), (worker.waits_for, worker.spoke_of)
+        if all([self.answer(worker.region, name, worker.incarnation, part, *asked) for part in parts]):
             worker.waits_for = None
 
     def leave(self, name: str) -> None:
