@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from geotrain import checkpoint
 from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
-from geotrain import checkpoint
 from geotrain.inner.engine import GeoEngine
 from geotrain.layout import Layout
 from geotrain.outer.messages import Lease

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from geotrain.config import (
     Address,
@@ -21,7 +22,7 @@ from geotrain.config import (
     architecture_from_hf,
     is_loopback,
 )
-from geotrain.config.deepspeed import warnings_of
+from geotrain.config.deepspeed import AUTO, COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_LR, completed
 from geotrain.data.dataset import end_of_document, read_manifest
 from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
@@ -34,6 +35,8 @@ from geotrain.monitor.monitor import LAUNCHER, metrics_port
 from geotrain.net.certs import OPERATOR, CertificateError, Role, load_credentials
 from geotrain.outer.messages import GLOBAL
 
+_DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
+_DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
 ASK_HOST_S = 20.0  # how long one host behind ssh may take to answer
 Obstacle = ConfigError | DataError | CertificateError | UnsupportedModelError
 
@@ -105,7 +108,7 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
     """What does not keep a run from starting, but is seldom meant."""
     told: list[str] = []
     for worker in Topology(run, cluster).workers.values():
-        told += warnings_of({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
+        told += schedule_cautions({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
     far = [f"{site!r} at {a}" for site, a in Topology(run, cluster).servers.items() if not is_loopback(a.host)]
     if far and cluster.security is None:
         told.append(
@@ -118,6 +121,41 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
             "`links` in the cluster file has no effect"
         )
     return list(dict.fromkeys([*told, *open_links(cluster)]))
+
+
+def schedule_cautions(block: dict[str, Any], total_steps: int) -> list[str]:
+    """What in a `deepspeed` block's schedule is allowed, but seldom meant. total_steps: inner steps of the run."""
+    stated: dict[str, Any] = block.get("scheduler", {}).get("params", {})
+    kind, params = block.get("scheduler", {}).get("type"), completed(block, total_steps).get("scheduler", {})
+    params = params.get("params", {})
+    where, told = "deepspeed.scheduler.params", list[str]()
+    total = params.get("total_num_steps")
+    if total is not None and total != total_steps:
+        then = "the rest trains at the lowest rate" if total < total_steps else "the rate never comes down to its end"
+        told.append(
+            f"{where}.total_num_steps = {total}, but the run has {total_steps} steps (data.train_samples / "
+            f'train_batch_size): {then}; write "auto" to let it follow'
+        )
+    if kind == "WarmupCosineLR" and "cos_min_ratio" not in stated:
+        told.append(
+            f"{where}.cos_min_ratio is not stated: by DeepSpeed's default the rate falls to "
+            f'{_DEEPSPEED_COS_MIN_RATIO:g} of itself, almost nothing; state it, or write "auto" for {COS_MIN_RATIO:g}'
+        )
+    warmup = params.get("warmup_num_steps", _DEEPSPEED_WARMUP_STEPS)
+    follows = stated.get("warmup_num_steps") == AUTO or kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    if not follows and warmup >= total_steps:
+        whose = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
+        told.append(
+            f"{where}.warmup_num_steps = {warmup}{whose}, but the run has {total_steps} steps: the rate is never "
+            'reached; state fewer, or write "auto"'
+        )
+    rate = block.get("optimizer", {}).get("params", {}).get("lr")
+    if kind in ("WarmupLR", "WarmupDecayLR") and "warmup_max_lr" not in stated and rate != DEEPSPEED_WARMUP_MAX_LR:
+        told.append(
+            f"{where}.warmup_max_lr is not stated: DeepSpeed's default {DEEPSPEED_WARMUP_MAX_LR:g} replaces "
+            f'deepspeed.optimizer.params.lr = {rate}; state it, or write "auto" for that rate'
+        )
+    return told
 
 
 def hosts_that_do_not_answer(cluster: ClusterConfig) -> list[str]:

@@ -24,7 +24,7 @@ LAYERS = [
     {"initial", "parallelism"},
     {"outer", "optimizers"},
     {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate", "staging"},
-    {"worker_loop"},
+    {"checkpoint", "worker_loop"},
     {"trainer", "own_loop", "launch", "commands"},
     {"cli", "cli_operate", "__main__"},
 ]

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.fuzz.messages import ODD, places
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, parse
-from geotrain.config.deepspeed import BLOCKS, KEYS, SCHEDULERS, warnings_of
+from geotrain.config.deepspeed import BLOCKS, KEYS, SCHEDULERS
 from geotrain.launch.check import check_together
-from geotrain.launch.preflight import cautions
+from geotrain.launch.preflight import cautions, schedule_cautions
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODEL = json.loads((CONFIGS / "models/llama-tiny.json").read_text())
@@ -168,7 +168,7 @@ def test_auto_follows_from_the_run() -> None:
         assert "gradient_accumulation_steps" not in found
         assert found["zero_optimization"] == {"stage": 1}
         assert run.deepspeed == given  # as the file has it, so that a resume with more data follows it too
-        assert warnings_of(run.deepspeed, run.total_steps) == []
+        assert schedule_cautions(run.deepspeed, run.total_steps) == []
 
 
 def test_auto_warmup_follows_a_schedule_that_is_stated() -> None:
@@ -220,12 +220,12 @@ def test_auto_is_refused_where_nothing_follows(change: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_a_schedule_that_does_not_fit_is_warned_of(block: dict[str, Any], told: str) -> None:
     run = run_with(block)
-    (found,) = warnings_of(run.deepspeed, run.total_steps)
+    (found,) = schedule_cautions(run.deepspeed, run.total_steps)
     assert told in found
 
 
 def test_without_a_schedule_nothing_is_warned_of() -> None:
-    assert warnings_of(BLOCK, 100) == []
+    assert schedule_cautions(BLOCK, 100) == []
 
 
 # ----------------------------------------------------------------------------------------------------- the file

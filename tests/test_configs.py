@@ -20,8 +20,8 @@ from geotrain.config import (
     parse,
     rule_config,
 )
-from geotrain.config.deepspeed import warnings_of
 from geotrain.launch.check import check_together, link_to_global
+from geotrain.launch.preflight import schedule_cautions
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.layout import active_parameter_count, layout_of, parameter_count
 
@@ -54,7 +54,7 @@ def test_runs_are_what_they_say(path: Path) -> None:
     assert run.name == path.stem
     block = run.deepspeed
     assert block["scheduler"]["params"]["total_num_steps"] == "auto"  # the schedule ends with the data
-    assert warnings_of(block, run.total_steps) == []
+    assert schedule_cautions(block, run.total_steps) == []
     assert block["bf16"]["enabled"]
     assert block["zero_optimization"]["stage"] == 1
     outer = run.outer

@@ -20,13 +20,13 @@ import torch
 
 from benchmarks.crash_points.disk import SHIM
 from benchmarks.fuzz.messages import Servers, outer_config, toy_layout
+from geotrain import checkpoint
 from geotrain.config import architecture_from_hf
 from geotrain.data import prepare as data_prepare
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.data.tokens import open_dataset
 from geotrain.files import out_of_room, whole_folder
 from geotrain.hf_checkpoint import read_checkpoint, write_checkpoint
-from geotrain import checkpoint
 from geotrain.inner.shards import OwnedShard
 from geotrain.layout import Layout, StridedSlice, canonical_parameters
 from geotrain.net.journal import JournalFull

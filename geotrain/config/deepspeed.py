@@ -17,9 +17,7 @@ from geotrain.config.block import nearest
 AUTO = "auto"
 WARMUP_STEPS = 2000  # at most, for "auto"
 COS_MIN_RATIO = 0.1  # for "auto"
-_DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
-_DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
-_DEEPSPEED_WARMUP_MAX_LR = 1e-3  # DeepSpeed's default of warmup_max_lr
+DEEPSPEED_WARMUP_MAX_LR = 1e-3  # DeepSpeed's default of warmup_max_lr
 
 
 def _keys(text: str) -> frozenset[str]:
@@ -176,43 +174,8 @@ def completed(block: dict[str, Any], total_steps: int) -> dict[str, Any]:
     found = {
         "warmup_num_steps": max(1, min(WARMUP_STEPS, int(schedule_steps) // 10)),
         "warmup_min_lr": 0.0,
-        "warmup_max_lr": block.get("optimizer", {}).get("params", {}).get("lr", _DEEPSPEED_WARMUP_MAX_LR),
+        "warmup_max_lr": block.get("optimizer", {}).get("params", {}).get("lr", DEEPSPEED_WARMUP_MAX_LR),
         "cos_min_ratio": COS_MIN_RATIO,
     }
     params.update({key: value for key, value in found.items() if params.get(key) == AUTO})
     return block
-
-
-def warnings_of(block: dict[str, Any], total_steps: int) -> list[str]:
-    """What in this block is allowed, but seldom meant. total_steps: as for `completed`."""
-    stated: dict[str, Any] = block.get("scheduler", {}).get("params", {})
-    kind, params = block.get("scheduler", {}).get("type"), completed(block, total_steps).get("scheduler", {})
-    params = params.get("params", {})
-    where, told = "deepspeed.scheduler.params", list[str]()
-    total = params.get("total_num_steps")
-    if total is not None and total != total_steps:
-        then = "the rest trains at the lowest rate" if total < total_steps else "the rate never comes down to its end"
-        told.append(
-            f"{where}.total_num_steps = {total}, but the run has {total_steps} steps (data.train_samples / "
-            f'train_batch_size): {then}; write "auto" to let it follow'
-        )
-    if kind == "WarmupCosineLR" and "cos_min_ratio" not in stated:
-        told.append(
-            f"{where}.cos_min_ratio is not stated: by DeepSpeed's default the rate falls to "
-            f'{_DEEPSPEED_COS_MIN_RATIO:g} of itself, almost nothing; state it, or write "auto" for {COS_MIN_RATIO:g}'
-        )
-    warmup = params.get("warmup_num_steps", _DEEPSPEED_WARMUP_STEPS)
-    follows = stated.get("warmup_num_steps") == AUTO or kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-    if not follows and warmup >= total_steps:
-        whose = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
-        told.append(
-            f"{where}.warmup_num_steps = {warmup}{whose}, but the run has {total_steps} steps: the rate is never "
-            'reached; state fewer, or write "auto"'
-        )
-    rate = block.get("optimizer", {}).get("params", {}).get("lr")
-    if kind in ("WarmupLR", "WarmupDecayLR") and "warmup_max_lr" not in stated and rate != _DEEPSPEED_WARMUP_MAX_LR:
-        told.append(
-            f"{where}.warmup_max_lr is not stated: DeepSpeed's default {_DEEPSPEED_WARMUP_MAX_LR:g} replaces "
-            f'deepspeed.optimizer.params.lr = {rate}; state it, or write "auto" for that rate'
-        )
-    return told
