@@ -99,6 +99,7 @@ def test_a_living_site_is_found_again_and_obeys_who_came_last(tmp_path: Path) ->
         lost.link.sendall(b"stop\n")  # an order that was long on its way
         lost.link.shutdown(socket.SHUT_WR)
         assert lost.heard.readline() == b"" and keeper.poll() is None
+        assert not until(lambda: keeper.poll() is not None, 1.0)  # a stop takes less
         back.link.sendall(b"stop\n")
         assert back.hears() == {"ended": 143, "reason": "stopped by its launcher"}
         assert keeper.wait(BUSY_S) == 0 and marked(mark) == []
