@@ -97,10 +97,6 @@ def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> No
     assert said == f"geotrain: model config: model_type 'mamba' is not supported; supported: {families}"
 
 
-def test_the_quickstart_with_experts_has_files_of_its_own(tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert "configs/runs/quickstart-moe.json" in refused("quickstart", "--moe", cwd=tmp_path)
-
-
 def test_launch_without_data(tmp_path: Path, refused: Callable[..., str]) -> None:
     said = refused("launch", ROOT / "configs/runs/1b.json", ROOT / "configs/clusters/slurm.json", cwd=tmp_path)
     assert "data/web/train.json: cannot be read" in said
@@ -201,7 +197,8 @@ def test_pictures_of_unknown_kinds_are_refused(tmp_path: Path, refused: Callable
 
 
 def test_status_and_export_where_no_run_is(tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert "run.json: cannot be read: No such file" in refused("status", tmp_path)
+    said = f"geotrain: {tmp_path}: no run is here, since it has no run.json; give a run's folder, runs/<name>"
+    assert refused("status", tmp_path) == said
     assert "run.json: cannot be read: No such file" in refused("export", tmp_path, tmp_path / "out")
     assert refused("sample", tmp_path).startswith(f"geotrain: {tmp_path}: cannot be loaded")
 

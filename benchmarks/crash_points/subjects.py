@@ -23,8 +23,8 @@ from benchmarks.fuzz.messages import Servers, outer_config, toy_layout
 from geotrain import checkpoint
 from geotrain.config import architecture_from_hf
 from geotrain.data import prepare as data_prepare
+from geotrain.data.dataset import open_dataset
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
-from geotrain.data.tokens import open_dataset
 from geotrain.files import out_of_room, whole_folder
 from geotrain.hf_checkpoint import read_checkpoint, write_checkpoint
 from geotrain.inner.shards import OwnedShard
@@ -180,7 +180,7 @@ class Engine:
         self.weights = torch.nn.Parameter(torch.zeros(NUMEL))
         self.basic_optimizer = torch.optim.AdamW([self.weights], lr=0.1)
         self.architecture = architecture_from_hf(MODEL)
-        self.mesh = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1)
+        self.mesh = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, ep_size=1)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
 
     def settle(self) -> None: ...
@@ -334,8 +334,8 @@ class PrepareSubject(FolderSubject):
         versions = set()
         decode = tokenizers.Tokenizer.from_str(load_tokenizer(folder / "tokenizer").json).decode
         for split in ("train", "validation"):
-            _, file = open_dataset(folder / split, self.tokenizer.vocab_size, verify=True)
-            text = decode(file.tokens.tolist(), skip_special_tokens=True)
+            _, tokens = open_dataset(folder / split, self.tokenizer.vocab_size, verify=True)
+            text = decode(tokens[:].tolist(), skip_special_tokens=True)
             versions |= set(re.findall(r"of version (\d)", text))
         [version] = versions
         return int(version)

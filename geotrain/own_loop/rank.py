@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from geotrain.kernels.devices import cuda_devices
 from geotrain.own_loop.masters import Masters
 
 TIMEOUT_S = 600.0  # how long a rank waits for the others
@@ -55,6 +56,6 @@ class TorchRank:
 
     @property
     def peak_memory_bytes(self) -> float:
-        if torch.cuda.is_available():
+        if cuda_devices():
             return float(torch.cuda.max_memory_allocated())
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -62,7 +62,8 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
         before = updates()
         said("scancel", "--batch", "--signal=TERM", job)  # as Slurm does 180 s before a job's time is over
         assert until(lambda: job_is("Restarts=1 ") and job_is("JobState=PENDING"), START_S), log.read_text()
-        said("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+        # Slurm would wait for two minutes. In the second of its end, a job's new credential counts as revoked.
+        said("scontrol", "update", f"JobId={job}", "StartTime=now+3")
         assert until(lambda: updates() > before, START_S), log.read_text()
         assert until(lambda: job_is("JobState=COMPLETED"), START_S), log.read_text()
         assert until(lambda: marked(mark) == [], 60.0)

@@ -138,7 +138,8 @@ def test_facts_of_a_run_with_and_without_regions_servers() -> None:
          "links": [{"regions": ["eu", "global"], "gbps": 0.5, "rtt_ms": 40.0}]}, "c",
     )  # fmt: skip
     raw = {
-        "name": "r", "model": {"config": {}}, "data": {"train": "x", "sequence_length": 4, "train_samples": 10},
+        "name": "r", "model": {"config": {"model_type": "llama"}},
+        "data": {"train": "x", "sequence_length": 4, "train_samples": 10},
         "deepspeed": {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1},
     }  # fmt: skip
     found = facts(parse(RunConfig, raw, "r"), cluster, 7, ("all",))

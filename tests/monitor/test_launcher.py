@@ -20,7 +20,7 @@ from geotrain.monitor.monitor import LAUNCHER, Monitor, metrics_port
 
 def a_run(folder: Path, **monitor: Any) -> RunConfig:
     raw = {
-        "name": "r", "folder": str(folder), "model": {"config": {}}, "monitor": monitor,
+        "name": "r", "folder": str(folder), "model": {"config": {"model_type": "llama"}}, "monitor": monitor,
         "data": {"train": "x", "sequence_length": 4, "train_samples": 10},
         "deepspeed": {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1},
     }  # fmt: skip
