@@ -108,7 +108,7 @@ def local_processes(
         regions = [region.name for region in request.cluster.serving if region.name in request.sites]
         started += [_server(request, folder, region, namespaces.get(region)) for region in regions]
     for number, (region, worker) in enumerate(workers):
-        port = FIRST_MASTER_PORT + number
+        port = worker.master_port or FIRST_MASTER_PORT + number
         started += _worker(request, folder, region, worker, port, devices.get(worker.name), namespaces)
     return started
 
@@ -126,7 +126,10 @@ def remote_site(request: LaunchRequest, site: str, host: str) -> ProcessSpec:
     line = replace(request.seen_from(folder), sites=(site,)).to_line()
 
     def process() -> ProcessSpec:
-        return ProcessSpec(f"{site}.ssh", command, first_input=line, role=role, respawn=process, front=True)
+        above = "" if site == GLOBAL else _unit_of_global(request.cluster)
+        return ProcessSpec(
+            f"{site}.ssh", command, first_input=line, role=role, respawn=process, front=True, depends_on=above
+        )
 
     return process()
 
@@ -183,9 +186,15 @@ def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) 
             role="server",
             inherited_fds=() if netns is None else (netns,),
             respawn=lambda: process(True),
+            depends_on="" if site == GLOBAL else _unit_of_global(request.cluster),
         )
 
     return process(request.resume)
+
+
+def _unit_of_global(cluster: ClusterConfig) -> str:
+    """What the supervisor calls the global server, or the front of its site."""
+    return GLOBAL if cluster.global_ssh is None else f"{GLOBAL}.ssh"
 
 
 def _worker(

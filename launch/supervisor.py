@@ -9,6 +9,7 @@ outlives the supervisor, even if that is killed by SIGKILL. What a *front* speak
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -54,7 +55,8 @@ class ProcessSpec:
         on STOP_ORDER, and when it loses the connection, nothing has died: it is started again without bound.
     unit: the processes of one unit (such as a worker's, one on each host) live and die together; "": it is a unit by
         itself.
-    depends_on: the unit of the server that a worker talks to. Once that has ended well, the worker is not restarted.
+    depends_on: the unit of the server that this process talks to. Once that has ended well, nothing is left to do:
+        the process is not restarted, and stopped if it goes on.
     """
 
     name: str
@@ -165,6 +167,7 @@ class RestartUnit:
     specs, running: by the process's name. restart_at_s: the earliest time at which the unit is started again, when
     none of its processes runs any more; None if that is not planned. given_up: why it is not restarted any more, or
     "". no_room: it could not be started, because the disk was full. cut_off: a front that has lost its connection.
+    end_by_s: when it is stopped if it still runs, since its server has ended; inf: it has been told to stop.
     """
 
     role: str
@@ -175,6 +178,7 @@ class RestartUnit:
     given_up: str = ""
     no_room: bool = False
     cut_off: bool = False
+    end_by_s: float | None = None
 
     @property
     def active(self) -> bool:
@@ -187,7 +191,7 @@ class Supervisor:
     leaving it stops whatever still runs.
 
     logs: folder of the log files `<name>.log`, which are appended to. drain_s: how long servers may take to end after
-    the workers have, and the others after all servers have. restart: when and how often processes with a `respawn`
+    the workers have, and the others after their server has. restart: when and how often processes with a `respawn`
     are restarted; beyond that they are given up. A worker that is given up fails the run only if no other is left or
     if `needs_all`; a server always does.
     on_event: called for each process that was started or has ended, and for each death that does not end the run.
@@ -333,8 +337,10 @@ class Supervisor:
             ended = next((role for role in ("worker", "server") if self._have_ended(role)), "")
             if drain_deadline is None and ended:
                 drain_deadline = now + self.drain_s
-            if drain_deadline is not None and now > drain_deadline:
-                alive = [name for name, unit in self._units.items() if unit.active and unit.role != "helper"]
+            self._stop_what_outlives_its_server(now)
+            alive = [name for name, unit in self._units.items() if unit.active and unit.role != "helper"]
+            alive = [name for name in alive if not self._is_unneeded(self._units[name])]
+            if alive and drain_deadline is not None and now > drain_deadline:
                 log = self.log(next(iter(self._units[alive[0]].specs)))
                 left = "a worker left before its work was done" if ended == "worker" else "they missed the run's end"
                 return RunOutcome(
@@ -345,6 +351,7 @@ class Supervisor:
             if outcome := self._restart_what_is_due(now):
                 return outcome
             wakes = [unit.restart_at_s for unit in units if unit.restart_at_s is not None and not unit.running]
+            wakes += [unit.end_by_s for unit in units if unit.end_by_s is not None]
             wakes += [next_tick, *([drain_deadline] if drain_deadline else [])]
             for key, _ in self._selector.select(max(0.0, min(wakes) - now)):
                 if outcome := self._handle(key):
@@ -356,6 +363,24 @@ class Supervisor:
         given_up = [unit.given_up for unit in units if unit.given_up]
         return RunOutcome(0, "\n".join(["the others have finished, but", *given_up]) if given_up else "")
 
+    def _is_unneeded(self, unit: RestartUnit) -> bool:
+        """Whether the server that the unit talks to has ended well, so that nothing is left for it to do."""
+        servers = [self._units[s.depends_on] for s in unit.specs.values() if s.depends_on in self._units]
+        return bool(servers) and not any(server.active for server in servers)
+
+    def _stop_what_outlives_its_server(self, now: float) -> None:
+        """Tell units to stop that have not ended `drain_s` after their server did: they came, or came back, when all
+        data was trained, and would wait for a server that does not return."""
+        for name, unit in self._units.items():
+            if not unit.running or not self._is_unneeded(unit):
+                continue
+            unit.end_by_s = now + self.drain_s if unit.end_by_s is None else unit.end_by_s
+            if now > unit.end_by_s:
+                unit.end_by_s = math.inf
+                self.on_event(Trouble(f"{name} goes on though its server has ended, with all data trained: stopped"))
+                for process in unit.running.values():
+                    process.ask_to_stop()
+
     def _restart_what_is_due(self, now: float) -> RunOutcome | None:
         """Start the units again whose pause is over. A process that cannot be started counts as dead once more.
 
@@ -364,8 +389,7 @@ class Supervisor:
         for unit in self._units.values():
             if unit.restart_at_s is None or unit.running:
                 continue
-            servers = [self._units[s.depends_on] for s in unit.specs.values() if s.depends_on in self._units]
-            unneeded = bool(servers) and not any(server.active for server in servers)
+            unneeded = self._is_unneeded(unit)
             if unit.restart_at_s > now and not unneeded:
                 continue
             unit.restart_at_s = None
@@ -405,6 +429,10 @@ class Supervisor:
         name, unit, code = process.spec.name, self._units[process.spec.unit_name], self._reap(process)
         if unit.restart_at_s is not None or unit.given_up or (code == 0 and unit.role != "helper"):
             return None  # it ended well, or was stopped because another process of its unit had died
+        if self._is_unneeded(unit):
+            if unit.end_by_s != math.inf:
+                self.on_event(Trouble(f"{name} {how_it_ended(code)}; its server had ended, with all data trained"))
+            return None
         if unit.cut_off:
             self._try_again(name, unit, time.monotonic() - process.started_s)
             return None

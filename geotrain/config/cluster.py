@@ -73,6 +73,11 @@ class WorkerConfig(Block):
         {}, description="Keys laid over the run's `deepspeed` block."
     )
     env: dict[EnvironmentKey, str] = Field({}, description="Environment of this worker's processes.")
+    master_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None,
+        description="Where its ranks meet, unless all are on the machine that starts them. null: 29500 + the "
+        "worker's number in this file. Of two runs on the same hosts, one must set it.",
+    )
     min_step_s: Annotated[float, Field(ge=0)] = Field(
         0.0, description="An inner step takes at least so long: for rehearsals that leave the machine to others."
     )

@@ -253,9 +253,12 @@ class ServerHost:
 
     async def _until_finished(self) -> None:
         """Returns when the server has finished and this process should end in good order."""
-        await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
-        await self._validate_final_weights()
-        await asyncio.sleep(LINGER_S)
+        while True:
+            await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
+            await self._validate_final_weights()
+            await asyncio.sleep(LINGER_S)
+            if self.server.finished:  # else somebody has joined meanwhile, and waits to be told that all is done
+                return
 
     async def _validate_final_weights(self) -> None:
         """Once all data is trained. No worker is there any more, so this process does it, in a bounded time."""

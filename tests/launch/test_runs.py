@@ -16,6 +16,7 @@ from geotrain.commands.prepare import prepare_files
 from geotrain.config import load_cluster, load_run
 from geotrain.data.dataset import read_manifest
 from geotrain.emulate import wan
+from geotrain.launch.check import free_ports
 from geotrain.launch.terminal import ask
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import FAKE_SSH
@@ -50,7 +51,7 @@ def start(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.Pope
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> None:
+def test_a_far_region_is_killed_and_resumed(tmp_path: Path) -> None:
     """One region on "another machine", its worker started host by host: both launchers are killed, and resume."""
     raw = small_run(tmp_path, steps=128, local_steps=4)  # so that it is not over when the launcher is killed
     (tmp_path / "text.txt").write_text("".join(f"the number {i} and the next\n" for i in range(20_000)))
@@ -58,10 +59,12 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, free_port: int) -> N
     raw["data"].update(train="data/train", validation=None, tokenizer=None)
     raw["checkpoint"] = {"every_jobs": 1, "every_minutes": 0.001}
     (tmp_path / "run.json").write_text(json.dumps(raw))
+    free_port, master_port = free_ports(2)
     worker = {
         "name": "eu-0",
         "hosts": [{"host": "127.0.0.1", "slots": 2}],
         "launcher": "ssh",
+        "master_port": master_port,
         "env": {"OMP_NUM_THREADS": "1", "NOTE": "two words"},
     }
     server = {"host": "127.0.0.2", "port": free_port}

@@ -26,13 +26,14 @@ START_S = 240.0  # until ranks have joined, on a busy machine
 def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> None:
     prepare_text(tmp_path)
     files = write_files(tmp_path, "run", 320, {"eu": [2]}, {"rule": {"name": "halos"}}, min_step_s=0.15)
-    cluster, ports = json.loads(files[1].read_text()), free_ports(2)
+    cluster, ports = json.loads(files[1].read_text()), free_ports(3)
     cluster["global_server"] = {"host": "127.0.0.1", "port": ports[0]}
     (region,) = cluster["regions"]
     region["server"] = {"host": "elsewhere", "port": ports[1]}  # the template puts the job's first node here
     region["workers"][0] |= {
         "launcher": "slurm",
         "launcher_args": "--overlap",
+        "master_port": ports[2],
         "hosts": [{"host": "none", "slots": 2}],
     }
     region["workers"][0]["env"] = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}

@@ -69,6 +69,12 @@ def test_over_ssh_each_regions_machine_starts_its_hosts(tmp_path: Path) -> None:
         assert f"--node_rank {rank}" in process.command[-1]
         assert "--master_addr there" in process.command[-1]
         assert "--master_port 29500" in process.command[-1]
+    (region, other), port = cluster.regions, {"master_port": 4123}
+    regions = region.model_copy(update={"workers": (region.workers[0].model_copy(update=port),)}), other
+    *_, process = local_processes(
+        order(tmp_path, cluster.model_copy(update={"regions": regions}), "home"), tmp_path, HostMachine(2)
+    )
+    assert "--master_port 4123" in process.command[-1]
 
 
 def test_devices_are_split_among_the_hosts_that_stand_here(tmp_path: Path) -> None:

@@ -194,9 +194,10 @@ class Lives(RuleBasedStateMachine):
                 break
         assert world.top.finished, world.top.status()
         committed = world.spec.ledger.committed
-        # Of a synchronous run the samples that make no whole round are left over; of a drained region what came back
-        # after all others had left.
-        left_over = not world.top.book.open if world.top.rule.in_rounds else world.drained
+        # Of a synchronous run the samples that make no whole round are left over; of a drained region, and of an
+        # update refused for good, what came back after the others had left. A resumed run trains it.
+        late = world.drained or world.came_back_late
+        left_over = not world.top.book.open if world.top.rule.in_rounds else late
         assert committed == world.samples or left_over
         super().teardown()
 
