@@ -1,4 +1,4 @@
-"""Whole runs of real processes, as in examples/: several workers a region, starting from a checkpoint, failing well."""
+"""Whole runs of real processes, of examples/: several workers a region, starting from a checkpoint, failing well."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Another such record. At this point the process ended in good order, and with it all who took part in the run."""
+    """Another such record. At this point the process ended in good order, and with it all who took part."""
 
 
 KINDS = (Restarted, Stopped, *typing.get_args(Message))
