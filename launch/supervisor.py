@@ -30,6 +30,7 @@ from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, T
 from geotrain.outer.events import Event
 
 STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
+WORKER_DRAIN_S = 30.0  # for a worker to end after its server: it has saved all before it left
 LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
 LOG_TAIL_BYTES = 16384
 FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
@@ -335,12 +336,13 @@ class Supervisor:
         return bool(servers) and not any(server.active for server in servers)
 
     def _stop_what_outlives_its_server(self, now: float) -> None:
-        """Tell units to stop that have not ended `drain_s` after their server did: they came, or came back, when all
+        """Tell units to stop that have not ended in time after their server did: they came, or came back, when all
         data was trained, and would wait for a server that does not return."""
         for name, unit in self._units.items():
             if not unit.running or not self._is_unneeded(unit):
                 continue
-            unit.end_by_s = now + self.drain_s if unit.end_by_s is None else unit.end_by_s
+            drain_s = self.drain_s if unit.role == "server" else min(self.drain_s, WORKER_DRAIN_S)
+            unit.end_by_s = now + drain_s if unit.end_by_s is None else unit.end_by_s
             if now > unit.end_by_s:
                 unit.end_by_s = math.inf
                 self.on_event(Trouble(f"{name} goes on though its server has ended, with all data trained: stopped"))
