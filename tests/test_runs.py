@@ -59,7 +59,8 @@ def test_the_notebook_runs_several_workers_a_region_over_tls(folder: Path) -> No
     executed = nbformat.read(folder / "executed.ipynb", as_version=4)
     shown = [output for cell in executed.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in shown)  # the losses, drawn
-    assert shown[-1]["text"].startswith("The ") and len(shown[-1]["text"]) > len("The ")  # the model, loaded
+    printed = "".join(o["text"] for o in executed.cells[-1]["outputs"] if o.get("name") == "stdout")  # in any pieces
+    assert len(printed.strip().partition("The ")[2]) > 10  # what the export goes on with, once transformers loaded it
 
 
 @pytest.fixture
