@@ -83,14 +83,14 @@ class Member:
         self.awaiting[sequence] = set(fragments)
         self.answers[sequence] = {part: [] for part in range(self.parts)}
 
-    def drop_adopted(self, fragments: set[int]) -> None:
-        """An update of these fragments was taken: forget the complete answers of earlier updates that gave any of
-        them.
+    def drop_adopted(self, fragments: set[int], adopted: int) -> None:
+        """An update of these fragments was taken, whose parts have all adopted the answers up to number `adopted`:
+        forget those, and the complete answers of earlier updates that gave any of the fragments.
 
-        Every part has adopted those answers, or it would not have sent these fragments again.
+        Every part has adopted the latter, too, or it would not have sent these fragments again.
         """
         for sequence in [s for s in self.answers if s not in self.awaiting]:
-            if {weights.fragment for weights in self.answers[sequence][0]} & fragments:
+            if sequence <= adopted or {weights.fragment for weights in self.answers[sequence][0]} & fragments:
                 del self.answers[sequence]
 
     def begin_life(self, incarnation: str, keeps_mirrors: bool) -> None:

@@ -412,8 +412,13 @@ class RegionServer(Server):
     def resend(self) -> list[Send]:
         """What is in flight, under this life's name, to be sent again after a join. The global server knows by their
         numbers which of them it has applied already."""
-        self.in_flight = {s: replace(u, incarnation=self.incarnation) for s, u in sorted(self.in_flight.items())}
+        now = {"incarnation": self.incarnation, "adopted": self._adopted()}
+        self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}
         return [*(Send(GLOBAL, update) for update in self.in_flight.values()), *self._last_words()]
+
+    def _adopted(self) -> int:
+        """The answers to all of our updates up to this one are merged."""
+        return min(self.in_flight, default=self.sequence) - 1
 
     def _last_words(self) -> list[Send]:
         """At the end, what is trained and will be in no update: without the ledger, what came while one travelled."""
@@ -485,7 +490,7 @@ class RegionServer(Server):
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
             update = UpdatePart(
                 self.name, self.incarnation, self.sequence, 0, (sent,), weight=weight, leases=leases,
-                metrics=mean_metrics([member.metrics for member in here]),
+                metrics=mean_metrics([member.metrics for member in here]), adopted=self._adopted(),
             )  # fmt: skip
             self.in_flight[self.sequence] = update
             self._sends.append(Send(GLOBAL, update))
