@@ -108,9 +108,9 @@ def faulty(
         print(f"every worker trains; faults for {seconds:g} s, seed {seed}", flush=True)
         faults = random_faults(seed, seconds, every_s, run.regions) if every_s else short_faults(run.regions)
         run.play(faults, seconds, lambda text: print(text, flush=True))
-        end_s = time.time()
         before = {worker: run.jobs_of(worker) for names in run.regions.values() for worker in names}
         run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
+        end_s = time.time()
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
         refused = run.lies_refused()
     print("the run has ended; its journals are replayed", flush=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from geotrain import cover
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout, LayoutError, numel
 from geotrain.outer.codec import Codec
@@ -255,7 +256,7 @@ def check_cover(name: str, joined: dict[int, Join], layout: Layout) -> None:
     """Raise Refused unless all parts' slices together are the model, each element exactly once."""
     try:
         for f in range(len(layout.fragments)):
-            layout.check_cover(f, [s for join in joined.values() for s in join.pushes[f]])
+            cover.check_cover(layout, f, [s for join in joined.values() for s in join.pushes[f]])
     except LayoutError as error:
         raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
 

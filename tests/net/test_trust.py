@@ -190,9 +190,7 @@ def test_a_clock_that_is_behind_the_certificates_is_named(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(datetime, "datetime", TwoHoursAhead)
         make_certificates(cluster_config(), tmp_path)
-    with pytest.raises(
-        CertificateError, match=r"worker-a\.pem: is valid from .* on, this machine's clock is at .*set"
-    ):
+    with pytest.raises(CertificateError, match=r"worker-a\.pem: is valid from .* this machine's clock is at"):
         load_credentials(tmp_path, "worker", "a")
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from geotrain.outer.messages import UpdatePart
-from tests.outer.test_exchange import begun, waits
 from tests.support.outer_world import World, config, halves, make
 
 
@@ -36,17 +35,6 @@ def test_an_answer_is_kept_until_every_part_has_adopted_it() -> None:
     for part in parts:  # the acknowledgement was lost: nothing changes
         world.tell("eu", part)
     assert set(kept) == {4}
-
-
-def test_a_worker_says_what_it_has_adopted_and_not_what_has_come() -> None:
-    exchange, world = begun("continue")
-    waits(exchange.after_step((0,), {}))
-    waits(exchange.after_step((1,), {}))
-    world.answer(1, 0)  # due only after the next step
-    assert [part.adopted for part in world.sent] == [0, 0]
-    waits(exchange.after_step((), {}))
-    waits(exchange.after_step((0,), {}))  # answer 1 is adopted, 2 has not come
-    assert [part.adopted for part in world.sent] == [0, 0, 1]
 
 
 def test_a_region_says_what_it_has_merged_without_a_gap_also_when_it_sends_again() -> None:
