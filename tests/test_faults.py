@@ -97,7 +97,7 @@ def test_a_clock_is_stepped_while_a_process_reads_it(tmp_path: Path) -> None:
 
 def test_events_of_a_stepped_clock_are_told_by_one() -> None:
     told = [10.0, 11.0, 3612.0, 3613.0, 14.0, -3585.0, -3584.0, 17.0]
-    events = on_one_clock([{"time_s": t} for t in told], 9.0, {3600, -3600})
+    events = on_one_clock([{"time_s": t} for t in told], 9.0, 18.0, {3600, -3600})
     assert [e["time_s"] for e in events] == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
 
 

@@ -36,15 +36,17 @@ class Clocks:
             file.write(ahead_s.to_bytes(8, "little", signed=True))
 
 
-def on_one_clock(events: list[dict[str, Any]], begin_s: float, steps: Iterable[int]) -> list[dict[str, Any]]:
-    """A log's events, in order, with the times that they would have if its process's clock had not been stepped.
+def on_one_clock(
+    events: list[dict[str, Any]], begin_s: float, end_s: float, steps: Iterable[int]
+) -> list[dict[str, Any]]:
+    """A log's events with the times that they would have if its process's clock had not been stepped.
 
-    begin_s: Unix time shortly before the first. steps: seconds that the clock may have been ahead. Events must follow
-    each other more closely than half the smallest step.
+    begin_s, end_s: Unix times between which all of them were. steps: seconds that the clock may have been ahead; for
+    a time between the two no step is supposed, so the run should be shorter than a step.
     """
-    told, last_s = [], begin_s
+    told = []
     for event in events:
         times_s = (event["time_s"] - step for step in (0, *steps))
-        last_s = min(times_s, key=lambda time_s: abs(time_s - last_s))
-        told.append({**event, "time_s": last_s})
+        time_s = next((time_s for time_s in times_s if begin_s <= time_s <= end_s), event["time_s"])
+        told.append({**event, "time_s": time_s})
     return told

@@ -152,7 +152,7 @@ class FaultyRun:
     def events(self, source: str) -> list[dict[str, Any]]:
         """The event log of a worker, a region, "global" or "launcher", with this machine's times."""
         steps = {round(fault.amount) for _, fault in self.done if fault.what == "clock"}
-        return on_one_clock(read_events(self.folder, source), self.began_s, steps)
+        return on_one_clock(read_events(self.folder, source), self.began_s, time.time(), steps)
 
     def jobs_of(self, worker: str) -> int:
         """Jobs that it has trained until now."""
@@ -315,8 +315,8 @@ def fill(disk: Path) -> Callable[[], None]:
         now = os.statvfs(disk)
         with suppress(subprocess.CalledProcessError):
             _resize(disk, (now.f_blocks - now.f_bfree) * now.f_frsize)
-            break
-    return partial(_resize, disk, whole.f_blocks * whole.f_frsize)
+            return partial(_resize, disk, whole.f_blocks * whole.f_frsize)
+    raise RuntimeError(f"{disk} cannot be made as small as what is on it")
 
 
 def _resize(disk: Path, size: int) -> None:
