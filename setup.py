@@ -91,6 +91,8 @@ setup(
             "moto[server]>=5.1",
             "lm_eval[hf]>=0.4.9",
             "wandb>=0.20",
+            "nbclient>=0.10",
+            "ipykernel>=6.29",
         ],
         "hf": ["accelerate>=1.1"],
         "s3": ["s3fs>=2025.1"],

@@ -31,7 +31,7 @@ MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again when they join a restarted
 # server.
 SAVED = (
-    *("incarnation", "former", "restarts", "barred", "sequence", "job", "updates", "left", "silent"),
+    *("incarnation", "former", "restarts", "ended", "barred", "sequence", "job", "updates", "left", "silent"),
     *("quarantined", "refused", "offences", "fault", "step_s", "metrics"),
 )
 
@@ -42,7 +42,8 @@ class Member:
 
     incarnation: str = ""  # names its present life; empty before it has joined for the first time
     former: list[str] = field(default_factory=list)  # digests of earlier lives' incarnations: they may not come back
-    restarts: int = 0
+    restarts: int = 0  # how often a new life came without the old one having ended
+    ended: bool = False  # its present life said goodbye or was told to stop, and has not joined again since
     barred: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0  # its ranks
     joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this life of member and server
@@ -102,7 +103,7 @@ class Member:
         """
         if self.incarnation:
             self.former.append(life_digest(self.incarnation))
-            self.restarts += 1
+            self.restarts += not self.ended
         self.incarnation, self.left = incarnation, False
         self.forget_joins()
         if not keeps_mirrors:
@@ -174,7 +175,8 @@ class Member:
         return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        state = {"restarts": len(state["former"]), "step_s": 0.0, "metrics": {}, **state}  # older ones have none
+        missing = {"restarts": len(state["former"]), "ended": False, "step_s": 0.0, "metrics": {}}  # in older ones
+        state = {**missing, **state}
         for name in SAVED:
             setattr(self, name, copy(state[name]))  # share no list with the state
         self.owed = set(state["owed"])

@@ -44,6 +44,10 @@ def test_states_of_a_member() -> None:
         for mark in told(Joined("a", 0, "x"), Joined("a", 1, "x"), Lost("a", 6), Found("a", 9)).state(9)["marks"]
     ]
     assert kinds == ["joined", "lost", "found"], "one mark for all ranks"
+    again = Joined("a", 0, "x", False), Recovery(0), Joined("a", 0, "x", False), Joined("a", 0, "y", True)
+    marks = told(Joined("a", 0, "x"), *again, Lost("a", 6), Joined("a", 0, "z")).state(9)["marks"]
+    kinds = [mark[2] for mark in marks if mark[2] != "start"]
+    assert kinds == ["joined", "found", "lost", "joined"], "a life joins once, also if its server is started again"
 
 
 def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:
