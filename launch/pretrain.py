@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
-from geotrain.launch.worker_command import rank_environment
-from geotrain.layout import layout_of
+from geotrain.launch.rank_environment import address_to, library_settings, rank_environment
 from geotrain.net.worker_client import ServerForgot
 from geotrain.outer.messages import Refused
-from geotrain.outer.server import identity_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,20 +69,31 @@ def _say(what: str, where: TextIO) -> None:
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
     """Build everything, train, close everything."""
     run.check_for_trainer()
+    worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
+    setup, site = topology.workers[worker.name], topology.server_of(worker.name)
     os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
+    os.environ.update(
+        library_settings(
+            os.environ,
+            cores=len(os.sched_getaffinity(0)),
+            ranks_here=max(host.slots for host in worker.hosts),
+            tensor_parallel=setup.parallel.tensor,
+            overlaps_steps=run.acco is not None,
+        )
+    )
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
     # right.
     from geotrain.data.dataset import end_of_document, training_digest
     from geotrain.data.loader import LeasedLoader, cache_of, open_source, open_training, validation_batches
     from geotrain.inner.build import build_engine
+    from geotrain.layout import layout_of
     from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
     from geotrain.monitor.utilization import peak_flops, training_flops_per_token
     from geotrain.net.certs import trust_between
     from geotrain.net.worker_client import WorkerClient
+    from geotrain.outer.server import identity_of
     from geotrain.trainer import Trainer
 
-    worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
-    setup, site = topology.workers[worker.name], topology.server_of(worker.name)
     server, folder = topology.servers[site], run.run_folder
     engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end_of_document(run.data))
     _say(_place(engine.mesh, server), sys.stdout)
@@ -162,10 +170,7 @@ class JobLine:
 
 def _place(mesh: RankMesh, server: Address) -> str:
     """A line for the log: what this rank computes, and this machine's address on the way to the server."""
-    # Connecting a UDP socket sends nothing, but makes the kernel choose the address it would send from.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
-        unsent.connect((server.host, server.port))
-        here = unsent.getsockname()[0]
+    here = address_to(server.host, server.port) or "an unknown address"
     return f"rank {mesh.rank} at {here}: stage {mesh.pp_rank}, replica {mesh.dp_rank}, tensor rank {mesh.tp_rank}"
 
 

@@ -22,13 +22,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal
 
-from geotrain.config import EXIT_FOR_GOOD, RestartConfig
+from geotrain.config import RestartConfig
 from geotrain.files import out_of_room
 from geotrain.launch import guard
+from geotrain.launch.backoff import Backoff
 from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, Trouble
 from geotrain.outer.events import Event
 
 STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
+WORKER_DRAIN_S = 30.0  # for a worker to end after its server: it has saved all before it left
 LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
 LOG_TAIL_BYTES = 16384
 FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
@@ -123,41 +125,6 @@ class RunningProcess:
             self._stdin.close()
         os.close(self.pidfd)
         return code
-
-
-class Backoff:
-    """Decides when a unit that died is restarted.
-
-    Pauses double with each death in a row and begin anew after a long life. How many restarts a time window may have
-    is limited. It reads no clock: the caller passes the time.
-    """
-
-    def __init__(self, config: RestartConfig) -> None:
-        self.config = config
-        self.restarts = 0  # granted so far
-        self._granted_s: list[float] = []
-        self._in_a_row = 0
-
-    def pause_s(self, code: int, now_s: float, lived_s: float) -> float | None:
-        """Note a death; returns the seconds until the unit may be started again, None for never.
-
-        code: the exit code. now_s: the time. lived_s: how long the process has lived.
-        """
-        if code == EXIT_FOR_GOOD:
-            return None
-        self._granted_s = [t for t in self._granted_s if now_s - t < self.config.window_s]
-        if len(self._granted_s) >= self.config.limit:
-            return None
-        self._granted_s.append(now_s)
-        self.restarts += 1
-        return self.next_pause_s(lived_s)
-
-    def next_pause_s(self, lived_s: float) -> float:
-        """The pause after what is no death, as a connection's loss: it grows as others do, and counts nowhere."""
-        self._in_a_row = 0 if lived_s > self.config.longest_s else self._in_a_row
-        pause_s = min(self.config.first_s * 2.0 ** min(self._in_a_row, 30), self.config.longest_s)
-        self._in_a_row += 1
-        return pause_s
 
 
 @dataclass
@@ -369,12 +336,13 @@ class Supervisor:
         return bool(servers) and not any(server.active for server in servers)
 
     def _stop_what_outlives_its_server(self, now: float) -> None:
-        """Tell units to stop that have not ended `drain_s` after their server did: they came, or came back, when all
+        """Tell units to stop that have not ended in time after their server did: they came, or came back, when all
         data was trained, and would wait for a server that does not return."""
         for name, unit in self._units.items():
             if not unit.running or not self._is_unneeded(unit):
                 continue
-            unit.end_by_s = now + self.drain_s if unit.end_by_s is None else unit.end_by_s
+            drain_s = self.drain_s if unit.role == "server" else min(self.drain_s, WORKER_DRAIN_S)
+            unit.end_by_s = now + drain_s if unit.end_by_s is None else unit.end_by_s
             if now > unit.end_by_s:
                 unit.end_by_s = math.inf
                 self.on_event(Trouble(f"{name} goes on though its server has ended, with all data trained: stopped"))

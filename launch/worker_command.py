@@ -24,13 +24,6 @@ SCRIPT = Path(__file__).resolve().with_name("pretrain.py")
 FIRST_MASTER_PORT = 29500
 ENV_FILE_VALUE = re.compile(r"[^\s\"'`$\\]*")  # DeepSpeed writes these into shell commands
 
-# What Slurm and Open MPI call torch's variables; the other launchers set torch's own.
-RANK_VARIABLES = {
-    "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
-    "WORLD_SIZE": ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
-    "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
-}
-
 
 Assigned = tuple[tuple[int, ...], int]  # device numbers, and CPU threads a rank
 
@@ -130,17 +123,6 @@ def assign_devices(workers: Mapping[str, WorkerConfig], machine: HostMachine) ->
 def regions_of(home: str, worker: WorkerConfig) -> tuple[str, ...]:
     """The regions in which a worker of region `home` has hosts, in the order of its ranks."""
     return tuple(dict.fromkeys(host.region or home for host in worker.hosts))
-
-
-def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Those of torch's variables that are not in `env`, from the values that Slurm or Open MPI put there."""
-    return {
-        ours: env[theirs]
-        for ours, names in RANK_VARIABLES.items()
-        if ours not in env
-        for theirs in names
-        if theirs in env
-    }
 
 
 def hostfile_path(worker: str) -> str:

@@ -49,8 +49,6 @@ def build_engine(
     """
     architecture, deepspeed_block = run.architecture, completed(deepspeed_block, run.total_steps)
     sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
-    # CUDA reads this setting once, when it starts, and joining the worker starts it.
-    platform.choose_queues(parallel.tensor, overlaps_steps=run.acco is not None)
     ranks = join(timeout_s)
     dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:

@@ -29,19 +29,6 @@ if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed probes for accelerators and logs that
 
 
-def choose_queues(tensor_parallel: int, overlaps_steps: bool) -> None:
-    """Choose how many hardware queues CUDA uses. Must be called before CUDA starts.
-
-    With a single queue the device starts kernels in the order of their launch, so Megatron-core's tensor-parallel
-    collectives start before the compute that hides them. With ACCO, collectives of another thread would stand in that
-    queue before compute and hold it up; so there CUDA keeps its default of several queues.
-
-    tensor_parallel: the number of tensor ranks. overlaps_steps: whether the run uses ACCO.
-    """
-    if tensor_parallel > 1 and not overlaps_steps:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
 def device() -> torch.device:
     """Where this rank's tensors live."""
     if not HAS_CUDA:

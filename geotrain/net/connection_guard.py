@@ -8,6 +8,7 @@ there are too many, the oldest of them are shut: a member speaks at once.
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import threading
@@ -23,6 +24,7 @@ PERIOD_S = 0.5  # time between two looks
 MOST_AN_ADDRESS = 256  # connections of one address over which no member has spoken
 SHARE = 0.25  # all such connections may take so much of the limit on open files
 RETRY_S = 0.02  # after a look for which there was no descriptor
+SPARES = 4  # descriptors kept for a look, for which strangers may have left none
 
 
 def raise_file_limit() -> int:
@@ -74,24 +76,38 @@ class ConnectionGuard:
         self.shut = 0  # connections so far
         self._since_s: dict[str, float] = {}  # inode → when it was first seen
         self._spell = False
+        self._spares: list[int] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="connection-guard", daemon=True)
 
     def start(self) -> None:
+        self._keep_spares()
         self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
+        self._release_spares()
 
     def _run(self) -> None:
         wait_s = PERIOD_S
         while not self._stop.wait(wait_s):
+            self._release_spares()
             try:
                 self.look()
                 wait_s = PERIOD_S
-            except OSError:  # all descriptors are taken; soon one is free for a moment
+            except OSError:  # somebody was quicker; soon another is free for a moment
                 wait_s = RETRY_S
+            self._keep_spares()
+
+    def _keep_spares(self) -> None:
+        with suppress(OSError):
+            while len(self._spares) < SPARES:
+                self._spares.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def _release_spares(self) -> None:
+        while self._spares:
+            os.close(self._spares.pop())
 
     def look(self) -> None:
         """Shut the connections that are too many. Raises OSError if there is no descriptor to look with."""

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from typing import Any
 
 import pytest
 import torch
-
-from geotrain.config import AccoConfig, ParallelConfig
-from tests.support.inner_worlds import QWEN, deepspeed_block, run_config
 
 
 class Stream:
@@ -76,34 +72,3 @@ def test_hosts_meet_before_a_collective_and_its_thread_waits_for_it(
     thread.close()
     meeting = ("dp", "gloo", timedelta(seconds=7))
     assert log == [("acco_0", "cuda:1"), meeting, (collective, ("dp", "nccl")), "the host waits"]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "acco", "users", "connections"),
-    [
-        (2, None, None, "1"),
-        (1, None, None, None),
-        (2, AccoConfig(), None, None),
-        (2, None, "8", "8"),
-        (2, AccoConfig(), "1", "1"),
-    ],
-)
-def test_one_hardware_queue_only_where_megatron_wants_it_and_nothing_else_needs_more(
-    monkeypatch: pytest.MonkeyPatch, tensor: int, acco: AccoConfig | None, users: str | None, connections: str | None
-) -> None:
-    from geotrain.inner import build
-
-    class Joined(Exception):
-        pass
-
-    def join(timeout_s: float) -> int:  # the first that touches the device
-        raise Joined
-
-    monkeypatch.setattr(build, "join", join)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", users or "")
-    if users is None:
-        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-    block = deepspeed_block(1, micro=1)
-    with pytest.raises(Joined):
-        build.build_engine(run_config(QWEN, block, acco=acco), ParallelConfig(tensor=tensor), block)
-    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections

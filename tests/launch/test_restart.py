@@ -11,7 +11,8 @@ import pytest
 
 from geotrain.config import EXIT_FOR_GOOD, RestartConfig
 from geotrain.files import OutputError
-from geotrain.launch.supervisor import Backoff, ProcessSpec, Supervisor, guarded
+from geotrain.launch.backoff import Backoff
+from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 from geotrain.monitor.events import ProcessDied, ProcessEnded, Trouble
 from geotrain.outer.events import Event
 from tests.support.process_trees import marked, names, new_mark, only_deaths, until

@@ -18,7 +18,6 @@ from geotrain.launch.worker_command import (
     WorkerPlace,
     assign_devices,
     hostfile_path,
-    rank_environment,
     worker_commands,
 )
 
@@ -35,7 +34,7 @@ dist.destroy_process_group()
 
 TELL_RANKS = """
 import json, os, sys
-from geotrain.launch.worker_command import rank_environment
+from geotrain.launch.rank_environment import rank_environment
 env = {**os.environ, **rank_environment(os.environ)}
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WHO")
 os.write(1, (json.dumps({name: env.get(name) for name in names}) + "\\n").encode())
@@ -167,12 +166,6 @@ def test_local_workers_share_the_machine() -> None:
     assert found == {"a": ((0, 2), 1), "b": ((3, 7), 1), "cpu": ((), 1)}
     with pytest.raises(ConfigError, match=r"want 4 CUDA devices \(a 2, b 2\), this machine has 3"):
         assign_devices(workers, HostMachine(4, (0, 1, 2)))
-
-
-def test_rank_environment_leaves_what_is_set() -> None:
-    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
-    assert rank_environment(slurm) == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    assert rank_environment({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == {}
 
 
 def run_job(

@@ -75,8 +75,13 @@ def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tup
         wait_for(lambda w=which: (site.folder / w / "listening.json").exists(), 60)
     idlers = Idlers([site.address(which) for which in servers], IDLE, again)
     workers = [site.worker("a"), site.worker("b")]
+
+    def told(which: str) -> bool:
+        said = [event["what"] for event in site.events(which) if event["event"] == "Trouble"]
+        return any("connections over which no member has spoken" in what for what in said)
+
     try:
-        wait_for(lambda: idlers.closed > FILES, 60)
+        wait_for(lambda: idlers.closed > FILES and all(told(which) for which in servers), 60)
         threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
         for thread in threads:
             thread.start()
@@ -93,9 +98,6 @@ def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tup
     for server in servers.values():
         assert server.process.exitcode == 0, server.said.read_text()
     assert sorted(lease.start for worker in workers for lease in worker.trained) == list(range(0, 24, 4))
-    for which in servers:
-        said = [event["what"] for event in site.events(which) if event["event"] == "Trouble"]
-        assert any("connections over which no member has spoken" in what for what in said)
 
 
 def test_who_connects_and_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,8 +90,7 @@ class SpecifiedWorld:
         self.snapshots: dict[str, Any] = {}
         self.journals: dict[str, list[Message | None]] = {}  # None: the process died here
         self.uplinks = {name: Uplink() for name in REGIONS}
-        self.drained = False  # any region, at any time
-        self.came_back_late = False  # data of a refused update, when a worker of its region was finished already
+        self.drained = self.came_back_late = False  # any region, at any time; data of a refused update, at the end
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         cuts = {"a": halves, "b": whole, "c": whole}
         self.workers = {
@@ -325,8 +324,8 @@ class SpecifiedWorld:
             return
         if update.sequence <= self.top.members[name].sequence:
             return  # it was taken
-        workers = [self.workers[worker] for worker in REGIONS[name]]
-        self.came_back_late |= any(worker.left or isinstance(worker.lease, Finished) for worker in workers)
+        at = [self.workers[worker] for worker in REGIONS[name]]
+        self.came_back_late |= any(worker.left or isinstance(worker.lease, Finished) for worker in at)
         self.tell(name, UpdateRejected(name, region.incarnation, "as the test says", update.sequence))
         self.spec.refused(name, update)
         self.spec.forget_link(name)

@@ -1,0 +1,76 @@
+"""What a rank's environment must say before torch is loaded and CUDA starts: both read it once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+# What Slurm and Open MPI call torch's variables; the other launchers set torch's own.
+RANK_VARIABLES = {
+    "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
+    "WORLD_SIZE": ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
+    "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+
+
+def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Those of torch's variables that are not in `env`, from the values that Slurm or Open MPI put there.
+
+    Where a task sees one device only, as Slurm with `--gpus-per-task=1` has it, that device is number 0 to it.
+    """
+    found = {
+        ours: env[theirs]
+        for ours, names in RANK_VARIABLES.items()
+        if ours not in env
+        for theirs in names
+        if theirs in env
+    }
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and "," not in visible and {**env, **found}.get("LOCAL_RANK", "0") != "0":
+        found["LOCAL_RANK"] = "0"
+    return found
+
+
+def library_settings(
+    env: Mapping[str, str], *, cores: int, ranks_here: int, tensor_parallel: int, overlaps_steps: bool
+) -> dict[str, str]:
+    """Settings of CUDA, torch and gloo that are not in `env`.
+
+    cores: that this process may use. ranks_here: the worker's on this machine, which share them. overlaps_steps:
+    whether the run uses ACCO. MASTER_ADDR in `env` decides which network interface the ranks meet over.
+    """
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),  # torch's default is all cores, for every rank
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # less memory is lost between blocks of changing sizes
+    }
+    # With a single queue the device starts kernels in the order of their launch, so Megatron-core's tensor-parallel
+    # collectives start before the compute that hides them. With ACCO, collectives of another thread would stand in
+    # that queue before compute and hold it up; so there CUDA keeps its default of several queues.
+    if tensor_parallel > 1 and not overlaps_steps:
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # gloo takes the address that this machine's name resolves to, which on many systems nobody else can reach.
+    if (master := env.get("MASTER_ADDR")) and (interface := interface_to(master)) is not None:
+        wanted["GLOO_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in wanted.items() if name not in env}
+
+
+def address_to(host: str, port: int = 9) -> str | None:
+    """This machine's address on the way to a host; None if there is no way. Nothing is sent."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as unsent:
+            unsent.connect(target)  # of a UDP socket: it makes the kernel choose the address it would send from
+            return str(unsent.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface that has this machine's address on the way to a host; None if there is no way."""
+    here = address_to(host)
+    interfaces = psutil.net_if_addrs().items() if here else ()
+    return next(
+        (name for name, found in interfaces if here in [each.address.partition("%")[0] for each in found]), None
+    )

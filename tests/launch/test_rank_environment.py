@@ -1,0 +1,80 @@
+"""What ranks find in their environment; in a process of its own, torch is seen to follow it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from socket import AF_INET
+
+import psutil
+import pytest
+
+from geotrain.launch.rank_environment import address_to, interface_to, library_settings, rank_environment
+
+TOLD = """
+import json, os, sys
+from geotrain.launch import rank_environment as r
+assert "torch" not in sys.modules
+os.environ.update(r.library_settings(os.environ, cores=2, ranks_here=2, tensor_parallel=1, overlaps_steps=False))
+import torch
+print(json.dumps([torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"]]))
+"""
+
+
+def test_rank_environment_leaves_what_is_set() -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+    assert rank_environment(slurm) == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert rank_environment({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == {}
+
+
+@pytest.mark.parametrize(("visible", "local"), [("3", "0"), ("0,1", "1"), ("", "1"), (None, "1")])
+def test_the_only_device_that_a_task_sees_is_its_first(visible: str | None, local: str) -> None:
+    env = {"SLURM_LOCALID": "1"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert rank_environment(env)["LOCAL_RANK"] == local
+
+
+def settings(env: dict[str, str], tensor: int = 1, acco: bool = False, cores: int = 13) -> dict[str, str]:
+    return library_settings(env, cores=cores, ranks_here=4, tensor_parallel=tensor, overlaps_steps=acco)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "acco", "connections"), [(1, False, None), (2, False, "1"), (2, True, None), (1, True, None)]
+)
+def test_cuda_has_one_queue_where_tensor_ranks_hide_their_collectives(
+    tensor: int, acco: bool, connections: str | None
+) -> None:
+    assert settings({}, tensor, acco).get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+
+
+def test_ranks_share_the_cores_and_what_the_user_says_stands() -> None:
+    assert settings({}) == {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert settings({}, cores=2)["OMP_NUM_THREADS"] == "1"
+    mine = {
+        "OMP_NUM_THREADS": "7",
+        "PYTORCH_ALLOC_CONF": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    assert settings(mine, tensor=2) == {}
+
+
+def test_ranks_meet_over_the_interface_that_leads_to_the_first() -> None:
+    assert settings({"MASTER_ADDR": "127.0.0.1"})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert interface_to("no such host.invalid") is None
+    assert "GLOO_SOCKET_IFNAME" not in settings({"MASTER_ADDR": "no such host.invalid"})
+    of = {name: {each.address for each in found} for name, found in psutil.net_if_addrs().items()}
+    for address in {
+        each.address for found in psutil.net_if_addrs().values() for each in found if each.family == AF_INET
+    }:
+        assert address_to(address) == address  # rank 0's own machine, by its address in the network
+        assert address in of[interface_to(address) or "none"]
+
+
+def test_torch_follows() -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+    env["MASTER_ADDR"] = "127.0.0.1"
+    said = subprocess.check_output([sys.executable, "-c", TOLD], env=env, text=True, timeout=120)
+    assert json.loads(said) == [1, "lo"]
