@@ -30,6 +30,7 @@ test-packages:
 # Packages come first: a C compiler builds the kernels at installation. Tests start many processes: the modules that they
 # share are compiled once, also where the environment says otherwise.
 test: test-packages install
+	bash launch/test_converter.sh $(BIN)/python $(VENV)/llama.cpp
 	$(PYTEST) $(PYTEST_ARGS)
 
 # What is marked slow is left out; the run ends with its number.

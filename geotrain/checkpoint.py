@@ -328,7 +328,10 @@ def _bring_back(folder: Path) -> None:
 
 
 def _kind(engine: GeoEngine) -> str:
-    return "Muon" if isinstance(engine.basic_optimizer, Muon) else "AdamW"
+    optimizer = engine.basic_optimizer
+    if "moments" in optimizer.param_groups[0]:  # another package's
+        return type(optimizer).__name__
+    return "Muon" if isinstance(optimizer, Muon) else "AdamW"
 
 
 def _layout(engine: GeoEngine) -> dict[str, Any]:

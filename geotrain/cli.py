@@ -98,20 +98,20 @@ def quickstart(
     epilog="Example: geotrain prepare texts/*.jsonl.zst --out data/mine --train-bpe 32000 --validation 0.01",
 )
 def prepare(
-    inputs: Annotated[list[str], typer.Argument(metavar="TEXTS…", help="Files, folders or patterns.")],
+    inputs: Annotated[list[str], typer.Argument(metavar="TEXTS…", help="Files, folders, patterns, or hf:NAME.")],
     out: Annotated[Path, typer.Option(help="Folder for train.bin/.idx, validation.bin/.idx and the tokenizer.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face tokenizer.")] = None,
     train_bpe: Annotated[int | None, typer.Option(metavar="IDS", help="Train a byte-level BPE of this size.")] = None,
     bytes_: Annotated[bool, typer.Option("--bytes", help="Tokens are bytes.")] = False,
     validation: Annotated[float, typer.Option(metavar="SHARE", help="Share of documents held out.")] = 0.01,
-    text_key: Annotated[str, typer.Option(help="Key or column of the text in .jsonl and .parquet.")] = "text",
+    text_key: Annotated[str, typer.Option(help="Key or column of the text.")] = "text",
     end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="A broken line of JSON is an error.")] = False,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Only this part; `merge` joins them.")] = None,
 ) -> None:
-    """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet) into a Megatron data set.
+    """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, Hugging Face data sets) into a Megatron data set.
 
     Lines that are no JSON object with a text are passed over and counted.
     """

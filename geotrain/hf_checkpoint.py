@@ -76,20 +76,25 @@ def write_checkpoint(
     }
     torch_dtype: torch.dtype = getattr(torch, dtype)
     shards = _plan_shards(parameters, torch_dtype.itemsize, max_shard_bytes)
+    padding = config["pad_token_id"]
     with whole_folder(folder, "export") as target:
         if tokenizer is not None:
-            from geotrain.data.tokenizer import copy_tokenizer, special_token_ids  # slow to import
+            from geotrain.data.tokenizer import copy_tokenizer, finish_export  # slow to import
 
             copy_tokenizer(tokenizer, target)
             # The config comes first: its model type decides as which class transformers loads the tokenizer, and so
             # which tokens are special.
             _write_json(target / "config.json", config)
-            for key, own in special_token_ids(target).items():
+            ids = finish_export(target, architecture.max_positions)
+            padding = ids["pad_token_id"]
+            if padding == ids["eos_token_id"]:
+                ids["pad_token_id"] = None  # a config's is the embedding's `padding_idx`, which is never trained
+            for key, own in ids.items():
                 stated = hf_config.get(key)
                 if not (isinstance(stated, list) and own in stated):  # one id of several that the config names
                     config[key] = own
         _write_json(target / "config.json", config)
-        generation = {key: config[key] for key in _SPECIAL_IDS}
+        generation = {key: config[key] for key in _SPECIAL_IDS} | {"pad_token_id": padding}
         _write_json(target / "generation_config.json", {"do_sample": True, **generation})
         _write_shards(tensors, shards, target, torch_dtype)
         if len(shards) > 1:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -115,12 +116,29 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
             f"without `security` in the cluster file, links are plaintext, and everyone who reaches {', '.join(far)} "
             "can take part; `geotrain certs` makes certificates"
         )
+    tokenizer, family = run.data.tokenizer, run.model.config.get("model_type")
+    if family == "qwen2" and tokenizer and _cuts_otherwise(tokenizer):
+        told.append(
+            f"data.tokenizer = {tokenizer!r}: beside a qwen2 model, transformers' AutoTokenizer cuts text as Qwen's "
+            "own, whatever tokenizer.json says, so an export reads text otherwise than it was trained on; make "
+            "the model a llama or qwen3, or take a tokenizer of Qwen's"
+        )
     if cluster.emulate_links and (reason := wan.cannot_emulate()):
         told.append(
             f"LINKS ARE NOT EMULATED: {reason}. All regions use the plain loopback interface, as fast as it is: "
             "`links` in the cluster file has no effect"
         )
     return list(dict.fromkeys([*told, *open_links(cluster)]))
+
+
+def _cuts_otherwise(tokenizer: str) -> bool:
+    """Whether it normalizes and cuts in another way than Qwen2's, by the kinds of steps alone."""
+    try:
+        read = json.loads((Path(tokenizer) / "tokenizer.json").read_text())
+        kinds = [(read[step] or {}).get("type") for step in ("normalizer", "pre_tokenizer")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # what cannot be read is told elsewhere
+    return kinds != ["NFC", "Sequence"]
 
 
 def schedule_cautions(block: dict[str, Any], total_steps: int) -> list[str]:

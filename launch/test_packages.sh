@@ -18,6 +18,7 @@ needs iproute2 ip
 needs iproute2 tc
 needs openssh-client ssh
 needs openssh-server sshd
+needs pdsh pdsh
 needs munge munged
 needs slurmctld slurmctld
 needs slurmd slurmd

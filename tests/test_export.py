@@ -1,12 +1,14 @@
 import json
+import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from geotrain.commands.evaluate import evaluate, measure
 from geotrain.commands.prepare import prepare_files
@@ -115,13 +117,42 @@ def test_the_exported_config_states_what_was_trained(tmp_path: Path, tokenizer: 
     assert (loaded.head_dim, loaded.num_key_value_heads, loaded.rms_norm_eps) == (a.head_dim, a.kv_heads, a.norm_eps)
     assert (loaded.max_position_embeddings, loaded.tie_word_embeddings) == (a.max_positions, a.tied_embeddings)
     assert loaded.rope_parameters["rope_theta"] == a.rope_theta
-    pad = 256 if a.model_type == "qwen2" else None  # transformers' class for its tokenizers has a token for that
-    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, pad)
+    # As its `padding_idx` the eos token's embedding would not be trained any more.
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, None)
     assert loaded.architectures == [f"{a.model_type.title().replace('_', '')}ForCausalLM"]
     assert loaded.rope_parameters.items() >= dict(a.rope_scaling).items()
     assert architecture_from_hf(json.loads((tmp_path / "out/config.json").read_text())) == a
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
-    assert generation["eos_token_id"] == 256
+    assert generation["eos_token_id"] == generation["pad_token_id"] == 256
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=["llama", "qwen2"])
+def test_a_padded_batch_goes_on_as_its_texts_alone(
+    tmp_path: Path, tokenizer: Path, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' tokenizer and generate, with nothing told to them, and nothing that they complain of."""
+    write_checkpoint(weights(config, seed=3).items(), config, tmp_path / "out", tokenizer, "float32")
+    reads, model = (
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+    )
+    assert reads.model_max_length == config["max_position_embeddings"]
+    assert model.get_input_embeddings().padding_idx is None
+    caplog.clear()
+    transformers_log = logging.getLogger("transformers")
+    transformers_log.addHandler(caplog.handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            texts = ["def ", "a longer text, "]
+            batch = reads(texts, padding=True, return_tensors="pt")
+            together = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    finally:
+        transformers_log.removeHandler(caplog.handler)
+    assert not caplog.records
+    for text, row in zip(texts, together, strict=True):
+        alone = model.generate(**reads(text, return_tensors="pt"), max_new_tokens=8, do_sample=False)[0]
+        assert torch.equal(alone[-8:], row[-8:])
 
 
 def test_special_tokens_of_the_config_stay_where_they_agree(tmp_path: Path, tokenizer: Path) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from geotrain.commands.evaluate import measure
 from geotrain.config import architecture_from_hf
-from geotrain.data.tokenizer import byte_tokenizer
+from geotrain.data.tokenizer import byte_tokenizer, train_bpe
 from geotrain.data.tokens import DataError
 from geotrain.hf_checkpoint import write_checkpoint
 from geotrain.initial import initial_tensor
 from geotrain.layout import canonical_parameters
 from tests.support.small_runs import MODEL
+
+ROOT = Path(__file__).parent.parent
 
 TASK = """
 task: which_follows
@@ -72,3 +77,38 @@ def test_a_task_of_ones_own_in_the_evaluation_harness(
     assert said["tasks"]["which_follows"]["acc,none"] == right / 8
     with pytest.raises(DataError, match="nonsense"):
         measure(exported, None, "nonsense", None, None, 4, tmp_path / "tasks")
+
+
+@pytest.mark.slow
+def test_llama_cpps_converter_keeps_weights_and_tokens(tmp_path: Path) -> None:
+    """The converter itself writes a file of which transformers computes the export's logits."""
+    llama_cpp = Path(sys.prefix) / "llama.cpp"
+    subprocess.run(["bash", "launch/test_converter.sh", sys.executable, llama_cpp], cwd=ROOT, check=True, timeout=300)
+    tokenizer = train_bpe([(ROOT / "README.md").read_text()], 304)
+    tokenizer.save(tmp_path / "tokenizer")
+    config = {**MODEL, "model_type": "llama", "vocab_size": 304, "max_position_embeddings": 64}
+    parameters = canonical_parameters(architecture_from_hf(config))
+    tensors = ((p.name, initial_tensor(p, 3) * 4) for p in parameters)
+    write_checkpoint(tensors, config, tmp_path / "out", tmp_path / "tokenizer", "float32")
+
+    command = [sys.executable, ROOT / "examples/to_gguf.py", llama_cpp, tmp_path / "out"]
+    wanted = ["--outfile", tmp_path / "model.gguf", "--outtype", "f32"]
+    done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    read = gguf.GGUFReader(tmp_path / "model.gguf")
+    fields = {name: field.contents() for name, field in read.fields.items()}
+    assert fields["llama.context_length"] == 64 and fields["tokenizer.ggml.pre"] == "gpt-2"
+    vocabulary = json.loads(tokenizer.json)["model"]
+    assert len(fields["tokenizer.ggml.tokens"]) == 304
+    assert all(fields["tokenizer.ggml.tokens"][i] == token for token, i in vocabulary["vocab"].items())
+    assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in vocabulary["merges"]]
+    assert fields["tokenizer.ggml.eos_token_id"] == fields["tokenizer.ggml.padding_token_id"] == 0
+    stored = {tensor.name: tensor for tensor in read.tensors}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    embedding = torch.tensor(stored["token_embd.weight"].data)
+    assert torch.equal(embedding, model.get_input_embeddings().weight)
+    assert tuple(stored["blk.0.ffn_down.weight"].shape) == (config["intermediate_size"], config["hidden_size"])
+
+    ids = torch.arange(40)[None]
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=0, atol=1e-4)

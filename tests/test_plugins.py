@@ -1,4 +1,4 @@
-"""A package of somebody else's, really installed, brings a rule and a codec."""
+"""A package of somebody else's, really installed, brings a rule, a codec and an optimizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from geotrain.config import ConfigError, OuterConfig, parse
+from geotrain.config import AccoConfig, ConfigError, OuterConfig, ParallelConfig, architecture_from_hf, parse
 from geotrain.outer.codec import CodecError, make_codec
+from geotrain.parallelism.acco_forms import check_acco
+from geotrain.parallelism.memory import memory_per_rank
+from tests.support.inner_worlds import QWEN_2, deepspeed_block, run_world, start, stop, train
 from tests.support.outer_world import FakeWorker, World, layout
 
 SETUP = """
@@ -25,6 +29,7 @@ setup(
     entry_points={
         "geotrain.rules": ["damped = tiny_plugin:DampedConfig", "no-rule = tiny_plugin:SignConfig"],
         "geotrain.codecs": ["sign = tiny_plugin:SignConfig", "broken = tiny_plugin:nothing"],
+        "geotrain.optimizers": ["Lion = tiny_plugin:LionSettings", "NoOptimizer = tiny_plugin:SignConfig"],
     },
 )
 """
@@ -38,6 +43,33 @@ from geotrain.config import PluggedCodec, PluggedRule
 from geotrain.kernels.layout import Spec
 from geotrain.outer.codec import Codec, CodecError, EncodedDelta
 from geotrain.outer.rules import AsyncRegion, AveragingGlobal, average
+from geotrain.parallelism.optimizer_settings import PluggedOptimizer
+
+
+class LionSettings(PluggedOptimizer):
+    moments = ("momentum",)
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def optimizer(self, groups):
+        return Lion(groups, self.betas)
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, groups, betas):
+        super().__init__(groups, {"betas": betas, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.lerp(p.grad, m, first).sign(), alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - second)
 
 
 class DampedConfig(PluggedRule):
@@ -186,3 +218,61 @@ def test_the_command_line_finds_it(plugin: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["links"]
+
+
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 2e-3, "weight_decay": 0.1, "betas": [0.8, 0.95]}}}
+FIRST, THEN = range(3), range(3, 7)
+
+
+def save_and_resume(plugin: str, folder: str) -> dict[str, Any]:
+    """Two ranks: with ZeRO 1 through a checkpoint, again from it, and without ZeRO."""
+    from geotrain.checkpoint import load, save
+
+    sys.path.insert(0, plugin)
+    found: dict[str, Any] = {}
+    for name, stage in (("saved", 1), ("resumed", 1), ("whole", 0)):
+        engine = start(QWEN_2, ParallelConfig(), deepspeed_block(stage, **LION))
+        if name == "resumed":
+            load(engine, folder)
+        else:
+            found[f"{name} first"] = train(engine, FIRST)
+        if name == "saved":
+            save(engine, folder, "three", {}, keep=2, with_masters=True)
+        found[name] = train(engine, THEN)
+        found[f"{name} masters"] = [shard.master.clone() for shard in engine.shards()]
+        found["optimizer"] = type(engine.basic_optimizer).__name__
+        stop(engine)
+    return found
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_another_package_trains_and_resumes(plugin: Path, tmp_path: Path) -> None:
+    """Cut by ZeRO as without, and from its own checkpoint to the same bits."""
+    found = run_world(2, save_and_resume, str(plugin), str(tmp_path / "checkpoints"))[0]
+    assert found["optimizer"] == "Lion" and found["resumed"] == found["saved"]
+    masters = zip(found["saved masters"], found["resumed masters"], strict=True)
+    assert all(torch.equal(a, b) for a, b in masters)
+    curves = [torch.tensor(found[f"{name} first"] + found[name]) for name in ("saved", "whole")]
+    assert torch.allclose(*curves, rtol=1e-4)
+    assert curves[0][-1, 0] < curves[0][0, 0]
+
+
+def test_what_holds_for_every_optimizer_is_known_of_it(installed: None) -> None:
+    """Memory for the dry run and the planner, and what it does not go with."""
+    architecture, parallel = architecture_from_hf(QWEN_2), ParallelConfig()
+    adamw, lion = deepspeed_block(1), deepspeed_block(1, **LION)
+    needs = [memory_per_rank(architecture, parallel, 2, block, 16).optimizer_bytes for block in (adamw, lion)]
+    assert needs[1] == needs[0] * 2 // 3  # masters and one moment, not two
+    with pytest.raises(ConfigError, match=r"acco does not go with deepspeed\.optimizer\.type = 'Lion'"):
+        check_acco(AccoConfig(), architecture, lion, 2)
+    for change, told in (
+        (
+            {"type": "NoOptimizer"},
+            "plug-in 'NoOptimizer' (tiny_plugin:SignConfig) is no subclass of PluggedOptimizer",
+        ),
+        ({"type": "Lyon"}, "deepspeed.optimizer.type = 'Lyon' is not supported"),
+        ({"type": "Lion", "params": {"beta": 1}}, "beta"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            memory_per_rank(architecture, parallel, 2, deepspeed_block(1, optimizer=change), 16)
+        assert told in str(refused.value)

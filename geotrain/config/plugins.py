@@ -1,8 +1,8 @@
-"""Rules and codecs of other packages, found by entry points, as pytest's plug-ins are (docs/extending.md).
+"""Rules, codecs and optimizers of other packages, found by entry points as pytest's plug-ins are (docs/extending.md).
 
 An entry point of the group "geotrain.rules" or "geotrain.codecs" has the name that stands in the run file, and gives
 a subclass of `PluggedRule` or `PluggedCodec` with that `name`: its fields are the settings. It is loaded when a run
-file asks for it.
+file asks for it. Of "geotrain.optimizers", see `geotrain.parallelism.optimizer_settings`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler
 
 from geotrain.config.block import Block, Fraction, PositiveInt
+
+Kind = TypeVar("Kind", bound=Block)
 
 
 class AsyncConfig(Block):
@@ -55,6 +57,25 @@ class PluggedCodec(Block):
 Plugged = PluggedRule | PluggedCodec
 
 
+def registered(group: str, name: str, kind: type[Kind]) -> type[Kind] | None:
+    """What a package registered in the group under the name, a subclass of `kind`; None: nothing. Raises ValueError:
+    it is none, cannot be loaded, or is there twice."""
+    found = entry_points(group=group, name=name)
+    if not found:
+        return None
+    if len(found) > 1:
+        packages = ", ".join(sorted(str(point.value) for point in found))
+        raise ValueError(f"{name!r} is registered twice, by {packages}; uninstall one")
+    (point,) = found
+    try:
+        block = point.load()
+    except Exception as error:  # whatever the import of somebody's package raises
+        raise ValueError(f"plug-in {name!r} ({point.value}) cannot be loaded: {error}") from error
+    if not (isinstance(block, type) and issubclass(block, kind)):
+        raise ValueError(f"plug-in {name!r} ({point.value}) is no subclass of {kind.__name__}")
+    return block
+
+
 def or_plugged(group: str, kind: type[Plugged]) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
     """A validator beside a union of built-in blocks: what a package registered under the name, otherwise the union's.
 
@@ -64,22 +85,9 @@ def or_plugged(group: str, kind: type[Plugged]) -> Callable[[Any, ValidatorFunct
     def validate(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
         if isinstance(value, kind):
             return value
-        found = (
-            entry_points(group=group, name=str(value["name"])) if isinstance(value, dict) and "name" in value else ()
-        )
-        if not found:
-            return built_in(value)
-        if len(found) > 1:
-            packages = ", ".join(sorted(str(point.value) for point in found))
-            raise ValueError(f"{value['name']!r} is registered twice, by {packages}; uninstall one")
-        (point,) = found
-        try:
-            block = point.load()
-        except Exception as error:  # whatever the import of somebody's package raises
-            raise ValueError(f"plug-in {point.name!r} ({point.value}) cannot be loaded: {error}") from error
-        if not (isinstance(block, type) and issubclass(block, kind)):
-            raise ValueError(f"plug-in {point.name!r} ({point.value}) is no subclass of {kind.__name__}")
-        return block.model_validate_json(json.dumps(value))
+        named = isinstance(value, dict) and "name" in value
+        block = registered(group, str(value["name"]), kind) if named else None
+        return built_in(value) if block is None else block.model_validate_json(json.dumps(value))
 
     return validate
 

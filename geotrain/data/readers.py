@@ -1,7 +1,8 @@
 """Reads input files as streams of raw blocks of bounded size, and parses blocks into documents.
 
 Reading (decompression, cutting into lines) is sequential, and one process does it. Parsing needs nothing but the
-block, so many processes can do it. Supported: .txt and .jsonl, each also .gz or .zst, and .parquet.
+block, so many processes can do it. Supported: .txt and .jsonl, each also .gz or .zst, .parquet, and Hugging Face data
+sets, whose files are .arrow.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
+from geotrain.data.hf_datasets import arrow_files, is_hf_dataset
 from geotrain.data.tokens import DataError
 
 BLOCK_BYTES = 1 << 20  # approximate size of a block; a longer .txt file becomes several documents
 LINE_LIMIT_BYTES = 64 << 20  # a longer line of JSON is refused, since it has to be held in memory whole
-PARQUET_ROWS = 256  # rows taken from a parquet file at a time
+BLOCK_ROWS = 256  # rows of a parquet or Arrow file in a block
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 _READ_BYTES = 1 << 20
 _ZSTD_READ_BYTES = 1 << 14  # little: all that comes out of it is in memory at once, and may be many times as much
@@ -46,13 +48,17 @@ class TextBlock:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """The input files that files, folders and glob patterns name: in the order of the patterns, sorted within each,
-    and each file once. Sorted, so that the output does not depend on the file system's order.
+    """The input files that files, folders, glob patterns and Hugging Face data sets (see `arrow_files`) name: in
+    the order of the patterns, sorted within each, and each file once. Sorted, so that the output does not depend on
+    the file system's order; those of a data set have an order of their own.
 
     Raises DataError: nothing found, or a file of an unsupported kind was named.
     """
     found: list[Path] = []
     for pattern in patterns:
+        if is_hf_dataset(pattern):
+            found += arrow_files(pattern)
+            continue
         path = Path(pattern)
         if path.is_dir():
             matches = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
@@ -63,18 +69,18 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
             matches = sorted(p for p in within.glob(str(path.relative_to(within))) if p.is_file())
         if not matches:
             raise DataError(f"{pattern}: no such file, or no file in it that ends in {', '.join(SUFFIXES)}")
+        for match in matches:
+            if not match.name.endswith(SUFFIXES):
+                raise DataError(f"{match}: unsupported kind of file; supported: {', '.join(SUFFIXES)}")
         found += matches
-    for path in found:
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path}: unsupported kind of file; supported: {', '.join(SUFFIXES)}")
     return list(dict.fromkeys(found))
 
 
 def read_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
-    """Stream a file. Memory is bounded by a block and a line of JSON. text_key: the parquet column. Raises DataError,
-    which says where reading stopped."""
-    if path.name.endswith(".parquet"):
-        yield from _parquet_blocks(path, text_key)
+    """Stream a file. Memory is bounded by a block and a line of JSON. text_key: the column in parquet and Arrow.
+    Raises DataError, which says where reading stopped."""
+    if path.name.endswith((".parquet", ".arrow")):
+        yield from _row_blocks(path, text_key)
     elif path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         yield from _jsonl_blocks(path)
     else:
@@ -204,30 +210,48 @@ def _chunks(path: Path, file: IO[bytes]) -> Iterator[bytes]:
         raise EOFError("the compressed data end in the middle of a frame")
 
 
-# --------------------------------------------------------------------------------------------- rows of parquet
+# ----------------------------------------------------------------------------------- rows of parquet and Arrow
 
 
-def _parquet_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
-    size_bytes = path.stat().st_size
+def _row_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
     row = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if text_key not in schema.names:
-                columns = ", ".join(schema.names[:8])
-                raise DataError(f"{path}: no column {text_key!r}; columns: {columns}; set the text key")
-            kind = schema.field(text_key).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise DataError(f"{path}: the column {text_key!r} holds {kind}, not strings")
-            rows = max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_key]):
-                column = batch.column(0)
-                if column.null_count:
-                    missing = column.is_null().to_pylist().index(True)
-                    raise DataError(f"{path}: row {row + missing + 1}: the column {text_key!r} is null")
-                items = tuple(text.encode() for text in column.to_pylist())
-                yield TextBlock(str(path), "rows", row + 1, items, size_bytes * (row + len(items)) // rows)
-                row += len(items)
+        for column, position_bytes in (_arrow if path.name.endswith(".arrow") else _parquet)(path, text_key):
+            if column.null_count:
+                missing = column.is_null().to_pylist().index(True)
+                raise DataError(f"{path}: row {row + missing + 1}: the column {text_key!r} is null")
+            items = tuple(text.encode() for text in column.to_pylist())
+            yield TextBlock(str(path), "rows", row + 1, items, position_bytes)
+            row += len(items)
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: damaged or no parquet file, after row {row}: {why}") from None
+        kind = path.suffix.removeprefix(".")
+        raise DataError(f"{path}: damaged or no {kind} file, after row {row}: {why}") from None
+
+
+def _parquet(path: Path, text_key: str) -> Iterator[tuple[Any, int]]:
+    """The column, BLOCK_ROWS of it at a time, each with the position in the file up to which it goes."""
+    size_bytes, row = path.stat().st_size, 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        _check_column(path, file.schema_arrow, text_key)
+        rows = max(file.metadata.num_rows, 1)
+        for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=[text_key]):
+            row += batch.num_rows
+            yield batch.column(0), size_bytes * row // rows
+
+
+def _arrow(path: Path, text_key: str) -> Iterator[tuple[Any, int]]:
+    """As `_parquet`, of an Arrow stream. It is mapped into memory, so only its text is read."""
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        _check_column(path, stream.schema, text_key)
+        for batch in stream:
+            for first in range(0, batch.num_rows, BLOCK_ROWS):
+                yield batch.column(text_key).slice(first, BLOCK_ROWS), file.tell()
+
+
+def _check_column(path: Path, schema: Any, text_key: str) -> None:
+    if text_key not in schema.names:
+        raise DataError(f"{path}: no column {text_key!r}; columns: {', '.join(schema.names[:8])}; set the text key")
+    kind = schema.field(text_key).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise DataError(f"{path}: the column {text_key!r} holds {kind}, not strings")

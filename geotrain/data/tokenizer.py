@@ -56,9 +56,25 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def special_token_ids(folder: Path) -> dict[str, int | None]:
-    """Ids of the tokenizer's bos, eos and pad tokens under the keys of a Hugging Face config. Raises DataError."""
+def finish_export(folder: Path, max_positions: int) -> dict[str, int | None]:
+    """Complete the tokenizer of an exported model; give the ids of its bos, eos and pad tokens under the keys of a
+    Hugging Face config.
+
+    Its `tokenizer_config.json` then says how many tokens the model takes (`model_max_length`, of max_positions) and,
+    where it was silent, that batches are padded with the eos token, and on the left, as generation needs. Raises
+    DataError.
+    """
+    path = folder / "tokenizer_config.json"
+    try:
+        settings = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
     loaded = _load(folder)
+    settings["model_max_length"] = max_positions
+    settings.setdefault("padding_side", "left")
+    if loaded.pad_token is None and loaded.eos_token is not None:
+        settings["pad_token"] = loaded.pad_token = loaded.eos_token
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     return {f"{kind}_token_id": getattr(loaded, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
 
 

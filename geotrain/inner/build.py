@@ -23,7 +23,13 @@ from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.local_parameters import LocalParameter
-from geotrain.parallelism.optimizer_settings import AdamWSettings, MuonSettings, optimizer_settings
+from geotrain.parallelism.optimizer_settings import (
+    AdamWSettings,
+    MuonSettings,
+    OptimizerSettings,
+    PluggedOptimizer,
+    optimizer_settings,
+)
 from geotrain.parallelism.whole_matrices import ALIGNED, pack
 
 
@@ -58,6 +64,8 @@ def build_engine(
             if checks.zero_stage(deepspeed_block):
                 keep_matrices_whole(groups, dp, dp // parallel.expert, run.acco is not None, model)
             optimizer: torch.optim.Optimizer = Muon(groups, settings)
+        elif isinstance(settings, PluggedOptimizer):
+            optimizer = settings.optimizer([{**group, "moments": settings.moments} for group in groups])
         else:
             optimizer = build_adamw(groups, settings, offloaded)
         config = complete_block(deepspeed_block, sum(place.numel for _, place in placed))
@@ -100,7 +108,7 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
 
 
 def parameter_groups(
-    placed: Iterable[tuple[nn.Parameter, LocalParameter]], settings: AdamWSettings
+    placed: Iterable[tuple[nn.Parameter, LocalParameter]], settings: OptimizerSettings
 ) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, none of them empty.
 

@@ -179,6 +179,8 @@ class History:
         self._versions = event.versions
         if event.tokens is not None:
             self._tokens = event.tokens
+            if self._speeds and now_s < self._speeds[-1][0]:  # the clock was set back: no time between can be told
+                self._speeds.clear()
             self._speeds.append((now_s, event.tokens))
             while len(self._speeds) > 2 and self._speeds[1][0] < now_s - RATE_S:
                 self._speeds.popleft()

@@ -221,8 +221,11 @@ def moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tenso
 
 
 def moment_names(optimizer: torch.optim.Optimizer, master: Tensor) -> tuple[str, ...]:
-    """AdamW's two, or the momentum of a group of Muon's matrices."""
+    """AdamW's two, the momentum of a group of Muon's matrices, or what another package's optimizer keeps."""
     for group in optimizer.param_groups:
+        if "moments" in group:  # in all of its groups
+            names: tuple[str, ...] = group["moments"]
+            return names
         if group.get("is_matrices") and any(tensor is master for tensor in group["params"]):
             return MatrixUpdate.moments
     return AdamWUpdate.moments

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from geotrain import cover
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout, LayoutError, numel
 from geotrain.outer.codec import Codec
@@ -84,11 +85,14 @@ class Member:
         self.awaiting[sequence] = set(fragments)
         self.answers[sequence] = {part: [] for part in range(self.parts)}
 
-    def drop_adopted(self, fragments: set[int]) -> None:
-        """An update of these fragments was taken: forget the complete answers of earlier ones that gave any of them.
-        Every part has adopted those, or it would not have sent these fragments again."""
+    def drop_adopted(self, fragments: set[int], adopted: int) -> None:
+        """An update of these fragments was taken, whose parts have all adopted the answers up to number `adopted`:
+        forget those, and the complete answers of earlier updates that gave any of the fragments.
+
+        Every part has adopted the latter, too, or it would not have sent these fragments again.
+        """
         for sequence in [s for s in self.answers if s not in self.awaiting]:
-            if {weights.fragment for weights in self.answers[sequence][0]} & fragments:
+            if sequence <= adopted or {weights.fragment for weights in self.answers[sequence][0]} & fragments:
                 del self.answers[sequence]
 
     def begin_life(self, incarnation: str, keeps_mirrors: bool) -> None:
@@ -254,7 +258,7 @@ def check_cover(name: str, joined: dict[int, Join], layout: Layout) -> None:
     """Raise Refused unless all parts' slices together are the model, each element exactly once."""
     try:
         for f in range(len(layout.fragments)):
-            layout.check_cover(f, [s for join in joined.values() for s in join.pushes[f]])
+            cover.check_cover(layout, f, [s for join in joined.values() for s in join.pushes[f]])
     except LayoutError as error:
         raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from geotrain.config import AccoConfig, Architecture, ConfigError
 from geotrain.parallelism.checks import trains_in_bf16, zero_stage
+from geotrain.parallelism.optimizer_settings import PluggedOptimizer, optimizer_settings
 from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
 
 Traffic = Literal["nothing", "codes", "full"]
@@ -110,6 +111,11 @@ def check_acco(
         raise ConfigError(
             f"acco needs deepspeed.zero_optimization.stage = 1, not {zero_stage(block)}: it shards the optimizer, "
             "and keeps weights and gradients whole so that they can travel while the next are computed"
+        )
+    if isinstance(optimizer_settings(block), PluggedOptimizer):
+        raise ConfigError(
+            f"acco does not go with deepspeed.optimizer.type = {block['optimizer']['type']!r}: it predicts the steps "
+            "of AdamW and Muon; leave out one of the two"
         )
     if "offload_optimizer" in block.get("zero_optimization", {}):
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.parallelism.checks import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
 from geotrain.parallelism.local_parameters import stage_parameters
-from geotrain.parallelism.optimizer_settings import uses_muon
+from geotrain.parallelism.optimizer_settings import optimizer_kind, uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
 
 _FP32_BYTES = 4
@@ -62,7 +62,7 @@ def memory_per_rank(
         part, held = shard.adamw + shard.matrices, shard.total if zero else parameters
         if zero == 0:
             # Only fp32 gets here (bf16 needs ZeRO): the weights are their own masters, the moments come on top.
-            gradients, optimizer, buffers = _FP32_BYTES * parameters, moment_bytes(whole), 0
+            gradients, optimizer, buffers = _FP32_BYTES * parameters, moment_bytes(whole, block), 0
         else:
             if zero == 1 and wide:  # BF16_Optimizer steps straight from its fp32 gradients
                 gradients, buffers = kept * held, 0
@@ -71,7 +71,7 @@ def memory_per_rank(
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
                 buffers = size * reduction_bucket(block, parameters)
             offloaded = "offload_optimizer" in block["zero_optimization"]
-            optimizer = 0 if offloaded else _FP32_BYTES * part + moment_bytes(shard)
+            optimizer = 0 if offloaded else _FP32_BYTES * part + moment_bytes(shard, block)
         in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
         tokens = sequence_length * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight)
@@ -80,9 +80,9 @@ def memory_per_rank(
     return max(stages, key=lambda memory: memory.total_bytes)
 
 
-def moment_bytes(shard: ShardSize) -> int:
+def moment_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
     """Of a rank's optimizer, fp32: two moments of what AdamW steps, one momentum of Muon's matrices."""
-    return _FP32_BYTES * (2 * shard.adamw + shard.matrices)
+    return _FP32_BYTES * (len(optimizer_kind(block).moments) * shard.adamw + shard.matrices)
 
 
 def activation_bytes(

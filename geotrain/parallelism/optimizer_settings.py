@@ -1,7 +1,9 @@
-"""The inner optimizer as `deepspeed.optimizer` states it: AdamW, or Muon for hidden matrices beside AdamW."""
+"""The inner optimizer as `deepspeed.optimizer` states it: AdamW, or Muon for hidden matrices beside AdamW; or one of
+another package, which an entry point of the group "geotrain.optimizers" names."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,23 +11,32 @@ from pydantic import Field
 
 from geotrain.config import ConfigError
 from geotrain.config.block import Block, parse
+from geotrain.config.plugins import registered
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class AdamWSettings(Block):
+class OptimizerSettings(Block):
     """`params` under DeepSpeed's and torch's names. lr: the rate, which the scheduler then changes."""
 
+    moments: ClassVar[tuple[str, ...]] = (
+        "exp_avg",
+        "exp_avg_sq",
+    )  # state of an element, fp32; not of Muon's matrices
+
     lr: NotNegative = 1e-3
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
 
     @property
     def rate_of_the_rest(self) -> float:
         """Of all but hidden matrices."""
         return self.lr
+
+
+class AdamWSettings(OptimizerSettings):
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: NotNegative = 1e-8
 
 
 class MuonSettings(AdamWSettings):
@@ -56,25 +67,50 @@ class MuonSettings(AdamWSettings):
         return self.lr if self.adam_lr is None else self.adam_lr
 
 
-_TYPES: dict[str, type[AdamWSettings]] = {"adam": AdamWSettings, "adamw": AdamWSettings, "muon": MuonSettings}
+class PluggedOptimizer(OptimizerSettings):
+    """The settings of another package's optimizer, and how it is made. It must step each element by itself, since
+    shards cut parameters anywhere. A subclass states `moments`, and its own fields."""
+
+    @abstractmethod
+    def optimizer(self, groups: list[dict[str, Any]]) -> Any:
+        """A torch.optim.Optimizer of parameter groups, which have their `lr` and `weight_decay`.
+
+        It keeps `moments`, and nothing else that must outlive it, in `state[tensor]`, each as large as the tensor and
+        zero at first, and counts its steps in each group's `step`. Its tensors are fp32.
+        """
+
+
+_TYPES: dict[str, type[OptimizerSettings]] = {"adam": AdamWSettings, "adamw": AdamWSettings, "muon": MuonSettings}
+_GROUP = "geotrain.optimizers"
+
+
+def optimizer_kind(deepspeed_block: Mapping[str, Any]) -> type[OptimizerSettings]:
+    """What the type of `deepspeed.optimizer` says by itself; the planner asks this of every layout. Raises
+    ConfigError."""
+    stated = deepspeed_block.get("optimizer", {}).get("type")
+    name = str(stated or "")
+    try:
+        kind = _TYPES.get(name.lower()) or registered(_GROUP, name, PluggedOptimizer)
+    except ValueError as error:
+        raise ConfigError(f"deepspeed.optimizer.type: {error}") from None
+    if kind is None:
+        raise ConfigError(
+            f"deepspeed.optimizer.type = {stated!r} is not supported; use 'Muon' (for hidden matrices, "
+            "and AdamW for the rest), 'AdamW', or one of an installed package (docs/extending.md)"
+        )
+    return kind
 
 
 def uses_muon(deepspeed_block: Mapping[str, Any]) -> bool:
-    """Whether hidden matrices are trained by Muon, by the type alone: the planner asks this of every layout."""
+    """Whether hidden matrices are trained by Muon."""
     return _TYPES.get(str(deepspeed_block.get("optimizer", {}).get("type", "")).lower()) is MuonSettings
 
 
-def optimizer_settings(deepspeed_block: Mapping[str, Any]) -> AdamWSettings:
+def optimizer_settings(deepspeed_block: Mapping[str, Any]) -> AdamWSettings | PluggedOptimizer:
     """What `deepspeed.optimizer` asks for; MuonSettings if its type is Muon. Raises ConfigError."""
-    stated = deepspeed_block.get("optimizer", {})
-    kind = _TYPES.get(str(stated.get("type", "")).lower())
-    if kind is None:
-        raise ConfigError(
-            f"deepspeed.optimizer.type = {stated.get('type')!r} is not supported; use 'Muon' (for hidden matrices, "
-            "and AdamW for the rest) or 'AdamW'"
-        )
+    stated, kind = deepspeed_block.get("optimizer", {}), optimizer_kind(deepspeed_block)
     try:
-        settings = parse(kind, stated.get("params", {}), "deepspeed.optimizer.params")
+        settings: Any = parse(kind, stated.get("params", {}), "deepspeed.optimizer.params")
     except ConfigError as error:  # one line, as all of these checks say what they find
         raise ConfigError("; ".join(line.strip() for line in str(error).splitlines())) from None
     scheduler = deepspeed_block.get("scheduler", {}).get("type")

@@ -49,7 +49,7 @@ def test_compressed_files_may_have_several_parts(tmp_path: Path) -> None:
 
 
 def test_parquet_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "PARQUET_ROWS", 3)
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 3)
     texts = [f"row {i}" for i in range(10)]
     table = pyarrow.table({"other": list(range(10)), "body": texts})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)

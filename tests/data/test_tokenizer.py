@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from geotrain.data.tokenizer import byte_tokenizer, copy_tokenizer, load_tokenizer, special_token_ids, train_bpe
+from geotrain.data.tokenizer import byte_tokenizer, copy_tokenizer, finish_export, load_tokenizer, train_bpe
 from geotrain.data.tokens import DataError
 
 TEXT = "Grüße, \U0001f600!\n\tdef f(x):\n  return x  \r\n" + "".join(map(chr, range(1, 256)))
@@ -74,4 +74,28 @@ def test_only_the_tokenizers_files_are_copied(tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     copy_tokenizer(tmp_path / "from", tmp_path / "to")
     assert sorted(p.name for p in (tmp_path / "to").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-    assert special_token_ids(tmp_path / "to") == {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "completed"),
+    [
+        ({}, {"pad_token": "<|endoftext|>", "padding_side": "left", "model_max_length": 32}),
+        (
+            {"pad_token": "<|reserved_0|>", "padding_side": "right", "model_max_length": 10**9},
+            {"pad_token": "<|reserved_0|>", "padding_side": "right", "model_max_length": 32},
+        ),
+    ],
+)
+def test_what_an_exports_tokenizer_does_not_say_is_completed(
+    tmp_path: Path, settings: dict[str, object], completed: dict[str, object]
+) -> None:
+    byte_tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    former = json.loads(path.read_text())
+    path.write_text(json.dumps(former | settings))
+    ids = finish_export(tmp_path, 32)
+    assert json.loads(path.read_text()) == former | completed
+    pad = 257 if settings else 256
+    assert ids == {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": pad}
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert (loaded.pad_token_id, loaded.model_max_length) == (pad, 32)

@@ -16,6 +16,7 @@ OF = {
     "tc": "iproute2",
     "ssh": "openssh-client",
     "sshd": "openssh-server",
+    "pdsh": "pdsh",
     "munged": "munge",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -73,7 +74,7 @@ def test_what_apt_says_is_the_outcome(tmp_path: Path) -> None:
     machine = Machine(tmp_path, set())
     assert machine.run().returncode == 0
     assert machine.said == installs(
-        "chromium gcc iproute2 libc6-dev munge openssh-client openssh-server slurm-client slurmctld slurmd"
+        "chromium gcc iproute2 libc6-dev munge openssh-client openssh-server pdsh slurm-client slurmctld slurmd"
     )
     machine.add("apt-get", "exit 100")
     assert machine.run().returncode == 100

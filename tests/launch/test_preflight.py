@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from transformers import AutoTokenizer
 
 from geotrain import cli
 from geotrain.commands import dry_run
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.data.tokenizer import train_bpe
 from geotrain.hf_checkpoint import write_checkpoint
 from geotrain.initial import initial_tensor
 from geotrain.launch import preflight
@@ -234,6 +237,21 @@ def test_a_schedule_that_ends_before_the_data_is_warned_of(
     code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
     assert code == 0
     assert "total_num_steps = 4, but the run has 8 steps" in text and "cos_min_ratio is not stated" in text
+
+
+def test_a_tokenizer_that_its_models_family_reads_otherwise(place: Path) -> None:
+    """What transformers makes of the same tokenizer beside a llama's config and a qwen2's."""
+    text = "e\u0301 "
+    train_bpe([text * 9], 264).save(place / "own")
+    for family, otherwise in (("llama", False), ("qwen2", True)):
+        config = {**MODEL, "model_type": family}
+        change("run.json", model__config=config, data__tokenizer=str(place / "own"))
+        (place / "own/config.json").write_text(json.dumps(config))
+        ids = AutoTokenizer.from_pretrained(place / "own").encode(text, add_special_tokens=False)
+        file = tokenizers.Tokenizer.from_file(str(place / "own/tokenizer.json"))
+        assert (ids != file.encode(text).ids) == otherwise
+        told = preflight.cautions(*files())
+        assert ["AutoTokenizer cuts text as Qwen's" in line for line in told] == [True] * otherwise
 
 
 def test_links_that_cannot_be_emulated_are_said_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

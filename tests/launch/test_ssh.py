@@ -1,5 +1,5 @@
 """Behind a real sshd, whose connections are lost: a worker's job is started again, never beside its former life; a
-region lives on."""
+region lives on. And DeepSpeed's launcher over pdsh."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ import psutil
 import pytest
 
 from geotrain.config import RestartConfig, load_run
+from geotrain.launch.check import free_ports
 from geotrain.launch.site_processes import guarded_over_ssh
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.monitor.events import ProcessDied
 from tests.support.process_trees import MARK, marked, new_mark, only_deaths, until
-from tests.support.small_runs import BATCH, prepare_text, write_files
+from tests.support.small_runs import BATCH, launched, prepare_text, status, write_files
 
 BUSY_S = 120.0
 STEPS, STEP_S = 120, 0.1  # of a run that is not over while its launcher is lost
@@ -169,3 +170,31 @@ def test_a_far_region_lives_on_when_its_connection_and_then_its_launcher_are_los
     events = [json.loads(line) for line in (folder / "events/launcher-eu.jsonl").read_text().splitlines()]
     assert [e["process"] for e in events if e["event"] == "ProcessStarted"] == ["eu", "eu-0"]
     assert until(lambda: marked(mark) == [], BUSY_S)
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_deepspeed_starts_a_workers_hosts_by_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts, which are this machine by two names, form one worker; the second name is known to ssh only."""
+    assert shutil.which("pdsh"), "install pdsh"
+    prepare_text(tmp_path)
+    files = write_files(tmp_path, "run", 8 * BATCH, {"eu": [2]}, {"rule": {"name": "halos"}}, restarts=0)
+    cluster, mark, ports = json.loads(files[1].read_text()), new_mark(), free_ports(2)
+    cluster["regions"][0]["workers"][0] |= {
+        "launcher": "pdsh",
+        "launcher_args": "-u 250",  # pdsh's own option: a command that takes longer is ended
+        "master_port": ports[0],
+        "hosts": [{"host": "127.0.0.1", "slots": 1}, {"host": "second.example.org", "slots": 1}],
+        "env": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    }
+    files[1].write_text(json.dumps(cluster))
+    with sshd(tmp_path, ports[1]), monkeypatch.context() as patched:
+        patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        for name, value in mark.items():
+            patched.setenv(name, value)
+        launched(files)
+        log = (tmp_path / "run/logs/eu-0.log").read_text()
+        # pdsh puts the host's name before each line.
+        assert all(f"{host}: " in log for host in ("127.0.0.1", "second.example.org")), log
+        assert "nnodes=2" in log and status(files[0], "global")["complete"]
+        assert until(lambda: marked(mark) == [], BUSY_S)

@@ -119,6 +119,15 @@ def test_speed_is_that_of_the_last_minutes() -> None:
     assert made.state(2000)["tokens_per_s"] < 0.1, "a run that stands still is not fast"
 
 
+def test_a_clock_that_is_set_back_gives_no_wrong_speed_and_keeps_nothing_for_ever() -> None:
+    made = History(FACTS, "life")
+    for second in range(600):
+        ahead_s = 3600 if 100 < second < 200 else 0
+        made.on(Record(second + ahead_s, "global", merge("a", 1.0, second)))
+        assert second < 202 or made.state(second)["tokens_per_s"] == pytest.approx(1.0)
+    assert len(made._speeds) < 130
+
+
 def test_rates_of_a_lost_member_are_not_shown() -> None:
     sample = MemberSampled("a", 0.5, 10, 20, 5.0, 6.0, 0, {"workers": 1.0})
     made = told(Joined("a", 0, "x"), sample)

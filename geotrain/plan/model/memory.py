@@ -34,7 +34,7 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         size = 2 if trains_in_bf16(block) else 4
         flat = size * shard.total
         state.update(weights=flat, gradients=flat)
-        state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard)
+        state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
         state["buffers"] = flat_bytes(run.acco.prediction, shard, size) - 2 * flat
     up, _ = run.outer.worker_codecs
     each = 8 + (4 if up.name != "fp32" else 0)
