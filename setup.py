@@ -91,6 +91,8 @@ setup(
             "moto[server]>=5.1",
             "lm_eval[hf]>=0.4.9",
             "wandb>=0.20",
+            "nbclient>=0.10",
+            "ipykernel>=6.29",
             "gguf>=0.17",
             "sentencepiece>=0.2",
             "datasets>=3",

@@ -20,9 +20,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
-
 from geotrain.config import Architecture, ConfigError, RunConfig
 from geotrain.parameter_file import read_shapes
 
@@ -236,19 +233,6 @@ class Layout:
         """The first parameter whose part of the fragment's vector holds infinities or NaN; None if all is finite."""
         bad = (name for name, part in self.split(fragment, vector) if not bool(part.isfinite().all()))
         return next(bad, None)
-
-    def check_cover(self, fragment: int, slices: Iterable[StridedSlice]) -> None:
-        """Raises LayoutError unless the slices cover every element of the fragment exactly once."""
-        f = self.fragments[fragment]
-        times = np.zeros(f.numel, np.int32)  # how many slices cover each element
-        for piece in slices:
-            _check(piece, f.numel, f.name)  # first: `as_strided` checks no bounds
-            rows = times[piece.start : piece.stop]
-            as_strided(rows, (piece.count, piece.length), (piece.stride * times.itemsize, times.itemsize))[...] += 1
-        if not bool((times == 1).all()):
-            at = int((times != 1).argmax())
-            what = "covered by no rank" if times[at] == 0 else f"covered {int(times[at])} times"
-            raise LayoutError(f"fragment {f.name!r}: element {at} of {f.numel} is {what}")
 
     def check_slices(self, fragment: int, slices: Iterable[StridedSlice]) -> None:
         """Raises LayoutError when a slice reaches outside the fragment, or when together they have more elements than

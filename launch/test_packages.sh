@@ -23,6 +23,7 @@ needs munge munged
 needs slurmctld slurmctld
 needs slurmd slurmd
 needs slurm-client srun
+needs prometheus promtool
 needs chromium chromium chromium-browser google-chrome # the names that benchmarks/monitoring_chromium.py knows
 needs "gcc libc6-dev" gcc                              # which only recommends the C library's headers
 if ((${#missing[@]} == 0)); then exit; fi

@@ -27,7 +27,7 @@ from geotrain.commands.evaluate import evaluate
 from geotrain.export import export_run
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("[RC][EO]*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/*.md")])
 FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:geotrain|make|python|deepspeed) [^`]+)`", re.DOTALL)
 BIN = Path(sys.executable).parent

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults.audit import accounts, coverage
+from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.goodput import goodput
 from benchmarks.faults.runner import FaultyRun, kinds_done, read_events
 from benchmarks.faults.scenario import BURDENS, KILLS, PACKETS, Event, Fault, random_faults
@@ -70,6 +72,35 @@ def test_coverage() -> None:
     assert coverage([]) == (0, 0)
 
 
+def test_a_clock_is_stepped_while_a_process_reads_it(tmp_path: Path) -> None:
+    clocks = Clocks(tmp_path)
+    # It sleeps before each line: libfaketime fails there.
+    script = (
+        "import sys, time\nfor _ in sys.stdin:\n time.sleep(0.01)\n"
+        " print(time.time(), time.monotonic(), time.localtime().tm_year > 2000, flush=True)"
+    )
+    env = {**os.environ, **clocks.env("eu")}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for step_s in (0, 3600, -3600, 0):
+            clocks.set("eu", step_s)
+            clocks.env("eu")  # which sets nothing back
+            wall_s, monotonic_s = time.time(), time.monotonic()
+            process.stdin.write("\n")
+            told = process.stdout.readline().split()
+            assert float(told[0]) - wall_s == pytest.approx(step_s, abs=600.0)
+            assert float(told[1]) - monotonic_s == pytest.approx(0, abs=600.0)
+        process.stdin.close()
+
+
+def test_events_of_a_stepped_clock_are_told_by_one() -> None:
+    told = [10.0, 11.0, 3612.0, 3613.0, 14.0, -3585.0, -3584.0, 17.0]
+    events = on_one_clock([{"time_s": t} for t in told], 9.0, 18.0, {3600, -3600})
+    assert [e["time_s"] for e in events] == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
+
+
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -120,7 +151,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_servers_bear_a_full_disk_no_files_no_time_and_a_liar() -> None:
+def test_servers_bear_a_full_disk_no_files_no_time_wrong_clocks_and_a_liar() -> None:
     command = [sys.executable, "-m", "benchmarks.faults", "--profile", "short", "--pace", "0.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -130,8 +161,8 @@ def test_servers_bear_a_full_disk_no_files_no_time_and_a_liar() -> None:
         "hung", "servers_ended",
     ):  # fmt: skip
         assert found[figure] == 0, (figure, found)
-    done_of = ("full_disks", "out_of_files", "starved", "liars", "kills")
-    assert [found[what] for what in done_of] == [1, 1, 1, 1, 3] and found["lies_refused"] > 0
+    done_of = ("full_disks", "out_of_files", "starved", "liars", "clock_steps", "kills")
+    assert [found[what] for what in done_of] == [1, 1, 1, 1, 3, 3] and found["lies_refused"] > 0
     assert found["acknowledged_updates"] > 10 and found["snapshots_compared"] > 2
 
 

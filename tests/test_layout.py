@@ -40,7 +40,7 @@ runs_strategy = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(runs_strategy, st.integers(0, 80), st.integers(0, 80))
 def test_clipping_equals_slicing_the_elements(runs, begin, length):
     assert elements(clip_runs(runs, begin, begin + length)) == elements(runs)[begin : begin + length]
@@ -84,8 +84,6 @@ def test_layout_errors():
         layout.slices([StridedSlice(0, 1, parameter="c")], 0)
     with pytest.raises(LayoutError, match="reaches beyond its 16 elements"):
         layout.slices([StridedSlice(0, 4, 5, 4, parameter="a")], 0)
-    with pytest.raises(LayoutError, match="element 16 of 20 is covered by no rank"):
-        layout.check_cover(0, [StridedSlice(0, 16)])
 
 
 @settings(max_examples=100, deadline=None)

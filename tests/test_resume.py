@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.small_runs import BATCH, LOCAL_STEPS, launched, losses, prepare_text, weights, write_files
+from tests.support.small_runs import BATCH, LOCAL_STEPS, launched, losses, prepare_text, status, weights, write_files
 
 ROUNDS = 20
 SAMPLES_PER_ROUND = 2 * LOCAL_STEPS * BATCH  # two workers
@@ -42,6 +42,9 @@ def test_ten_and_ten_rounds_are_twenty_bitwise(runs: dict[str, Path]) -> None:
         assert torch.equal(tensor, stopped[name]), name
     assert losses(runs["stopped"]) == losses(runs["straight"])
     assert len(losses(runs["straight"])) == 2 * ROUNDS
+    for server in ("global", "eu", "us"):
+        members = status(runs["stopped"], server)["members"]
+        assert {member["restarts"] for member in members.values()} == {0}, "it had ended; nobody was restarted"
 
 
 @pytest.mark.slow

@@ -1,55 +1,65 @@
-"""Whole runs of real processes: several workers a region, starting from a checkpoint, failing well."""
+"""Whole runs of real processes, of examples/: several workers a region, starting from a checkpoint, failing well."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from geotrain.commands.evaluate import evaluate
-from geotrain.export import export_run
+from geotrain.commands.prepare import prepare_files
+from geotrain.config import load_run
 from tests.support.disks import small_disk
-from tests.support.small_runs import (
-    BATCH,
-    LOCAL_STEPS,
-    MODEL,
-    launch,
-    launched,
-    losses,
-    prepare_text,
-    status,
-    write_files,
-)
+from tests.support.small_runs import launch, losses, status
 
-SAMPLES = 24 * LOCAL_STEPS * BATCH
-HALOS = {"rule": {"name": "halos", "updates_per_send": 2}}
-SYNC = {"rule": {"name": "sync"}}  # every worker takes part in every round, however late it started
+EXAMPLES = Path(__file__).parents[1] / "examples"
+UNTRAINED = math.log(264)  # loss of a model of bytes that knows nothing
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With prepared text, and a run of three workers, over mutual TLS, that ended, and its export."""
-    folder = tmp_path_factory.mktemp("runs")
-    prepare_text(folder)
-    workers = {"eu": [1, 1], "us": [1]}
-    launched(write_files(folder, "several", SAMPLES, workers, SYNC, certificates=folder / "certificates"))
-    export_run(folder / "several", folder / "export", "float32")
+    """The examples, copied, after examples/tour.ipynb was executed there: it has run and exported own-text."""
+    folder = tmp_path_factory.mktemp("runs") / "examples"
+    shutil.copytree(EXAMPLES, folder, ignore=lambda path, names: [n for n in names if own_folder(Path(path, n))])
+    notebook = nbformat.read(folder / "tour.ipynb", as_version=4)
+    environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
+    nbformat.write(notebook, folder / "executed.ipynb")
     return folder
+
+
+def own_folder(path: Path) -> bool:
+    """Whether a run left this folder in an example."""
+    return path.is_dir() and path.parent.parent == EXAMPLES
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_several_workers_a_region_over_tls(folder: Path) -> None:
-    run_file = folder / "several.json"
-    top = status(run_file, "global")
-    assert top["committed_samples"] == top["train_samples"] == SAMPLES and top["open_leases"] == 0
+def test_the_notebook_runs_several_workers_a_region_over_tls(folder: Path) -> None:
+    run_file = folder / "own-text/run.json"
+    run, top = load_run(run_file), status(run_file, "global")
+    samples = run.data.train_samples
+    assert top["committed_samples"] == top["train_samples"] == samples and top["open_leases"] == 0
     jobs = losses(run_file)
     assert {worker for worker, _ in jobs} == {"eu-0", "eu-1", "us-0"}
-    assert len(jobs) == SAMPLES // (LOCAL_STEPS * BATCH)
-    exported = evaluate(folder / "export", folder / "data" / "train", 32, 16)
+    assert len(jobs) == samples // (run.outer.local_steps * run.samples_per_step)
+    exported = evaluate(folder / "own-text/exported", folder / "own-text/data/train", 64, 16)
     assert exported < 0.8 * max(jobs.values())
+    executed = nbformat.read(folder / "executed.ipynb", as_version=4)
+    shown = [output for cell in executed.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in shown)  # the losses, drawn
+    assert shown[-1]["text"].startswith("The ") and len(shown[-1]["text"]) > len("The ")  # the model, loaded
 
 
 @pytest.fixture
@@ -63,16 +73,21 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_full_disk_while_checkpointing_a_run_that_began_from_an_export(folder: Path, tiny_disk: Path) -> None:
-    checkpoint = {"folder": str(tiny_disk), "every_jobs": 1}
-    model = {"config": MODEL, "init_from": str(folder / "export")}
-    files = write_files(folder, "full", SAMPLES, {"eu": [1]}, HALOS, restarts=0, checkpoint=checkpoint, model=model)
-    done = launch(files)
-    said = done.stdout + done.stderr + (folder / "full" / "logs" / "eu-0.log").read_text()
+    example, log = folder / "continued", folder / "continued/runs/continued/logs/eu-0.log"
+    text = example / "code.jsonl"
+    text.write_text(json.dumps({"text": inspect.getsource(argparse)}) + "\n")
+    prepare_files([str(text)], example / "data", folder / "own-text/exported", None, False, 0.0, processes=1)
+    cluster = json.loads((example / "cluster.json").read_text())
+    del cluster["regions"][1:]
+    cluster["restart"] = {"limit": 0}
+    (example / "cluster.json").write_text(json.dumps(cluster))
+    files = example / "run.json", example / "cluster.json"
+    done = launch(files, "--set", f"checkpoint.folder={tiny_disk}", "--set", "checkpoint.every_jobs=1")
+    said = done.stdout + done.stderr + (log.read_text() if log.exists() else "")
     assert done.returncode == 0, said
-    top = status(files[0], "global")
-    assert top["committed_samples"] == SAMPLES
-    assert losses(files[0])["eu-0", 1] < 0.85 * math.log(MODEL["vocab_size"])  # what untrained weights begin with
-    told = (folder / "full" / "events" / "eu-0.jsonl").read_text()
+    assert status(files[0], "global")["committed_samples"] == load_run(files[0]).data.train_samples
+    assert losses(files[0])["eu-0", 1] < 0.85 * UNTRAINED
+    told = (example / "runs/continued/events/eu-0.jsonl").read_text()
     for words in (str(tiny_disk), "No space left on device", "training goes on without this checkpoint"):
         assert words in said and words in told
     assert "Traceback" not in said

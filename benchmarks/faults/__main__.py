@@ -1,5 +1,5 @@
-"""A run of real processes over emulated links, while at random processes are killed, links cut and packets corrupted;
-then its accounts.
+"""A run of real processes over emulated links, while at random processes are killed, links cut, packets corrupted and
+clocks stepped; then its accounts.
 
 Two regions of two workers each, linked by TLS. Nothing that was acknowledged may be missing or counted twice, no
 sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
@@ -10,8 +10,8 @@ journal gives.
 
 short: one of each burden and kills of servers, in 12 s; minutes, the default: 5 minutes; hour: also the growth
 of memory and of open files.
-Needs root, for the network namespaces and for a small disk that can be filled. `--pace` is the least time of an inner
-step: others get the processor.
+Needs root, for the network namespaces and for a small disk that can be filled, and a C compiler, for clocks that can
+be stepped. `--pace` is the least time of an inner step: others get the processor.
 
 The last line printed is one JSON object. Zero must be: lost_acknowledged, applied_twice, replay_mismatches,
 samples_skipped, samples_twice_uncounted, hung (workers that train nothing any more when the faults are over) and
@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks.common import command_line, report, units_by_ending
 from benchmarks.faults.audit import accounts
+from benchmarks.faults.clocks import Clocks, cannot_step
 from benchmarks.faults.goodput import goodput
 from benchmarks.faults.runner import FaultyRun, Samples, kinds_done
 from benchmarks.faults.scenario import random_faults, short_faults
@@ -45,7 +46,7 @@ PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 15.0, "2g"), "hour": 
 COUNTED = {
     "kill": "kills", "stop": "stops", "cut": "partitions", "slow": "slows", "drop": "drops", "corrupt": "corrupts",
     "delay": "delays", "reorder": "reorders", "duplicate": "duplicates",
-    "starve": "starved", "files": "out_of_files", "fill": "full_disks", "lie": "liars",
+    "starve": "starved", "files": "out_of_files", "fill": "full_disks", "lie": "liars", "clock": "clock_steps",
 }  # fmt: skip
 START_S = 240.0  # until every worker has trained a job
 HUNG_S = 180.0  # after the faults, for every worker to train a job
@@ -67,7 +68,7 @@ def main() -> int:
         "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
     )
     args = parser.parse_args()
-    why_not = wan.cannot_emulate()
+    why_not = wan.cannot_emulate() or cannot_step()
     if why_not:
         print(f"faults: {why_not}", file=sys.stderr)
         return 2
@@ -75,7 +76,8 @@ def main() -> int:
     seconds, every_s, size = PROFILES[args.profile]
     seconds, every_s = args.seconds or seconds, args.every or every_s
     with small_disk(folder / "disk", size) as disk:
-        result = faulty(make_world(disk, args.pace), disk, args.seed, seconds, every_s)
+        clocks = Clocks(disk / "clocks")
+        result = faulty(make_world(disk, args.pace, clocks=clocks), disk, clocks, args.seed, seconds, every_s)
         if args.folder is not None:
             shutil.copytree(disk, folder / "left", ignore=shutil.ignore_patterns(WAN_CONTROL), dirs_exist_ok=True)
     if args.folder is None:
@@ -96,17 +98,19 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def faulty(files: tuple[Path, Path], folder: Path, seed: int, seconds: float, every_s: float) -> dict[str, Any]:
-    with FaultyRun(*files, folder / "archive") as run:
+def faulty(
+    files: tuple[Path, Path], folder: Path, clocks: Clocks, seed: int, seconds: float, every_s: float
+) -> dict[str, Any]:
+    with FaultyRun(*files, folder / "archive", clocks=clocks) as run:
         workers = [worker for names in run.regions.values() for worker in names]
         if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
         print(f"every worker trains; faults for {seconds:g} s, seed {seed}", flush=True)
         faults = random_faults(seed, seconds, every_s, run.regions) if every_s else short_faults(run.regions)
         run.play(faults, seconds, lambda text: print(text, flush=True))
-        end_s = time.time()
         before = {worker: run.jobs_of(worker) for names in run.regions.values() for worker in names}
         run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
+        end_s = time.time()
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
         refused = run.lies_refused()
     print("the run has ended; its journals are replayed", flush=True)

@@ -21,14 +21,17 @@ from typing import Any
 
 import psutil
 
+from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.scenario import Event, Fault
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 
+SERVERS = "servers"  # the clock of the machine that launches
 POLL_S = 0.1
 KEEP_S = 0.5  # between looks at the journals: a segment stays for much longer
 SAMPLE_TURNS = 10  # of those, between samples of memory and open files
+LATE_S = 120.0  # that faults may be
 STOP_S = 60.0  # for an orderly end of the run
 
 
@@ -53,15 +56,21 @@ class FaultyRun:
     """A context manager: entering launches the run, leaving ends it and waits for all its processes.
 
     archive: the servers' whole journals and all snapshots are kept there, by hard links: the run itself drops them.
+    clocks: the launcher and the servers follow the one called SERVERS.
     """
 
-    def __init__(self, run_file: Path, cluster_file: Path, archive: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, run_file: Path, cluster_file: Path, archive: Path, env: dict[str, str] | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:  # fmt: skip
         self.files = run_file, cluster_file
         self.run: RunConfig = load_run(run_file)
         self.cluster: ClusterConfig = load_cluster(cluster_file)
         self.folder = self.run.run_folder.absolute()
         self.archive = archive
-        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        self.clocks = clocks
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **(clocks.env(SERVERS) if clocks else {})}
+        self.began_s = time.time()
         self.regions = {region.name: [w.name for w in region.workers] for region in self.cluster.regions}
         self.done: list[tuple[float, Fault]] = []  # (Unix time, what was done)
         self.samples: dict[int, Samples] = {}
@@ -141,8 +150,9 @@ class FaultyRun:
     # -- what happened
 
     def events(self, source: str) -> list[dict[str, Any]]:
-        """The event log of a worker, a region, "global" or "launcher"."""
-        return read_events(self.folder, source)
+        """The event log of a worker, a region, "global" or "launcher", with this machine's times."""
+        steps = {round(fault.amount) for _, fault in self.done if fault.what == "clock"}
+        return on_one_clock(read_events(self.folder, source), self.began_s, time.time(), steps)
 
     def jobs_of(self, worker: str) -> int:
         """Jobs that it has trained until now."""
@@ -171,9 +181,10 @@ class FaultyRun:
     # -- faults
 
     def play(self, faults: Sequence[Fault], seconds: float, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Do each when its time or event has come, for `seconds`. Raises RuntimeError when the run ends."""
+        """Do each when its time or event has come, for `seconds`, and longer if some could not be done by then: on a
+        busy machine, to fill a disk alone takes seconds. Raises RuntimeError when the run ends."""
         begin, waiting, ends = time.monotonic(), list(faults), list[tuple[float, Callable[[], None]]]()
-        while (passed_s := time.monotonic() - begin) < seconds:
+        while (passed_s := time.monotonic() - begin) < seconds + (LATE_S if waiting else 0.0):
             if self.launcher.poll() is not None:
                 raise RuntimeError(f"the run has ended: {self.log.read_text()[-3000:]}")
             for fault in [f for f in waiting if self._is_due(f, passed_s)]:
@@ -198,6 +209,11 @@ class FaultyRun:
             ends.append((until_s, fill(self.folder.parent)))
         elif fault.what == "lie":
             return self._lie(fault)
+        elif fault.what == "clock":
+            assert self.clocks is not None
+            clock = SERVERS if fault.kind == "servers" else fault.of
+            self.clocks.set(clock, round(fault.amount))
+            ends.append((until_s, partial(self.clocks.set, clock, 0)))
         elif fault.what in ("starve", "files"):
             # One that has not begun to listen yet still loads its modules, for which there would be no descriptor.
             pids = [pid for pid in self.pids(fault.kind, fault.of) if pid == self._listening(fault.of)]
@@ -291,17 +307,20 @@ class FaultyRun:
                 self.samples.setdefault(found.pid, Samples(found)).points.append(point)
 
 
-def fill(folder: Path) -> Callable[[], None]:
-    """Leave no room on the disk of this folder; returns what makes room again."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        step = 1 << 20
-        while step:
-            try:
-                file.write(bytes(step))
-            except OSError:
-                step //= 2
-    return partial(ballast.unlink, missing_ok=True)
+def fill(disk: Path) -> Callable[[], None]:
+    """Leave no room on this disk, a tmpfs of its own, by making it as small as what is on it (to write it full would
+    take ten seconds a gigabyte where memory comes slowly); returns what makes room again."""
+    whole = os.statvfs(disk)
+    for _ in range(100):  # it may grow before it is made small, which is refused then
+        now = os.statvfs(disk)
+        with suppress(subprocess.CalledProcessError):
+            _resize(disk, (now.f_blocks - now.f_bfree) * now.f_frsize)
+            return partial(_resize, disk, whole.f_blocks * whole.f_frsize)
+    raise RuntimeError(f"{disk} cannot be made as small as what is on it")
+
+
+def _resize(disk: Path, size: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True, stderr=subprocess.DEVNULL)
 
 
 def starve(pid: int) -> Callable[[], None]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
-BURDENS = ("starve", "files", "fill", "lie")  # what servers must bear
+BURDENS = ("starve", "files", "fill", "lie", "clock")  # what servers, and the last one workers, must bear
+STEP_S = 3600  # of a clock; certificates are valid from an hour before they were made
 PACKETS = ("drop", "corrupt", "delay", "reorder", "duplicate")  # what befalls a share of a link's packets
 
 
@@ -26,18 +27,18 @@ class Fault:
     """what: kill (SIGKILL), stop (SIGSTOP, later SIGCONT) a process; cut or slow a region's emulated link; drop,
     corrupt, delay, reorder or duplicate its packets; starve a server's process (it gets a tenth of its time), take
     its last free file descriptors (EMFILE), fill the disk of the whole run, or have a liar join as a worker and send
-    what is no update.
+    what is no update; step the wall clock of the machine that launches, or of a region's workers, and later back.
 
     kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
     GeoTrain's launcher), "server" (a region's), "global", "region" (all its processes at once), "launcher": of
-    the whole run, which is then launched again with --resume.
+    the whole run, which is then launched again with --resume. Of clocks: "servers" (and the launcher) or "workers".
     of: a worker or a region. when: seconds from the beginning, or an event. for_s: how long it lasts.
-    rate, seed, amount: of packets, as in `geotrain.emulate.impairments`.
+    rate, seed, amount: of packets, as in `geotrain.emulate.impairments`; the amount of a clock's step: seconds.
     """
 
     what: Literal[
         "kill", "stop", "cut", "slow", "drop", "corrupt", "delay", "reorder", "duplicate", "starve", "files", "fill",
-        "lie",
+        "lie", "clock",
     ]  # fmt: skip
     when: float | Event
     of: str = "global"
@@ -51,7 +52,8 @@ class Fault:
     def __str__(self) -> str:
         lasting = f" for {self.for_s:g} s" if self.for_s else ""
         share = f" {self.rate:.0%} of the packets on the" if self.rate else ""
-        return f"{self.what}{share} {self.kind or 'link'} of {self.of}{lasting}"
+        step = f" {self.amount:+g} s" if self.what == "clock" else ""
+        return f"{self.what}{step}{share} {self.kind or 'link'} of {self.of}{lasting}"
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -74,14 +76,20 @@ def random_faults(seed: int, seconds: float, every_s: float, regions: dict[str, 
 
 
 def short_faults(regions: dict[str, Sequence[str]]) -> list[Fault]:
-    """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers."""
+    """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers.
+
+    Clocks are stepped both ways, and one server and one rank begin a life while theirs is wrong.
+    """
     first, last = min(regions), max(regions)
     return [
         Fault("fill", 0.5, "all", "disk", for_s=2.5),
+        Fault("clock", 1.0, "all", "servers", for_s=6.0, amount=STEP_S),
         Fault("kill", 1.5, "global", "global"),  # it comes back to a full disk
         Fault("files", 4.5, first, "server", for_s=3.0),
         Fault("lie", 4.5, regions[last][0], "worker"),
         Fault("starve", 5.0, last, "server", for_s=4.0),
+        Fault("clock", 5.0, first, "workers", for_s=60.0, amount=-STEP_S),  # to the end
+        Fault("clock", 6.0, last, "workers", for_s=3.0, amount=STEP_S),
         Fault("corrupt", 5.0, first, for_s=5.0, rate=0.1, seed=1, amount=0.25),
         Fault("kill", 8.0, first, "server"),
         Fault("kill", 9.0, regions[first][0], "rank"),
@@ -114,6 +122,10 @@ def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Seque
         return Fault("fill", at_s, "all", "disk", for_s=round(dice.uniform(2.0, 6.0), 1))
     if what == "lie":
         return Fault("lie", at_s, worker, "worker")
+    if what == "clock":
+        of, kind = dice.choice([("all", "servers"), (region, "workers")])
+        step_s = dice.choice([STEP_S, -STEP_S])
+        return Fault("clock", at_s, of, kind, for_s=round(dice.uniform(3, 30), 1), amount=step_s)
     if what in BURDENS:
         of = dice.choice(["global", region])
         return Fault(what, at_s, of, "global" if of == "global" else "server", for_s=round(dice.uniform(3, 8), 1))

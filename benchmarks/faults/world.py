@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.clocks import Clocks
 from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.config import ClusterConfig
 from geotrain.net.certs import make_certificates
 
 
-def make_world(folder: Path, pace_s: float, samples: int = 4_000_000, **outer: Any) -> tuple[Path, Path]:
+def make_world(
+    folder: Path, pace_s: float, samples: int = 4_000_000, clocks: Clocks | None = None, **outer: Any
+) -> tuple[Path, Path]:
     """Data, run file and cluster file in the folder. One worker has two ranks: its updates come in halves.
 
-    pace_s: least seconds of an inner step. outer: keys of the run's outer block in place of those here.
+    pace_s: least seconds of an inner step. clocks: each region's workers follow the one of its name. outer: keys of
+    the run's outer block in place of those here.
     """
     run = run_file(folder, "faults", samples, (4, 2), (50, 20000))
     run["outer"] = {
@@ -31,6 +35,9 @@ def make_world(folder: Path, pace_s: float, samples: int = 4_000_000, **outer: A
         {"eu": (0.2, 30.0), "us": (0.1, 100.0)},
         restart={"limit": 1000, "first_s": 0.5, "longest_s": 4.0},
     )
+    for region in cluster["regions"]:
+        for worker in region["workers"]:
+            worker["env"] = clocks.env(region["name"]) if clocks else {}
     make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), folder / "certificates")
     cluster["security"] = {"folder": str(folder / "certificates")}
     return write_files(folder, run, cluster)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -31,7 +30,7 @@ class EventDispatcher:
         self.events, self.with_past, self.live = events, tuple(with_past), tuple(live)
         self.dropped = 0
         self._waiting: queue.Queue[Record | None] = queue.Queue(MAX_WAITING)
-        self._began_s = round(time.time(), 3)
+        self._past = Follower(events.path, past_only=True)
         self._thread = threading.Thread(target=self._run, name="monitor-dispatch", daemon=True)
         events.subscribers.append(self._take)
 
@@ -53,9 +52,9 @@ class EventDispatcher:
 
     def _run(self) -> None:
         if self.with_past:
-            for record in Follower(self.events.path).read():
-                if record.time_s < self._began_s:  # later events are in the queue as well
-                    self._give(record, self.with_past)
+            for record in self._past.read():  # later events are in the queue
+                self._give(record, self.with_past)
+            self._past.close()
         while (record_or_end := self._waiting.get()) is not None:
             self._give(record_or_end, (*self.with_past, *self.live))
 

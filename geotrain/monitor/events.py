@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from io import FileIO
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -313,13 +314,20 @@ def older_file(path: Path, number: int) -> Path:
 class Follower:
     """Reads a log's events in order, those of its older files first, and goes on when the file is rotated.
 
+    past_only: what is written from now on is left out. Times would not tell: clocks are set back.
     missed: whether the file that was being read was rotated away; then others may have been before they were read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, past_only: bool = False) -> None:
         self.path, self.missed = path, False
         self._file: BinaryIO | None = None  # kept open, so that no new file can get its inode
         self._offset = 0
+        self._end: tuple[int, int] | None = None  # inode of the last file to be read, and where in it to stop
+        if past_only:
+            self._end = (0, 0)  # nothing is there
+            with suppress(OSError, IndexError):
+                newest = self._files()[-1][1].stat()
+                self._end = (newest.st_ino, newest.st_size)
 
     def read(self) -> Iterator[Record]:
         """Yield what was written since the last call. A line that is not whole yet is left for the next call."""
@@ -333,7 +341,7 @@ class Follower:
             if self._file:
                 self.missed |= at < 0
                 yield from self._lines(self._file)  # if a newer file exists, this one gets no more lines
-            if at == len(found) - 1:
+            if at == len(found) - 1 or (self._end and self._end[0] == (mine or 0)):
                 return
             try:
                 file = found[at + 1][1].open("rb")
@@ -361,8 +369,9 @@ class Follower:
 
     def _lines(self, file: BinaryIO) -> Iterator[Record]:
         file.seek(self._offset)
+        last = self._end[1] if self._end and os.fstat(file.fileno()).st_ino == self._end[0] else inf
         for line in file:
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or self._offset + len(line) > last:
                 return
             self._offset += len(line)
             record = Record.from_line(line)

@@ -136,7 +136,8 @@ class History:
             case events.ServerSampled():
                 self._server, self._versions = event, event.versions
             case events.Joined():
-                self._becomes(event.member, "up", now_s, "joined")
+                text = "joined" if event.new else "joined again, in the same life"
+                self._becomes(event.member, "up", now_s, text, event.new)
             case events.Found():
                 self._becomes(event.member, "up", now_s, f"heard of again after {event.silent_s:.0f} s")
             case events.Lost():
@@ -178,6 +179,8 @@ class History:
         self._versions = event.versions
         if event.tokens is not None:
             self._tokens = event.tokens
+            if self._speeds and now_s < self._speeds[-1][0]:  # the clock was set back: no time between can be told
+                self._speeds.clear()
             self._speeds.append((now_s, event.tokens))
             while len(self._speeds) > 2 and self._speeds[1][0] < now_s - RATE_S:
                 self._speeds.popleft()
@@ -206,13 +209,12 @@ class History:
             self._stride *= 2
         self._compactions += 1
 
-    def _becomes(self, name: str, state: str, now_s: float, text: str) -> None:
+    def _becomes(self, name: str, state: str, now_s: float, text: str, new: bool = False) -> None:
         member = self._members.get(name)
         if member is None or member.state == state:
             return
-        back = state == "up" and member.state == "lost"
         member.state, member.since_s = state, now_s
-        kind = {"up": "found" if back else "joined"}.get(state, state)
+        kind = {"up": "joined" if new else "found"}.get(state, state)
         self._mark(now_s, kind, name, text)
 
     def _mark(self, now_s: float, kind: str, member: str, text: str) -> None:

@@ -34,7 +34,7 @@ class Metrics:
             "member_up", "1 while the member is heard of, 0 while it is lost; none once it left", "member"
         )
         self.heard = gauge("member_heard_timestamp_seconds", "Unix time of the member's last sign", "member")
-        self.joins = counter("joins", "Ranks that joined", "member")
+        self.joins = counter("joins", "Lives of the member that joined", "member")
         self.losses = counter("member_losses", "Times that a member was lost", "member")
         self.loss = gauge("loss", "Training loss that came with the member's last update", "member")
         self.validation = gauge("validation_loss", "Of the global weights, when last evaluated")
@@ -98,7 +98,8 @@ class Metrics:
         match event:
             case events.Joined(member=member) | events.Found(member=member):
                 if isinstance(event, events.Joined):
-                    self._add(self.joins, member=member)
+                    self._add(self.joins, float(event.new), member=member)
+                    self._add(self.updates, 0.0, member=member)  # so that the first one is seen as a rise
                 self._set(self.up, 1, member=member)
                 self._set(self.heard, record.time_s, member=member)
             case events.Lost(member=member):

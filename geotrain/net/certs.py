@@ -101,8 +101,14 @@ def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
         )
     if credentials.identity not in names.get_values_for_type(x509.DNSName):
         raise CertificateError(f"{folder / stem}.pem: is not the certificate of {role} {name!r}")
-    end = certificate.not_valid_after_utc
-    if end < datetime.datetime.now(datetime.UTC):
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    now = datetime.datetime.now(datetime.UTC)
+    if now < begin:
+        raise CertificateError(
+            f"{folder / stem}.pem: is valid from {begin:%Y-%m-%d %H:%M} UTC on, this machine's clock is at "
+            f"{now:%Y-%m-%d %H:%M}; set the clock"
+        )
+    if end < now:
         raise CertificateError(f"{folder / stem}.pem: expired on {end:%Y-%m-%d}; make it anew with `geotrain certs`")
     return credentials
 

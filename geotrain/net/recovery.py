@@ -29,7 +29,12 @@ class Restarted:
     out, such as who had joined, was lost. A replay has to lose it at the same point, to get to the same state."""
 
 
-KINDS = (Restarted, *typing.get_args(Message))
+@dataclass(frozen=True)
+class Stopped:
+    """Another such record. At this point the process ended in good order, and with it all who took part."""
+
+
+KINDS = (Restarted, Stopped, *typing.get_args(Message))
 
 
 @dataclass
@@ -78,6 +83,10 @@ def recover(
         replayed += 1
         if isinstance(message, Restarted):
             server = _restarted(build, server)
+            continue
+        if isinstance(message, Stopped):
+            for member in server.members.values():
+                member.ended = True
             continue
         # A message that is refused now was refused then. What the server sends is dropped here: it was sent then, or
         # will be sent again after the next join.

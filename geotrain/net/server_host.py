@@ -47,7 +47,7 @@ from geotrain.net.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
 from geotrain.net.fragment_bytes import FragmentBytes
 from geotrain.net.grpc_service import GrpcService
 from geotrain.net.journal import JournalFull
-from geotrain.net.recovery import Recovered, begin_snapshot, finish_snapshot
+from geotrain.net.recovery import Recovered, Stopped, begin_snapshot, finish_snapshot
 from geotrain.net.region_client import RegionClient
 from geotrain.net.sampler import Sampler
 from geotrain.net.server_thread import ServerThread
@@ -183,6 +183,7 @@ class ServerHost:
             uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
             await self._until_over()
             await self._last_snapshot()
+            await self._note_the_end()
             await self._last_upload()
         finally:
             if uploading is not None:
@@ -237,6 +238,16 @@ class ServerHost:
                     return
                 with suppress(TimeoutError):
                     await within(SNAPSHOT_RETRY_S, self.stop.wait())
+
+    async def _note_the_end(self) -> None:
+        """Behind the joins with which the last snapshot's journal begins: these lives have ended with this one."""
+
+        def note() -> None:
+            with suppress(JournalFull):  # then they count as restarted
+                self.journal.append(Stopped())
+                self.journal.flush()
+
+        await self.server_thread.alone(note)
 
     def _tell(self, what: str) -> None:
         log.error("%s", what)

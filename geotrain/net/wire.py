@@ -22,7 +22,7 @@ from typing import Any, Union, get_args, get_origin
 
 import msgpack
 
-VERSION = 2
+VERSION = 3
 CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 4 + max(CHUNK_BYTES, MAX_HEADER_BYTES)

@@ -30,6 +30,7 @@ class Joined(Event):
     member: MemberName
     part: Annotated[int, "its rank"]
     incarnation: Annotated[str, "names this life of the member"]
+    new: Annotated[bool, "the life is; else another rank of it, or the same one again"] = True
 
 
 class SentWhole(Event):

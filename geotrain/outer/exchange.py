@@ -220,10 +220,12 @@ class Exchange:
         for lease in leases:
             del self.unsent[lease]
         header = (self.name, self.incarnation, self.sequence, self.rank.rank)
+        adopted = self.sequence - len(self.in_flight) - 1  # answers are adopted in order
 
         def push() -> Pending[None]:
             made = tuple(delta.result() for delta in deltas)
-            return self.client.push(UpdatePart(*header, made, job=job, leases=leases, metrics=metrics))
+            part = UpdatePart(*header, made, job=job, leases=leases, metrics=metrics, adopted=adopted)
+            return self.client.push(part)
 
         # On a GPU the deltas are still being copied to the host: `push` runs when they are there, training goes on.
         pushed = self.weights.when_made(push)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from geotrain import cover
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout, LayoutError, numel
 from geotrain.outer.codec import Codec
@@ -30,7 +31,7 @@ MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again when they join a restarted
 # server.
 SAVED = (
-    *("incarnation", "former", "restarts", "barred", "sequence", "job", "updates", "left", "silent"),
+    *("incarnation", "former", "restarts", "ended", "barred", "sequence", "job", "updates", "left", "silent"),
     *("quarantined", "refused", "offences", "fault", "step_s", "metrics"),
 )
 
@@ -41,7 +42,8 @@ class Member:
 
     incarnation: str = ""  # names its present life; empty before it has joined for the first time
     former: list[str] = field(default_factory=list)  # digests of earlier lives' incarnations: they may not come back
-    restarts: int = 0
+    restarts: int = 0  # how often a new life came without the old one having ended
+    ended: bool = False  # its present life said goodbye or was told to stop, and has not joined again since
     barred: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0  # its ranks
     joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this life of member and server
@@ -83,14 +85,14 @@ class Member:
         self.awaiting[sequence] = set(fragments)
         self.answers[sequence] = {part: [] for part in range(self.parts)}
 
-    def drop_adopted(self, fragments: set[int]) -> None:
-        """An update of these fragments was taken: forget the complete answers of earlier updates that gave any of
-        them.
+    def drop_adopted(self, fragments: set[int], adopted: int) -> None:
+        """An update of these fragments was taken, whose parts have all adopted the answers up to number `adopted`:
+        forget those, and the complete answers of earlier updates that gave any of the fragments.
 
-        Every part has adopted those answers, or it would not have sent these fragments again.
+        Every part has adopted the latter, too, or it would not have sent these fragments again.
         """
         for sequence in [s for s in self.answers if s not in self.awaiting]:
-            if {weights.fragment for weights in self.answers[sequence][0]} & fragments:
+            if sequence <= adopted or {weights.fragment for weights in self.answers[sequence][0]} & fragments:
                 del self.answers[sequence]
 
     def begin_life(self, incarnation: str, keeps_mirrors: bool) -> None:
@@ -101,7 +103,7 @@ class Member:
         """
         if self.incarnation:
             self.former.append(life_digest(self.incarnation))
-            self.restarts += 1
+            self.restarts += not self.ended
         self.incarnation, self.left = incarnation, False
         self.forget_joins()
         if not keeps_mirrors:
@@ -173,7 +175,8 @@ class Member:
         return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        state = {"restarts": len(state["former"]), "step_s": 0.0, "metrics": {}, **state}  # older ones have none
+        missing = {"restarts": len(state["former"]), "ended": False, "step_s": 0.0, "metrics": {}}  # in older ones
+        state = {**missing, **state}
         for name in SAVED:
             setattr(self, name, copy(state[name]))  # share no list with the state
         self.owed = set(state["owed"])
@@ -255,7 +258,7 @@ def check_cover(name: str, joined: dict[int, Join], layout: Layout) -> None:
     """Raise Refused unless all parts' slices together are the model, each element exactly once."""
     try:
         for f in range(len(layout.fragments)):
-            layout.check_cover(f, [s for join in joined.values() for s in join.pushes[f]])
+            cover.check_cover(layout, f, [s for join in joined.values() for s in join.pushes[f]])
     except LayoutError as error:
         raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
 

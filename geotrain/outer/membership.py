@@ -123,9 +123,9 @@ class Membership(ABC):
         elif not known and member.senders:
             member.forget_sent()
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
-        member.parts, member.joined, member.silent = parts, joined, False
+        member.parts, member.joined, member.silent, member.ended = parts, joined, False, member.left
         self.data = self.data or join.data
-        self._events.append(Joined(join.member, join.part, join.incarnation))
+        self._events.append(Joined(join.member, join.part, join.incarnation, new))
         return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
 
     def next_job(self, name: str) -> int:
@@ -142,7 +142,8 @@ class Membership(ABC):
 
     def _on_leave(self, leave: Leave) -> None:
         """It is done; leases that it still holds were reserved for it, and it did not come to them."""
-        self._member(leave.member).left = True
+        member = self._member(leave.member)
+        member.left = member.ended = True
         self._release_leases(leave.member)
         self._events.append(Left(leave.member))
 

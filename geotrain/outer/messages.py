@@ -115,6 +115,8 @@ class UpdatePart:
     job: the worker's job in which the update was made. weight: how many workers' deltas it stands for.
     leases: the data leases whose training is complete with this update.
     metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them.
+    adopted: the answers to all updates up to this one (0: to the join) are adopted here and need not be kept; -1:
+    none.
     """
 
     member: str
@@ -126,6 +128,7 @@ class UpdatePart:
     weight: int = 1
     leases: tuple[int, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    adopted: int = -1
 
 
 @dataclass(frozen=True)

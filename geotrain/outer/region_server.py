@@ -412,7 +412,8 @@ class RegionServer(Server):
     def resend(self) -> list[Send]:
         """What is in flight, under this life's name, to be sent again after a join. The global server knows by their
         numbers which of them it has applied already."""
-        self.in_flight = {s: replace(u, incarnation=self.incarnation) for s, u in sorted(self.in_flight.items())}
+        now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
+        self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
         return [*(Send(GLOBAL, update) for update in self.in_flight.values()), *self._last_words()]
 
     def _last_words(self) -> list[Send]:
@@ -481,11 +482,12 @@ class RegionServer(Server):
             leases = tuple(islice(complete, MOST_LEASES))
             for lease in leases:
                 del self.trained[lease]
+            merged = min(self.in_flight, default=self.sequence) - 1  # all answers up to this one
             # Metrics of those who are at work; at the end, when all have left, of everybody.
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
             update = UpdatePart(
                 self.name, self.incarnation, self.sequence, 0, (sent,), weight=weight, leases=leases,
-                metrics=mean_metrics([member.metrics for member in here]),
+                metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
             )  # fmt: skip
             self.in_flight[self.sequence] = update
             self._sends.append(Send(GLOBAL, update))

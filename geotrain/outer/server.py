@@ -401,7 +401,7 @@ class Server(Membership):
         member.silent = False  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
-        member.drop_adopted(set(fragments))
+        member.drop_adopted(set(fragments), min(part.adopted for part in parts))
         member.begin_answer(first.sequence, set(fragments))
         for fragment, delta, sent in zip(fragments, deltas, first.deltas, strict=True):
             state = self.fragments[fragment]

@@ -44,6 +44,10 @@ def test_states_of_a_member() -> None:
         for mark in told(Joined("a", 0, "x"), Joined("a", 1, "x"), Lost("a", 6), Found("a", 9)).state(9)["marks"]
     ]
     assert kinds == ["joined", "lost", "found"], "one mark for all ranks"
+    again = Joined("a", 0, "x", False), Recovery(0), Joined("a", 0, "x", False), Joined("a", 0, "y", True)
+    marks = told(Joined("a", 0, "x"), *again, Lost("a", 6), Joined("a", 0, "z")).state(9)["marks"]
+    kinds = [mark[2] for mark in marks if mark[2] != "start"]
+    assert kinds == ["joined", "found", "lost", "joined"], "a life joins once, also if its server is started again"
 
 
 def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:
@@ -113,6 +117,15 @@ def test_speed_is_that_of_the_last_minutes() -> None:
         made.on(Record(second, "global", merge("a", 1.0, 100 * second if second < 300 else 30_000 + (second - 300))))
     assert made.state(590)["tokens_per_s"] == pytest.approx(1.0, rel=0.1)
     assert made.state(2000)["tokens_per_s"] < 0.1, "a run that stands still is not fast"
+
+
+def test_a_clock_that_is_set_back_gives_no_wrong_speed_and_keeps_nothing_for_ever() -> None:
+    made = History(FACTS, "life")
+    for second in range(600):
+        ahead_s = 3600 if 100 < second < 200 else 0
+        made.on(Record(second + ahead_s, "global", merge("a", 1.0, second)))
+        assert second < 202 or made.state(second)["tokens_per_s"] == pytest.approx(1.0)
+    assert len(made._speeds) < 130
 
 
 def test_rates_of_a_lost_member_are_not_shown() -> None:

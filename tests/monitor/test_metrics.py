@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_events_become_metrics() -> None:
     assert ("member_up", "af") not in found
 
 
+def test_a_life_joins_once_however_many_ranks_and_rejoins_it_has() -> None:
+    metrics = Metrics("r", "global")
+    lives = [("x", 0, True), ("x", 1, False), ("x", 0, False), ("y", 0, True), ("y", 1, False)]
+    for life, part, new in lives:
+        metrics.on(Record(1000.0, "global", Joined("eu", part, life, new)))
+    found = told(metrics)
+    assert found["joins_total", "eu"] == 2 and found["member_up", "eu"] == 1
+    assert found["updates_total", "eu"] == 0  # there from the start: the first update is a rise
+
+
 def test_time_shares() -> None:
     assert time_shares({"compute_s": 3.0, "waiting_s": 1.0}) == {"compute": 0.75, "communication": 0, "waiting": 0.25}
     assert time_shares({"loss": 1.0}) == {}
@@ -146,6 +157,38 @@ def test_the_alerts_that_a_run_needs_are_there() -> None:
         assert re.fullmatch(r"\d+[smh]", rule["for"]), name
         assert rule["labels"]["severity"] in ("warning", "critical"), name
         assert rule["annotations"]["summary"] and rule["annotations"]["description"], name
+
+
+def test_a_region_is_stalled_after_half_an_hour_without_an_update_and_not_before_it_could_send_one(
+    tmp_path: Path,
+) -> None:
+    """Prometheus's own tool evaluates the shipped rule, minute by minute. asia has just joined; us has never sent
+    anything; eu stopped sending in minute 40."""
+    labels = '{run="r", site="global", member="%s"}'
+    up, updates = (f"geotrain_{name}{labels}" for name in ("member_up", "updates_total"))
+    series = {
+        up % "eu": "1x120", updates % "eu": "0x9 1+1x30 31x80",
+        up % "us": "1x120", updates % "us": "0x120",
+        up % "asia": "_x49 1x70", updates % "asia": "_x49 0x9 1+1x60",
+    }  # fmt: skip
+    alerts = {10: [], 29: [], 40: ["us"], 60: ["us"], 100: ["eu", "us"]}
+    checks = []
+    for minute, stalled in alerts.items():
+        for state in ("pending", "firing"):
+            there = stalled if state == "firing" else []
+            alert = f'alertname="RegionStalled", alertstate="{state}"'
+            samples = [{"labels": f'{{member="{member}"}}', "value": 1} for member in there]
+            expr = f"sum by (member) (ALERTS{{{alert}}})"
+            checks.append({"expr": expr, "eval_time": f"{minute}m", "exp_samples": samples})
+    one = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": checks,
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(SHIPPED / "alerts.yaml")], "tests": [one]}))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_dashboard_is_one_that_grafana_loads() -> None:

@@ -90,6 +90,9 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     workers = [site.worker("a", "life-2"), site.worker("b", "life-2")]
     for worker in workers:
         worker.join()
+    for server, members in (("global", {"eu"}), ("eu", {"a", "b"})):
+        told = site.status(server)["members"]
+        assert {told[name]["restarts"] for name in members} == {0}, "all were told to stop"
     left = {worker.name: worker for worker in workers}
     while left:
         for name, worker in list(left.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -178,6 +179,19 @@ def test_what_is_wrong_with_a_certificate_is_said(tmp_path):
     (tmp_path / "worker-a.pem").unlink()
     with pytest.raises(CertificateError, match=r"ca\.key: cannot be read"):
         make_certificates(cluster_config(), tmp_path)
+
+
+def test_a_clock_that_is_behind_the_certificates_is_named(tmp_path, monkeypatch):
+    class TwoHoursAhead(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + datetime.timedelta(hours=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datetime, "datetime", TwoHoursAhead)
+        make_certificates(cluster_config(), tmp_path)
+    with pytest.raises(CertificateError, match=r"worker-a\.pem: is valid from .* this machine's clock is at"):
+        load_credentials(tmp_path, "worker", "a")
 
 
 def test_links_are_plaintext_without_a_security_block(folder):

@@ -107,6 +107,17 @@ def test_a_late_answer_does_not_hold_training_up():
     assert world.adopted == [0, 1]
 
 
+def test_a_worker_says_what_it_has_adopted_and_not_what_has_come() -> None:
+    exchange, world = begun("continue")
+    waits(exchange.after_step((0,), {}))
+    waits(exchange.after_step((1,), {}))
+    world.answer(1, 0)  # due only after the next step
+    assert [part.adopted for part in world.sent] == [0, 0]
+    waits(exchange.after_step((), {}))
+    waits(exchange.after_step((0,), {}))  # answer 1 is adopted, 2 has not come
+    assert [part.adopted for part in world.sent] == [0, 0, 1]
+
+
 def test_a_lease_is_complete_only_with_the_delta_that_was_held_back():
     exchange, world = begun("continue")
     for step in range(1, 9):

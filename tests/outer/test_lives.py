@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
+from geotrain.outer.events import Joined
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.member import MOST_LIVES
 from geotrain.outer.messages import Finished, LeaseRequest, Leave, Refused, Release, Welcome
@@ -48,6 +49,31 @@ def test_every_restart_is_counted():
     old = {name: value for name, value in restored.state().items() if name != "restarts"}
     restored.load(old)
     assert restored.status()["restarts"] == lives  # an older snapshot has no count
+
+
+def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+
+    def restarts(life: str, new: bool = True) -> int:
+        """After this life has joined with both ranks, and the region was saved and loaded."""
+        nonlocal region
+        joined = [region.handle(join).events[0] for join in worker.joins(world.identity, life)]
+        assert joined == [Joined("a", 0, life, new), Joined("a", 1, life, False)]
+        region = saved_and_loaded(world, "eu")
+        world.regions["eu"] = region
+        return region.status()["members"]["a"]["restarts"]
+
+    region.handle(Leave("a"))
+    region = world.regions["eu"] = saved_and_loaded(world, "eu")
+    region.begin_again()
+    assert restarts("life-2") == 0  # the run had ended and is resumed
+    assert restarts("life-3") == 1  # it died
+    region.members["a"].ended = True  # all were told to stop (`geotrain.net.recovery.Stopped`)
+    assert restarts("life-4") == 1
+    region.members["a"].ended = True  # only its server was: this life goes on, and dies later
+    assert restarts("life-4", new=False) == 1
+    assert restarts("life-5") == 2
 
 
 @pytest.mark.parametrize("change", [{"deltas": ()}, {"weight": 0}, {"twice": True}])

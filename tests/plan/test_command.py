@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,9 +13,9 @@ import pytest
 import tests.support.small_runs as small_runs
 from geotrain import cli
 from geotrain.config import load_cluster, load_run
+from geotrain.data.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS = 16
 INVENTORY = "configs/clusters/world-inventory.json"
 
 
@@ -83,43 +82,27 @@ def test_a_model_on_an_inventory(
     assert "8,030,261,248 parameters" in said
 
 
-def local_inventory() -> dict[str, Any]:
-    """Two regions on this machine, a CPU rank in each."""
-    device = {"memory_gb": 2.0, "tflops": 0.02, "efficiency": 0.5, "host_gbps": 20.0}
-    return {
-        "name": "here",
-        "regions": [
-            {"name": name, "hosts": [{"host": "localhost", "slots": 1, "device": "cpu"}]} for name in ("eu", "us")
-        ],
-        "links": [{"regions": ["eu", "us"], "gbps": 1.0, "rtt_ms": 20.0}],
-        "devices": {"cpu": device},
-    }
-
-
 @pytest.mark.slow
 def test_a_planned_run_is_launched_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """examples/planned: three regions on this machine, a CPU rank in each, with emulated links where root runs it."""
+    for name in ("run.json", "inventory.json"):
+        shutil.copy(ROOT / "examples/planned" / name, tmp_path)
     small_runs.prepare_text(tmp_path)
-    run, cluster = small_runs.write_files(
-        tmp_path, "wish", STEPS * small_runs.BATCH, {"eu": [1]}, {"rule": {"name": "sync"}}
-    )
-    raw = json.loads(run.read_text())
-    raw["outer"] = {"rule": {"name": "region_momentum"}}
-    run.write_text(json.dumps(raw))
-    cluster.write_text(json.dumps(local_inventory()))
+    byte_tokenizer().save(tmp_path / "data/tokenizer")
     out = tmp_path / "planned"
-    code, said = command(monkeypatch, capfd, "plan", run, cluster, "--out", out)
+    code, said = command(monkeypatch, capfd, "plan", tmp_path / "run.json", tmp_path / "inventory.json", "--out", out)
     assert code == 0, said
-    planned = load_run(out / "run.json")
-    assert planned.outer.rule.name == "region_momentum"
-    assert [(w.name, w.ranks, w.launcher) for r in load_cluster(out / "cluster.json").regions for w in r.workers] == [
-        ("eu-0", 1, "local"),
-        ("us-0", 1, "local"),
-    ]
+    planned, cluster = load_run(out / "run.json"), load_cluster(out / "cluster.json")
+    assert planned.outer.rule.name == "region_momentum" and cluster.emulate_links
+    workers = {
+        worker.name: (worker.ranks, worker.launcher) for region in cluster.regions for worker in region.workers
+    }
+    assert workers == dict.fromkeys(("eu-0", "us-0", "asia-0"), (1, "local"))
     small_runs.launched((out / "run.json", out / "cluster.json"))
-    assert small_runs.status(out / "run.json", "global")["committed_samples"] == STEPS * small_runs.BATCH
-    assert {worker for worker, _ in small_runs.losses(out / "run.json")} <= {"eu-0", "us-0"}
+    assert small_runs.status(out / "run.json", "global")["committed_samples"] == planned.data.train_samples
+    assert {worker for worker, _ in small_runs.losses(out / "run.json")} <= set(workers)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""The complete runs of examples/: their files are ones that `launch` takes, and git holds no output of the notebook.
+Whole-run tests run them: tests/test_runs.py `own-text` (by the notebook) and `continued`, tests/plan/test_command.py
+`planned`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from geotrain import cli
+from geotrain.config import load_run
+from geotrain.data.prepare import prepare
+from geotrain.data.tokenizer import byte_tokenizer
+from geotrain.hf_checkpoint import write_checkpoint
+from geotrain.initial import initial_tensor
+from geotrain.layout import canonical_parameters
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/run.json"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples' files, with a little text prepared for each, and an export of own-text's first weights."""
+    folder = tmp_path_factory.mktemp("examples")
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"the number {i} and the next. " * 50}) + "\n" for i in range(200)))
+    prepare([text], folder / "data", byte_tokenizer(), validation_fraction=0.1)
+    byte_tokenizer().save(folder / "data/tokenizer")
+    for path in EXAMPLES.glob("*/*.json"):
+        (folder / path.parent.name).mkdir(exist_ok=True)
+        shutil.copy(path, folder / path.parent.name)
+    for name in NAMES:
+        shutil.copytree(folder / "data", folder / name / "data")
+    run = load_run(folder / "own-text/run.json")
+    tensors = ((p.name, initial_tensor(p, run.seed)) for p in canonical_parameters(run.architecture))
+    write_checkpoint(tensors, run.model.config, folder / "own-text/exported", folder / "data/tokenizer", "float32")
+    return folder
+
+
+@pytest.fixture
+def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command in this process; gives what it said."""
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["geotrain", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capfd.readouterr()
+        assert not ended.value.code, f"{words}\n{said.out}\n{said.err}"
+        return said.out + said.err
+
+    return run
+
+
+def test_there_are_three_with_short_readmes() -> None:
+    assert NAMES == ["continued", "own-text", "planned"]
+    for name in NAMES:
+        readme = (EXAMPLES / name / "README.md").read_text()
+        assert len(readme.splitlines()) <= 25 and "geotrain launch" in readme, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_dry_run_of_an_example(
+    name: str, folder: Path, geotrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its README says, in its folder: nothing is refused, and of its schedule and links nothing is warned."""
+    monkeypatch.chdir(folder / name)
+    files = "run.json", "cluster.json"
+    if name == "own-text":
+        geotrain("certs", "cluster.json", "certs")
+    if name == "planned":
+        geotrain("plan", "run.json", "inventory.json", "--out", "planned")
+        files = "planned/run.json", "planned/cluster.json"
+    said = geotrain("dry-run", *files)
+    assert "parameters" in said
+    assert "deepspeed.scheduler" not in said and "without `security`" not in said, said
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    for cell in code:
+        assert cell["outputs"] == [] and cell["execution_count"] is None, "clear its outputs before committing it"
