@@ -21,6 +21,7 @@ OF = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "srun": "slurm-client",
+    "promtool": "prometheus",
     "chromium": "chromium",
     "gcc": "gcc libc6-dev",
 }
@@ -74,7 +75,8 @@ def test_what_apt_says_is_the_outcome(tmp_path: Path) -> None:
     machine = Machine(tmp_path, set())
     assert machine.run().returncode == 0
     assert machine.said == installs(
-        "chromium gcc iproute2 libc6-dev munge openssh-client openssh-server pdsh slurm-client slurmctld slurmd"
+        "chromium gcc iproute2 libc6-dev munge openssh-client openssh-server pdsh prometheus slurm-client "
+        "slurmctld slurmd"
     )
     machine.add("apt-get", "exit 100")
     assert machine.run().returncode == 100
