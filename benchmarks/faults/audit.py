@@ -24,7 +24,7 @@ from benchmarks.faults.runner import FaultyRun
 from geotrain.config import load_run
 from geotrain.layout import layout_of
 from geotrain.net.journal import Journal
-from geotrain.net.recovery import KINDS, Restarted
+from geotrain.net.recovery import KINDS, Restarted, Stopped, end_lives
 from geotrain.net.server_process import initial_weights
 from geotrain.net.snapshots import Snapshot, SnapshotStore
 from geotrain.outer.global_server import GlobalServer
@@ -83,6 +83,10 @@ def replay(run: FaultyRun, site: str) -> Replay:
                     _compare(history, chain, *shadow.state(), f"restart {history.deaths}")
                 chain = history.server = _again(build(run, site), chain)
                 shadow = None if shadow is None else _again(build(run, site), shadow)
+                continue
+            if isinstance(message, Stopped):
+                for server in (chain, *([] if shadow is None else [shadow])):
+                    end_lives(server)
                 continue
             if shadow is not None:
                 _tell(shadow, message)

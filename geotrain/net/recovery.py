@@ -85,8 +85,7 @@ def recover(
             server = _restarted(build, server)
             continue
         if isinstance(message, Stopped):
-            for member in server.members.values():
-                member.ended = True
+            end_lives(server)
             continue
         # A message that is refused now was refused then. What the server sends is dropped here: it was sent then, or
         # will be sent again after the next join.
@@ -99,6 +98,12 @@ def recover(
     if journal.cut is not None:
         faults.append(journal.cut)
     return Recovered(server, store, journal, faults, replayed)
+
+
+def end_lives(server: Server) -> None:
+    """What `Stopped` means: the members' next lives follow no death."""
+    for member in server.members.values():
+        member.ended = True
 
 
 def _restarted(build: Callable[[], Server], server: Server) -> Server:
