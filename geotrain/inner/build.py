@@ -58,9 +58,11 @@ def build_engine(
         model = build_model(*shape, packed=end_of_document is not None)
         placed = placements(model, architecture, parallel, mesh)
         numel = sum(place.numel for _, place in placed)
-        overlaps = run.acco is None and checks.overlaps_reduction(deepspeed_block)
-        bucket = checks.reduction_bucket(deepspeed_block, numel) if overlaps else None
-        groups = parameter_groups(placed, settings, EXPERTS, bucket, tied_copies(architecture, mesh.pp_size))
+        buckets: dict[str, Any] = {}
+        if run.acco is None and checks.overlaps_reduction(deepspeed_block):
+            late = tied_copies(architecture, mesh.pp_size)
+            buckets = {"bucket": checks.reduction_bucket(deepspeed_block, numel), "late": late}
+        groups = parameter_groups(placed, settings, EXPERTS, **buckets)
         if isinstance(settings, MuonSettings):
             if checks.zero_stage(deepspeed_block):
                 keep_matrices_whole(groups, dp, dp // parallel.expert, run.acco is not None, model)
