@@ -14,7 +14,7 @@ from geotrain.acco.flat_space import FlatLayout
 from geotrain.config import ParallelConfig, RunConfig
 from geotrain.config.deepspeed import completed
 from geotrain.inner import platform
-from geotrain.inner.engine import GeoEngine, tied_copies
+from geotrain.inner.engine import GeoEngine
 from geotrain.inner.model import build_model, placements
 from geotrain.inner.parallel import EXPERTS, RankMesh, group_like, initialize, join
 from geotrain.optimizers.groups import parameter_groups
@@ -22,6 +22,7 @@ from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
 from geotrain.parallelism.acco_forms import check_acco
+from geotrain.parallelism.local_parameters import tied_copies
 from geotrain.parallelism.optimizer_settings import (
     AdamWSettings,
     MuonSettings,

@@ -16,7 +16,7 @@ from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
 from geotrain.inner.parallel import EXPERTS, RankMesh
 from geotrain.inner.shards import OwnedShard, owned_shards
-from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
 from geotrain.zero.optimizer import OverlappedZero1
 
 with platform.quiet_imports():
@@ -26,12 +26,6 @@ with platform.quiet_imports():
     from deepspeed.utils import groups
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-
-def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
-    """The names of an embedding that first and last pipeline stage each have a copy of, if they do."""
-    tied = stages > 1 and architecture.tied_embeddings
-    return ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ()
 
 
 class StepReader(Protocol):
