@@ -56,7 +56,7 @@ def main(path: Path) -> int:
         return 0
     print(
         f"install: the NVIDIA driver is {driver}, but PyPI's torch brings CUDA {TORCH_CUDA} and could not use the "
-        f"GPUs: {remedy(driver, TORCH_CUDA)}, by PIP_ARGS=\"--extra-index-url INDEX\" with the index that "
+        f'GPUs: {remedy(driver, TORCH_CUDA)}, by PIP_ARGS="--extra-index-url INDEX" with the index that '
         "pytorch.org gives for it. DS_ACCELERATOR=cpu installs all the same",
         file=sys.stderr,
     )
