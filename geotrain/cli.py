@@ -343,7 +343,7 @@ def probe_site() -> None:
 def dry_run(
     run: RunFile,
     cluster: ClusterFile,
-    ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Try also whether ssh reaches the hosts.")] = False,
+    ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Look at all other hosts, too.")] = False,
     changes: Changes = None,
 ) -> None:
     """Check both files together; print memory a rank, bytes an exchange, and all that `launch` would refuse here.
