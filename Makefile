@@ -4,9 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
-# A program of benchmarks/ is a module with a main block, or a folder with __main__.py. loss_curve needs files of a run.
-BENCHMARKS := $(filter-out loss_curve,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))) \
-  $(notdir $(patsubst %/__main__.py,%,$(wildcard benchmarks/*/__main__.py))))
 KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 
 # where Debian keeps sshd and tc; a shell that became root by a plain `su` does not look there
@@ -45,8 +42,9 @@ lint: install
 	cp -rs $(CURDIR)/geotrain build/typecheck/ && cp -rs $(CURDIR)/kernels $(CURDIR)/launch build/typecheck/geotrain/
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
+# One table of all figures and their goals; BENCH_ARGS=--quick only shows that all of them work.
 bench: install
-	for b in $(sort $(BENCHMARKS)); do echo "== $$b" && $(BIN)/python -m benchmarks.$$b || exit 1; done
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # The API reference, in build/docs. pdoc warns of what it cannot read or resolve: warnings are errors. kernels lists what
 # it exports, so its modules are named one by one.

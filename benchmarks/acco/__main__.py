@@ -45,8 +45,7 @@ LOSS_GOAL = 1.005  # the default form's loss over ZeRO-1's, at most
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, one seed: to see that everything works")
+    parser = command_line(__doc__, quick={"rounds": 2, "steps": 60, "seeds": 1})
     parser.add_argument("--hold", type=float, default=0.0, help="seconds that a micro-batch takes at least")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
     parser.add_argument("--steps", type=int, default=1200, help="of the runs that loss is taken from")
@@ -55,8 +54,6 @@ def main() -> None:
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
     parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
     args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.steps, args.seeds = 2, 60, 1
     if args.long:
         found = long_run(args.long, args.seeds, tuple(args.variants))
         report("acco", {"long": found}, args, UNIT, f"{args.long / 1e6:g} M tokens, {args.seeds} seeds")

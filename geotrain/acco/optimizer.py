@@ -23,9 +23,8 @@ from geotrain.acco.flat_space import FlatLayout, RotatingBuffers
 from geotrain.acco.prediction import WeightPrediction
 from geotrain.inner import platform
 from geotrain.inner.parallel import RankMesh, first_line
-from geotrain.inner.shards import set_step_count, step_count
 from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments
+from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
 from geotrain.parallelism.acco_forms import Form
 from geotrain.parallelism.local_parameters import LocalParameter
 
@@ -34,7 +33,9 @@ with platform.quiet_imports():
     from deepspeed.utils import link_hp_params
 
 T = TypeVar("T")
-_PIECE = 1 << 20  # elements of a shard that are coded at once; a multiple of CODE_BLOCK
+# Elements of a shard that are coded at once; a multiple of CODE_BLOCK. Each piece costs some launches, and an fp32
+# scratch of three times its size.
+_PIECE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,11 @@ class AccoOptimizer(ZeROOptimizer):
         """
         self.communication.reduce_scatter(flat)
         own = self.communication.own(flat)
-        squares = [torch.linalg.vector_norm(own[b:e], dtype=torch.float32).square() for b, e in self._counted]
-        square, loss_sum, total = self.communication.sum(float(sum(squares)), of_replicas=(float(loss), count))
+        counted = [own[b:e] for b, e in self._counted]
+        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [torch.zeros_like(loss)]
+        # Both numbers go to the host in one copy, because each copy waits for the device.
+        of_rank, of_replica = torch.stack((torch.stack(norms).square().sum(), loss)).tolist()
+        square, loss_sum, total = self.communication.sum(of_rank, of_replicas=(of_replica, count))
         # Gradients are sums over micro-batches: divided by the number that all replicas computed, they are the mean.
         norm = math.sqrt(square) / total
         factor = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
