@@ -24,7 +24,7 @@ LAYERS = [
     {"parameter_file"},
     {"layout"},
     {"initial", "parallelism", "cover"},
-    {"outer", "optimizers"},
+    {"outer", "optimizers", "fusions"},
     {
         "inner",
         "acco",
