@@ -24,7 +24,7 @@ LAYERS = [
     {"parameter_file"},
     {"layout"},
     {"initial", "parallelism", "cover"},
-    {"outer", "optimizers", "fusions"},
+    {"outer", "optimizers"},
     {
         "inner",
         "acco",

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from geotrain import fusions
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.families import family_of
 from geotrain.inner import platform
@@ -22,7 +21,6 @@ from geotrain.parallelism.local_parameters import LocalParameter, local_paramete
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -43,7 +41,6 @@ if not hasattr(
     moe_utils, "te_general_gemm"
 ):  # Megatron-core 0.16 asks whether it is None, but defines it with TE only
     moe_utils.te_general_gemm = None
-rope_utils._apply_rotary_pos_emb_bshd = fusions.rotate
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -226,8 +223,6 @@ def build_model(
         architecture.rope_scaling
     ):  # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere
         model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
-    if parallel.tensor == 1:  # Megatron-core's own serves vocabularies that are divided
-        model.compute_language_model_loss = fusions.token_losses
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
         for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
