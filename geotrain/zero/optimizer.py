@@ -277,9 +277,12 @@ class OverlappedZero1(BF16_Optimizer):
             self.wait_for_weights()
         for group in self.bf16_groups:
             for parameter in group:
-                parameter._hp_mapping = None
+                parameter._hp_mapping = parameter._dp_group = None
         for hook in self._grad_acc_hooks:
             hook.remove()
+        # Torch's objects may outlive a collection of garbage. Nothing of theirs may lead to a process group, whose
+        # threads would live as long.
+        self._gradients, self._forward, self._backward, self._grad_acc_hooks = {}, [], [], []
 
 
 def _chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
