@@ -130,7 +130,7 @@ class OverlappedZero1(BF16_Optimizer):
                 for p in chunk:
                     begin = offsets[p]
                     total = gradients[begin : begin + p.numel()].view(p.shape)
-                    p._hp_grad = total  # DeepSpeed's name for it
+                    p._hp_grad = total  # type: ignore[union-attr]  # DeepSpeed's name for it
                     self._gradients[p] = _Gradient(total, bucket)
         return buckets
 
@@ -170,6 +170,7 @@ class OverlappedZero1(BF16_Optimizer):
     def _add(self, gradient: _Gradient, parameter: nn.Parameter) -> None:
         """The hook of a parameter whose gradient of one micro-batch is computed."""
         computed, parameter.grad = parameter.grad, None
+        assert computed is not None
         if gradient.times == 0:  # what an earlier step left there need not be zeroed first
             gradient.sum.copy_(computed)
         else:
