@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
+# 1: .venv sees what PYTHON has installed, such as a container's torch, Transformer Engine and apex
+SYSTEM_SITE_PACKAGES ?=
 # A program of benchmarks/ is a module with a main block, or a folder with __main__.py. loss_curve needs files of a run.
 BENCHMARKS := $(filter-out loss_curve,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))) \
   $(notdir $(patsubst %/__main__.py,%,$(wildcard benchmarks/*/__main__.py))))
@@ -17,8 +19,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile 
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: setup.py constraints.txt launch/install.sh
-	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" bash launch/install.sh $(VENV)
+$(VENV)/.installed: setup.py constraints.txt launch/install.sh launch/cuda_driver.py
+	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" SYSTEM_SITE_PACKAGES="$(SYSTEM_SITE_PACKAGES)" bash launch/install.sh $(VENV)
 	touch $@
 
 train: install
