@@ -159,8 +159,8 @@ def build_adamw(groups: list[dict[str, Any]], settings: AdamWSettings, on_cpu: b
     """
     common: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     for module in ("apex.optimizers", "deepspeed.ops.adam") if platform.HAS_CUDA and not on_cpu else ():
-        # Not installed, PyPI's unrelated `apex`, one without its extensions, a kernel that does not compile: each fails
-        # in its own way, and may have written its defaults into the groups before.
+        # Not installed, PyPI's unrelated `apex`, one without its extensions, a kernel that does not compile: each
+        # fails in its own way, and may have written its defaults into the groups before.
         with contextlib.suppress(Exception):
             fused = importlib.import_module(module).FusedAdam
             return cast(torch.optim.Optimizer, fused([{**group} for group in groups], adam_w_mode=True, **common))
