@@ -1,4 +1,4 @@
-# make train · make test · make test-fast · make lint · make bench · make docs; each installs what it needs first: into
+# make train · make test · make test-fast · make lint · make bench · make gpu · make docs; each installs what it needs first: into
 # .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 # 1: .venv sees what PYTHON has installed, such as a container's torch, Transformer Engine and apex
 SYSTEM_SITE_PACKAGES ?=
-# A program of benchmarks/ is a module with a main block, or a folder with __main__.py. loss_curve needs files of a run.
-BENCHMARKS := $(filter-out loss_curve,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))) \
+# A program of benchmarks/ is a module with a main block, or a folder with __main__.py. loss_curve needs files of a run,
+# gpu a GPU.
+BENCHMARKS := $(filter-out gpu loss_curve,$(basename $(notdir $(shell grep -l '^if __name__' benchmarks/*.py))) \
   $(notdir $(patsubst %/__main__.py,%,$(wildcard benchmarks/*/__main__.py))))
 KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 
@@ -15,7 +16,7 @@ KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 export PATH := $(PATH):/usr/sbin:/sbin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install train test-packages test test-fast lint bench docs clean
+.PHONY: install train test-packages test test-fast lint bench gpu docs clean
 
 install: $(VENV)/.installed
 
@@ -49,6 +50,10 @@ lint: install
 
 bench: install
 	for b in $(sort $(BENCHMARKS)); do echo "== $$b" && $(BIN)/python -m benchmarks.$$b || exit 1; done
+
+# Rows of benchmarks/results.csv, and a page of its own.
+gpu: install
+	$(BIN)/python -m benchmarks.gpu --record --page docs/gpu_measured.md $(GPU_ARGS)
 
 # The API reference, in build/docs. pdoc warns of what it cannot read or resolve: warnings are errors. kernels lists what
 # it exports, so its modules are named one by one.
