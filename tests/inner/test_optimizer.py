@@ -1,4 +1,4 @@
-"""How many steps an optimizer took, wherever it counts them; a resumed one goes on from there."""
+"""Which optimizer a rank takes; how many steps it took, wherever it counts them: a resumed one goes on from there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import nn
 
 from geotrain.inner import platform
 from geotrain.inner.build import build_adamw
-from geotrain.inner.shards import set_step_count, step_count
-from geotrain.optimizers.updates import AdamWUpdate
+from geotrain.optimizers.updates import AdamWUpdate, set_step_count, step_count
 from geotrain.parallelism.optimizer_settings import AdamWSettings
 
 
