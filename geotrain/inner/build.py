@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -156,17 +158,10 @@ def build_adamw(groups: list[dict[str, Any]], settings: AdamWSettings, on_cpu: b
     on_cpu: the masters are offloaded to host memory, where of the three only torch's works.
     """
     common: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    if platform.HAS_CUDA and not on_cpu:
-        try:
-            from apex.optimizers import FusedAdam
-
-            return FusedAdam(groups, adam_w_mode=True, **common)
-        except ImportError:  # not installed, or PyPI's unrelated `apex`
-            pass
-        try:
-            from deepspeed.ops.adam import FusedAdam
-
-            return FusedAdam(groups, adam_w_mode=True, **common)
-        except Exception:  # it compiles its kernel here, which can fail in many ways
-            pass
+    for module in ("apex.optimizers", "deepspeed.ops.adam") if platform.HAS_CUDA and not on_cpu else ():
+        # Not installed, PyPI's unrelated `apex`, one without its extensions, a kernel that does not compile: each
+        # fails in its own way, and may have written its defaults into the groups before.
+        with contextlib.suppress(Exception):
+            fused = importlib.import_module(module).FusedAdam
+            return cast(torch.optim.Optimizer, fused([{**group} for group in groups], adam_w_mode=True, **common))
     return torch.optim.AdamW(groups, fused=True, **common)
