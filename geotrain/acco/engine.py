@@ -46,6 +46,7 @@ class AccoEngine(GeoEngine):
             self.mesh,
             FORMS[self._acco.prediction],
             self.gradient_clipping(),
+            self.get_data_types()[1],
             self._acco.synchronous_steps,
             self._acco.timeout_s,
             self._on_commit,

@@ -68,6 +68,7 @@ class AccoOptimizer(ZeROOptimizer):
         mesh: RankMesh,
         form: Form,
         clip: float,
+        accumulated: torch.dtype,
         synchronous_steps: int,
         timeout_s: float,
         on_commit: Callable[[CommitResult], None],
@@ -76,9 +77,10 @@ class AccoOptimizer(ZeROOptimizer):
         itself. Of Muon's, the last group is that of the matrices, laid out so that no shard cuts one.
 
         placed: the parameters with their places. form: how the next weights are predicted. clip: the largest gradient
-        norm; 0 for no clipping. synchronous_steps: so many steps at the start wait for their own commit.
-        timeout_s: the longest that each collective may wait. on_commit: called with each commit's numbers, on the
-        thread that waits for it.
+        norm; 0 for no clipping. accumulated: the type in which a window's gradients are summed; they travel in that
+        of the weights. synchronous_steps: so many steps at the start wait for their own commit. timeout_s: the
+        longest that each collective may wait. on_commit: called with each commit's numbers, on the thread that waits
+        for it.
         """
         super().__init__()
         self.form, self._clip, self._synchronous_steps, self._on_commit = form, clip, synchronous_steps, on_commit
@@ -94,7 +96,7 @@ class AccoOptimizer(ZeROOptimizer):
         parameters = [p for group in self.bit16_groups for p in group]
         offsets = [o for group in layout.offsets for o in group]
         device = parameters[0].device
-        self._buffers = RotatingBuffers(parameters, offsets, layout.numel)
+        self._buffers = RotatingBuffers(parameters, offsets, layout.numel, accumulated)
         # [begin, end) of each parameter group in this rank's shard.
         self._owned = [layout.owned(mesh.dp_rank, *group) for group in layout.groups]
         self._masters = self._take_over(basic, device)
@@ -305,7 +307,7 @@ class AccoOptimizer(ZeROOptimizer):
     def committed(self) -> Iterator[None]:
         """Inside it the parameters are the committed weights. All ranks must enter it, and only between windows."""
         self.settle()
-        spare = self._buffers.gradients  # nothing is accumulated there between windows
+        spare = self._buffers.spare
         self._gather(spare, self._masters)
         self._buffers.compute_at(spare)
         try:
@@ -400,10 +402,11 @@ class AccoOptimizer(ZeROOptimizer):
 
         It loaded them into the parameters, which since `checkpoint_event_prologue` view the buffer for gradients.
         """
-        self._masters.copy_(self.communication.own(self._buffers.gradients))
+        self._masters.copy_(self.communication.own(self._buffers.spare))
         self.update_lp_params()
 
     refresh_fp32_params = _restore_from_bit16_weights
 
     def destroy(self) -> None:
+        self._buffers.close()
         self.communication.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -20,15 +19,15 @@ from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
 from geotrain.inner.model import build_model, placements
 from geotrain.inner.parallel import EXPERTS, RankMesh, group_like, initialize, join
+from geotrain.optimizers.groups import parameter_groups
 from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
 from geotrain.parallelism.acco_forms import check_acco
-from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.local_parameters import tied_copies
 from geotrain.parallelism.optimizer_settings import (
     AdamWSettings,
     MuonSettings,
-    OptimizerSettings,
     PluggedOptimizer,
     optimizer_settings,
 )
@@ -61,7 +60,12 @@ def build_engine(
         shape = architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed
         model = build_model(*shape, packed=end_of_document is not None)
         placed = placements(model, architecture, parallel, mesh)
-        groups = parameter_groups(placed, settings)
+        numel = sum(place.numel for _, place in placed)
+        buckets: dict[str, Any] = {}
+        if run.acco is None and checks.overlaps_reduction(deepspeed_block):
+            late = tied_copies(architecture, mesh.pp_size)
+            buckets = {"bucket": checks.reduction_bucket(deepspeed_block, numel), "late": late}
+        groups = parameter_groups(placed, settings, EXPERTS, **buckets)
         if isinstance(settings, MuonSettings):
             if checks.zero_stage(deepspeed_block):
                 keep_matrices_whole(groups, dp, dp // parallel.expert, run.acco is not None, model)
@@ -70,7 +74,7 @@ def build_engine(
             optimizer = settings.optimizer([{**group, "moments": settings.moments} for group in groups])
         else:
             optimizer = build_adamw(groups, settings, offloaded)
-        config = complete_block(deepspeed_block, sum(place.numel for _, place in placed))
+        config = complete_block(deepspeed_block, numel)
         parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
         engine = GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
         engine.end_of_document = end_of_document
@@ -99,37 +103,14 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
         config["bf16"]["immediate_grad_update"] = True
     stage = checks.zero_stage(config)
     if stage == 1:
-        # Gradients are reduced once a step, after Megatron's schedule. With overlap_comm DeepSpeed expects to have
-        # reduced them during a backward of its own, and would reduce nothing.
+        # With overlap_comm DeepSpeed's own ZeRO-1, which is left where the optimizer is offloaded, expects to have
+        # reduced gradients during a backward of its own, and would reduce nothing.
         config["zero_optimization"]["overlap_comm"] = False
     if stage > 0:
         # DeepSpeed allocates the whole bucket, by default of 5e8 elements, however small the model is.
         bucket = checks.reduction_bucket(config, parameters)
         config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
     return config
-
-
-def parameter_groups(
-    placed: Iterable[tuple[nn.Parameter, LocalParameter]], settings: OptimizerSettings
-) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, none of them empty.
-
-    Apart are: norms, which do not decay; what is marked `sums_over_tp`, since each tensor rank sees only a part of
-    the tokens or heads, so that gradients must be summed; experts that data-parallel ranks divide, marked `moe` and
-    with DeepSpeed's name of the ranks that have the same; with Muon, at the end, hidden matrices (`is_matrices`).
-    """
-    muon = isinstance(settings, MuonSettings)
-    groups: dict[tuple[bool, ...], dict[str, Any]] = {}
-    for parameter, place in placed:
-        matrix = muon and place.is_hidden_matrix
-        key = (matrix, place.expert, not place.decays, place.sums_over_tp)
-        lr, decay = settings.lr if matrix else settings.rate_of_the_rest, settings.weight_decay * place.decays
-        marks: dict[str, Any] = {"sums_over_tp": place.sums_over_tp, "is_matrices": matrix}
-        if place.expert:
-            marks |= {"moe": True, "name": EXPERTS}
-        group = groups.setdefault(key, {"params": [], "lr": lr, "weight_decay": decay, **marks})
-        group["params"].append(parameter)
-    return [group for _, group in sorted(groups.items(), key=lambda item: item[0])]
 
 
 def keep_matrices_whole(groups: list[dict[str, Any]], dp: int, expert_dp: int, acco: bool, model: nn.Module) -> None:

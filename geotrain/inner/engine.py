@@ -16,7 +16,8 @@ from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
 from geotrain.inner.parallel import EXPERTS, RankMesh
 from geotrain.inner.shards import OwnedShard, owned_shards
-from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
+from geotrain.zero.optimizer import OverlappedZero1
 
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -25,9 +26,6 @@ with platform.quiet_imports():
     from deepspeed.utils import groups
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-# The two names of a tied embedding: as the first pipeline stage uses it, and as the last.
-_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class StepReader(Protocol):
@@ -126,6 +124,17 @@ class GeoEngine(DeepSpeedEngine):
             groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = self.mesh.expert_dp_group
         super()._configure_distributed_model(model)
 
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        if self.zero_optimization_stage() != 1 or self.zero_cpu_offload():
+            return super()._configure_zero_optimizer(optimizer)
+        clip, accumulated, wire = self.gradient_clipping(), self.get_data_types()[1], self.communication_data_type
+        how = clip, accumulated, wire, self.zero_reduce_bucket_size(), self.has_moe_layers
+        return OverlappedZero1(optimizer, self.module, self._placed, self.mesh, self.param_names, *how)
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """DeepSpeed asks for it instead where bf16 weights' gradients are accumulated in fp32."""
+        return self._configure_zero_optimizer(optimizer)
+
     # ------------------------------------------------------------------------------------ train, evaluate
 
     def train_step(self, batch: StepReader, schedule_step: int) -> StepResult:
@@ -138,6 +147,12 @@ class GeoEngine(DeepSpeedEngine):
         lr = self._begin_step(schedule_step)
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
+        elif isinstance(self.optimizer, OverlappedZero1):
+            self.optimizer.begin_step(len(micro_batches))
+            loss = self._run_schedule(micro_batches, forward_only=False)
+            self._sum_partial_gradients()
+            self.optimizer.finish_reduction()
+            self.set_gradient_accumulation_boundary(True)
         else:
             # DeepSpeed's hooks reduce gradients during the backward of the micro-batch that it takes for the last
             # one. It is told that none is, until the partial gradients below are complete.
@@ -289,8 +304,8 @@ class GeoEngine(DeepSpeedEngine):
         embedding and the last as head. Then those to be summed over all tensor ranks: of norms that see only a part
         of the tokens or heads on each.
         """
-        tied = self.mesh.pp_size > 1 and self.architecture.tied_embeddings
-        ends = [_gradient(p) for p, place in self._placed if tied and place.name in _TIED]
+        tied = tied_copies(self.architecture, self.mesh.pp_size)
+        ends = [_gradient(p) for p, place in self._placed if place.name in tied]
         return ends, [_gradient(p) for p, place in self._placed if place.sums_over_tp]
 
     def _sum_partial_gradients(self) -> None:

@@ -14,6 +14,9 @@ from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_sett
 from geotrain.parallelism.whole_matrices import shard_size
 
 _DEEPSPEED_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size
+# Of ZeRO-1, whose buckets travel during backward: the most, and at least so many of them for a small model.
+_OVERLAPPED_BUCKET, _OVERLAPPED_BUCKETS = 40_000_000, 8
+BUCKETS_IN_FLIGHT = 3  # so many are reduced, or gathered, at once: it bounds the memory for what travels
 
 
 def zero_stage(deepspeed_block: dict[str, Any]) -> int:
@@ -26,13 +29,35 @@ def trains_in_bf16(deepspeed_block: dict[str, Any]) -> bool:
     return bool(deepspeed_block.get("bf16", {}).get("enabled", False))
 
 
+def accumulates_in_fp32(deepspeed_block: dict[str, Any]) -> bool:
+    """Whether gradients of several micro-batches are summed in fp32; else in the type of the weights."""
+    stated = str(deepspeed_block.get("data_types", {}).get("grad_accum_dtype"))
+    return not trains_in_bf16(deepspeed_block) or stated in ("fp32", "float32")
+
+
+def gradient_wire_bytes(deepspeed_block: dict[str, Any]) -> int:
+    """Of each gradient as data-parallel ranks reduce it: DeepSpeed's `communication_data_type`, or the weights'."""
+    stated = deepspeed_block.get("communication_data_type")
+    return 2 if stated in ("fp16", "bf16") or (stated is None and trains_in_bf16(deepspeed_block)) else 4
+
+
+def overlaps_reduction(deepspeed_block: dict[str, Any]) -> bool:
+    """Whether gradients are reduced during the last backward and weights gathered during the next forward
+    (`geotrain.zero`): with ZeRO-1, unless the optimizer is offloaded, which is left to DeepSpeed."""
+    return zero_stage(deepspeed_block) == 1 and "offload_optimizer" not in deepspeed_block["zero_optimization"]
+
+
 def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
     """Elements of the bucket in which ZeRO reduces gradients, on a rank that holds `parameters`.
 
     DeepSpeed allocates the bucket whole, and its default is larger than many models: ours is at most the rank's part.
     """
     stated = deepspeed_block["zero_optimization"].get("reduce_bucket_size")
-    return int(stated) if stated is not None else min(parameters, _DEEPSPEED_BUCKET)
+    if stated is not None:
+        return int(stated)
+    if overlaps_reduction(deepspeed_block):
+        return min(-(-parameters // _OVERLAPPED_BUCKETS), _OVERLAPPED_BUCKET)
+    return min(parameters, _DEEPSPEED_BUCKET)
 
 
 def check_layout(

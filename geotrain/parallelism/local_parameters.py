@@ -131,3 +131,9 @@ def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple
 def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of any rank of a pipeline stage: tensor and expert ranks hold equally many."""
     return sum(p.numel for p in any_of_stage(a, parallel, stage))
+
+
+def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
+    """The names of an embedding that first and last pipeline stage each have a copy of, if they do."""
+    tied = stages > 1 and architecture.tied_embeddings
+    return ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ()

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from geotrain.config import Architecture, ParallelConfig
-from geotrain.parallelism.checks import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
+from geotrain.parallelism.checks import (
+    BUCKETS_IN_FLIGHT,
+    accumulates_in_fp32,
+    accumulation_steps,
+    check_layout,
+    overlaps_reduction,
+    reduction_bucket,
+    trains_in_bf16,
+    zero_stage,
+)
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.parallelism.optimizer_settings import optimizer_kind, uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
@@ -21,7 +30,7 @@ class MemoryPerRank:
 
     parameters: held by that rank. stage: its pipeline stage. weights_bytes: as used by forward. gradients_bytes: at
     their peak, in the optimizer's step. optimizer_bytes: fp32 masters and the moments; 0 if offloaded to the host.
-    buffers_bytes: DeepSpeed's reduction bucket. activations_bytes: an estimate, see `activation_bytes`.
+    buffers_bytes: of gradients or weights that travel. activations_bytes: an estimate, see `activation_bytes`.
     """
 
     parameters: int
@@ -52,8 +61,7 @@ def memory_per_rank(
     dp = check_layout(architecture, parallel, ranks, block, sequence_length)
     muon = uses_muon(block)
     zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
-    wide = size < _FP32_BYTES and str(block.get("data_types", {}).get("grad_accum_dtype")) in ("fp32", "float32")
-    kept = _FP32_BYTES if wide else size  # bytes of an accumulated gradient
+    kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
     stages = []
     for stage in range(parallel.pipeline):
         parameters = stage_parameters(architecture, parallel, stage)
@@ -64,8 +72,10 @@ def memory_per_rank(
             # Only fp32 gets here (bf16 needs ZeRO): the weights are their own masters, the moments come on top.
             gradients, optimizer, buffers = _FP32_BYTES * parameters, moment_bytes(whole, block), 0
         else:
-            if zero == 1 and wide:  # BF16_Optimizer steps straight from its fp32 gradients
-                gradients, buffers = kept * held, 0
+            if overlaps_reduction(block):
+                gradients = kept * held + (_FP32_BYTES * part if kept < _FP32_BYTES else 0)  # a step takes fp32
+                # Of each bucket under way, what is sent and what arrives.
+                buffers = 2 * BUCKETS_IN_FLIGHT * size * reduction_bucket(block, parameters) if dp > 1 else 0
             else:
                 # Its part of the gradients is copied to fp32 for the step.
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
