@@ -21,7 +21,7 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover"},
+    {"initial", "parallelism", "cover", "context_parallel"},
     {"outer", "optimizers"},
     {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate", "staging"},
     {"checkpoint", "worker_loop"},
