@@ -39,10 +39,10 @@ from torch import Tensor
 from geotrain.files import make_folder, out_of_room, sync
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
-from geotrain.inner.shards import OwnedShard, set_step_count, step_count
+from geotrain.inner.shards import OwnedShard
 from geotrain.layout import StridedSlice, canonical_parameters, digest
 from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import moments
+from geotrain.optimizers.updates import moments, set_step_count, step_count
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

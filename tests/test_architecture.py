@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = ("geotrain", "kernels", "launch")  # its folders
 # Lowest first. A module may import its own layer and every lower one.
 LAYERS = [
+    {"entry_points"},
+    {"families"},
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},

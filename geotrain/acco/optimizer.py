@@ -23,9 +23,8 @@ from geotrain.acco.flat_space import FlatLayout, RotatingBuffers
 from geotrain.acco.prediction import WeightPrediction
 from geotrain.inner import platform
 from geotrain.inner.parallel import first_line
-from geotrain.inner.shards import set_step_count, step_count
 from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments
+from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
 from geotrain.parallelism.acco_forms import Form
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from geotrain.config.architecture import Architecture, UnsupportedModelError, architecture_from_hf
 from geotrain.config.block import (
     SCHEMA,
     Block,
@@ -28,6 +27,7 @@ from geotrain.config.block import (
 from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
 from geotrain.config.outer import OuterConfig
+from geotrain.families import Architecture, UnsupportedModelError, architecture_from_hf
 
 DeepSpeedBlock = Annotated[
     dict[str, Any],

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.context_parallel import ContextAttention, use_own_positions
+from geotrain.families import family_of
 from geotrain.inner import platform
 from geotrain.inner.documents import PackedAttention, inside_documents
 from geotrain.inner.parallel import EXPERTS
@@ -101,7 +102,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    window, scaled = architecture.sliding_window, bool(architecture.rope_scaling)
+    window, scaled, tp = architecture.sliding_window, bool(architecture.rope_scaling), parallel.tensor
     return TransformerConfig(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden_size,
@@ -131,7 +132,7 @@ def transformer_config(
         bf16=bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=parallel.tensor,
+        tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
@@ -140,29 +141,12 @@ def transformer_config(
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        **_expert_settings(architecture, parallel),
+        # Behind the all-to-all, tensor ranks gather parts of unequal length from each other, which gloo cannot.
+        moe_token_dispatcher_type="allgather" if not platform.HAS_CUDA and tp > 1 else parallel.dispatcher,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=tp,
+        **family_of(architecture.model_type).megatron(architecture),
     )
-
-
-def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    experts = architecture.experts
-    if experts is None:
-        return {}
-    # Behind the all-to-all, tensor ranks gather parts of unequal length from each other, which gloo cannot.
-    gathers = not platform.HAS_CUDA and parallel.tensor > 1
-    return {
-        "num_moe_experts": len(architecture.mlps),
-        "moe_ffn_hidden_size": architecture.ffn_size,
-        "moe_router_topk": experts.per_token,
-        "moe_router_pre_softmax": not experts.normalized,  # the softmax of the chosen only has a sum of 1
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if experts.aux_loss else "none",
-        "moe_aux_loss_coeff": experts.aux_loss,
-        "moe_z_loss_coeff": experts.z_loss or None,
-        "moe_token_dispatcher_type": "allgather" if gathers else parallel.dispatcher,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.tensor,
-    }
 
 
 def _block_spec(architecture: Architecture, parallel: ParallelConfig, packed: bool) -> Any:
@@ -172,7 +156,8 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, packed: bo
 
     if HAS_TRANSFORMER_ENGINE:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=len(architecture.mlps) if architecture.experts else None, qk_layernorm=architecture.qk_norm
+            num_experts=architecture.experts.count if architecture.experts else None,
+            qk_layernorm=architecture.qk_norm,
         )
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = around(PackedAttention if packed else attention.core_attention)

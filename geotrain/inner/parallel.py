@@ -52,9 +52,10 @@ def join(timeout_s: float) -> int:
         torch.cuda.set_device(platform.device())
     if not dist.is_initialized():
         with platform.quiet_construction():
-            deepspeed.init_distributed(
-                dist_backend=platform.backend(), timeout=timedelta(seconds=timeout_s), verbose=False
-            )
+            # DeepSpeed would bind the world to this rank's device. torch then makes every group at once, by splitting
+            # the world's communicator on all ranks, the group's or not: 953 times where Megatron-core lays out 256.
+            dist.init_process_group(platform.backend(), timeout=timedelta(seconds=timeout_s))
+            deepspeed.init_distributed(dist_backend=platform.backend(), verbose=False)
     return dist.get_world_size()
 
 
@@ -79,7 +80,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         )
     control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     _control_groups.append(control_group)
-    return RankMesh(
+    mesh = RankMesh(
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel.tensor,
@@ -100,6 +101,13 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         embedding_group=parallel_state.get_embedding_group(check_initialized=False),
         control_group=control_group,
     )
+    # A group's first collective makes its communicator, and all its ranks must come to that. So they do here, kind by
+    # kind; else the first would be a message between two stages, or a collective that another thread holds up.
+    every = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.model_group, mesh.embedding_group)
+    for group in (*every, mesh.ep_group, mesh.expert_dp_group):
+        if group is not None and group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
+    return mesh
 
 
 def group_like(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:

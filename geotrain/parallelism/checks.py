@@ -8,6 +8,7 @@ from typing import Any
 
 from geotrain.config import Architecture, ConfigError, ParallelConfig
 from geotrain.config.deepspeed import SCHEDULERS
+from geotrain.families import family_of
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings, uses_muon
 from geotrain.parallelism.whole_matrices import shard_size
@@ -54,10 +55,10 @@ def check_layout(
             f"{ranks} ranks; change parallel.tensor, parallel.pipeline, {key}or the slots of its hosts"
         )
     for what, size, parts, key in (
-        ("num_attention_heads", architecture.heads, tp, "tensor"),
-        ("num_key_value_heads", architecture.kv_heads, tp, "tensor"),
-        (_ffn_key(architecture), architecture.ffn_size, tp, "tensor"),
-        ("vocab_size", architecture.vocab_size, tp, "tensor"),
+        *(
+            (key, size, tp, "tensor")
+            for key, size in family_of(architecture.model_type).divided(architecture).items()
+        ),
         ("num_hidden_layers", architecture.layers, pp, "pipeline"),
     ):
         if size % parts:
@@ -103,10 +104,6 @@ def _check_context(architecture: Architecture, parallel: ParallelConfig, sequenc
             f"ranks has whole key-value heads; use parallel.context = {math.gcd(groups // tp, cp)} (the other ranks "
             "become data-parallel ones), or a smaller parallel.tensor"
         )
-
-
-def _ffn_key(architecture: Architecture) -> str:
-    return "moe_intermediate_size" if architecture.model_type == "qwen3_moe" else "intermediate_size"
 
 
 def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: dict[str, Any], dp: int) -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from geotrain.inner.shards import set_step_count, step_count
-from geotrain.optimizers.updates import AdamWUpdate
+from geotrain.optimizers.updates import AdamWUpdate, set_step_count, step_count
 
 
 class CountsAtTheLastTensor(torch.optim.Optimizer):
