@@ -23,7 +23,7 @@ from geotrain.outer.messages import Refused
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from geotrain.inner.parallel import RankMesh
+    from geotrain.parallelism.mesh import RankMesh
 
 
 def arguments() -> argparse.Namespace:
@@ -184,7 +184,10 @@ class JobLine:
 def _place(mesh: RankMesh, server: Address) -> str:
     """A line for the log: what this rank computes, and this machine's address on the way to the server."""
     here = address_to(server.host, server.port) or "an unknown address"
-    return f"rank {mesh.rank} at {here}: stage {mesh.pp_rank}, replica {mesh.dp_rank}, tensor rank {mesh.tp_rank}"
+    part = f"context rank {mesh.cp_rank}, " if mesh.cp_size > 1 else ""
+    return (
+        f"rank {mesh.rank} at {here}: stage {mesh.pp_rank}, replica {mesh.replica}, {part}tensor rank {mesh.tp_rank}"
+    )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ from geotrain.config.deepspeed import completed
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
 from geotrain.inner.model import build_model, placements
-from geotrain.inner.parallel import EXPERTS, RankMesh, group_like, initialize, join
+from geotrain.inner.parallel import EXPERTS, group_like, initialize, join
 from geotrain.optimizers.groups import parameter_groups
 from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.local_parameters import tied_copies
+from geotrain.parallelism.mesh import RankMesh
 from geotrain.parallelism.optimizer_settings import (
     AdamWSettings,
     MuonSettings,
@@ -68,7 +69,7 @@ def build_engine(
         groups = parameter_groups(placed, settings, EXPERTS, **buckets)
         if isinstance(settings, MuonSettings):
             if checks.zero_stage(deepspeed_block):
-                keep_matrices_whole(groups, dp, dp // parallel.expert, run.acco is not None, model)
+                keep_matrices_whole(groups, mesh, run.acco is not None, model)
             optimizer: torch.optim.Optimizer = Muon(groups, settings)
         elif isinstance(settings, PluggedOptimizer):
             optimizer = settings.optimizer([{**group, "moments": settings.moments} for group in groups])
@@ -113,15 +114,15 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
     return config
 
 
-def keep_matrices_whole(groups: list[dict[str, Any]], dp: int, expert_dp: int, acco: bool, model: nn.Module) -> None:
+def keep_matrices_whole(groups: list[dict[str, Any]], mesh: RankMesh, acco: bool, model: nn.Module) -> None:
     """Arrange the groups of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
-    ACCO all groups as one sequence. expert_dp: data-parallel ranks that have the same experts."""
+    ACCO all groups as one sequence."""
     others = [[p.numel() for p in group["params"]] for group in groups if not group["is_matrices"]]
     head = FlatLayout(others, 1).numel if acco else 0
     for group in groups:
         if group["is_matrices"]:
             sizes = [parameter.numel() for parameter in group["params"]]
-            ranks = expert_dp if "moe" in group else dp
+            ranks = mesh.dp_size // mesh.ep_size if "moe" in group else mesh.dp_size
             group["params"] = with_gaps(group["params"], pack(sizes, ranks, head, ALIGNED), model)
 
 

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.config import Architecture
+from geotrain.context_parallel import part_of
 from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
-from geotrain.inner.parallel import EXPERTS, RankMesh
+from geotrain.inner.parallel import EXPERTS
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
+from geotrain.parallelism.mesh import RankMesh, SampleRanks
 from geotrain.zero.optimizer import OverlappedZero1
 
 with platform.quiet_imports():
@@ -29,8 +31,8 @@ with platform.quiet_imports():
 
 
 class StepReader(Protocol):
-    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all tensor and pipeline
-    ranks of a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
+    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all ranks of
+    a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
 
     @property
     def own(self) -> Sequence[Tensor]:
@@ -108,9 +110,9 @@ class GeoEngine(DeepSpeedEngine):
             mpu=mesh,
             dist_init_required=False,
             config=config,
-            config_class=DeepSpeedConfig(config, mesh),
+            config_class=DeepSpeedConfig(config, SampleRanks(mesh.replicas)),
         )
-        self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.dp_rank, mesh.dp_size
+        self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.replica, mesh.replicas  # of samples
         self.is_metrics_rank = mesh.rank == 0  # the one that reports for the worker
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
         self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh)
@@ -241,11 +243,12 @@ class GeoEngine(DeepSpeedEngine):
         return micro_batches
 
     def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Each token's loss [micro_batch, sequence_length] on the last pipeline stage; else the stage's output."""
+        """Losses of this rank's tokens [micro_batch, sequence_length / context] on the last pipeline stage; on others
+        the stage's output."""
         boundaries = None
         if self.end_of_document is not None:  # found before the copy: on a device it would have to be waited for
             boundaries = cu_seqlens(tokens[:, :-1], self.end_of_document).to(self.device, non_blocking=True)
-        tokens = tokens.to(self.device, non_blocking=True)
+        tokens = part_of(tokens, self.mesh.cp_rank, self.mesh.cp_size).to(self.device, non_blocking=True)
         # No position ids and no mask: the positions are rotary, and the attention is causal by itself.
         return model(tokens[:, :-1], None, boundaries, labels=tokens[:, 1:])
 
@@ -260,9 +263,9 @@ class GeoEngine(DeepSpeedEngine):
 
         def loss_of(losses: Tensor) -> tuple[Tensor, Tensor]:
             mean = losses.mean()
-            # Megatron-core divides the first by the number of micro-batches, in place. The multiplication gives the
-            # second memory of its own, which `detach` alone would not, so that it is not divided too.
-            return mean * factor, mean.detach() * factor
+            # Megatron-core divides the first by the number of micro-batches and multiplies it by that of context
+            # ranks, in place. The multiplication gives the second memory of its own, which `detach` alone would not.
+            return mean * (factor / self.mesh.cp_size), mean.detach() * factor
 
         def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(model, next(batches)), loss_of
