@@ -76,7 +76,7 @@ def memory_per_rank(
             if overlaps_reduction(block):
                 gradients = kept * held + (_FP32_BYTES * part if kept < _FP32_BYTES else 0)  # a step takes fp32
                 # Of each bucket under way, what is sent and what arrives.
-                buffers = 2 * BUCKETS_IN_FLIGHT * size * reduction_bucket(block, parameters) if dp > 1 else 0
+                buffers = 2 * BUCKETS_IN_FLIGHT * size * reduction_bucket(block, parameters) if copies > 1 else 0
             else:
                 # Its part of the gradients is copied to fp32 for the step.
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part

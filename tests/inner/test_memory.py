@@ -156,6 +156,17 @@ def test_a_70b_model() -> None:
     assert two.gradients_bytes == pytest.approx(6 * two.parameters / 8, rel=1e-3)
 
 
+def test_context_ranks_divide_tokens_and_the_optimizer() -> None:
+    a, block = architecture({**LLAMA, **WIDE}), deepspeed_block(1, **BF16)
+    data, context = (
+        memory_per_rank(a, layout, 2, block, 32) for layout in (ParallelConfig(), ParallelConfig(context=2))
+    )
+    for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes"):
+        assert getattr(context, part) == getattr(data, part) > 0
+    fused = 2 * a.layers * 32 * a.kv_heads * a.head_dim  # in bf16, of the 32 tokens that are half of two samples
+    assert context.activations_bytes == data.activations_bytes / 2 - fused
+
+
 def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         memory_per_rank(architecture(QWEN), ParallelConfig(tensor=3), 4, deepspeed_block(1), 16)
