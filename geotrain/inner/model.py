@@ -127,6 +127,7 @@ def transformer_config(
         bias_dropout_fusion=platform.HAS_CUDA,
         masked_softmax_fusion=False,  # the softmax is inside the fused attention
         gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=bf16,  # "native": it rounds gradients of logits to bf16, whatever these are
         apply_rope_fusion=HAS_TRANSFORMER_ENGINE,
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
