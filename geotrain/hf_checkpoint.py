@@ -11,21 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from geotrain.config import Architecture, UnsupportedModelError, architecture_from_hf
+from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
 from geotrain.files import whole_folder
 from geotrain.layout import Parameter, canonical_parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 << 30
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -54,10 +46,10 @@ def write_checkpoint(
     is left behind.
     """
     architecture = architecture_from_hf(hf_config)
-    parameters = canonical_parameters(architecture)
+    family, parameters = family_of(architecture.model_type), canonical_parameters(architecture)
     # Every value that was trained with is stated: the defaults of transformers' classes differ from it.
     config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "rope_scaling")} | {
-        "architectures": [_CLASSES[architecture.model_type]],
+        "architectures": [family.transformers_class],
         "dtype": dtype,
         "num_key_value_heads": architecture.kv_heads,
         "head_dim": architecture.head_dim,
@@ -68,7 +60,7 @@ def write_checkpoint(
             "rope_theta": architecture.rope_theta,
             **dict(architecture.rope_scaling),
         },
-        **_family_keys(architecture),
+        **family.config_keys(architecture),
         "max_position_embeddings": architecture.max_positions,
         "tie_word_embeddings": architecture.tied_embeddings,
         "initializer_range": architecture.init_std,
@@ -101,18 +93,6 @@ def write_checkpoint(
             size_bytes = sum(p.numel for p in parameters) * torch_dtype.itemsize
             weight_map = {p.name: file for file, members in shards.items() for p in members}
             _write_json(target / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
-
-
-def _family_keys(architecture: Architecture) -> dict[str, Any]:
-    """What only some families' configs have."""
-    keys: dict[str, Any] = {}
-    if architecture.model_type in ("mistral", "mixtral"):
-        keys["sliding_window"] = architecture.sliding_window
-    if (experts := architecture.experts) is not None:
-        keys |= {"num_experts_per_tok": experts.per_token, "router_aux_loss_coef": experts.aux_loss}
-    if experts is not None and architecture.model_type == "qwen3_moe":
-        keys |= {"norm_topk_prob": experts.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return keys
 
 
 def write_parameters(

@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from geotrain.config import Architecture, ConfigError, RunConfig
+from geotrain.config import ConfigError, RunConfig
+from geotrain.families import Architecture, family_of
+from geotrain.families.weights import Init
 from geotrain.parameter_file import read_shapes
 
 if TYPE_CHECKING:  # importing it takes seconds, and commands that only speak to servers need no tensor
     from torch import Tensor
 
-Init = Literal["normal", "ones", "zeros"]
 _NUMBER = re.compile(r"(?:^|[._])(\d+)(?=[._]|$)")  # in the name of a parameter
 
 
@@ -109,48 +110,9 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
     A tied head is not a parameter of its own. Initialization is Megatron's and GPT-2's: normal with `init_std`, and
     with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
     """
-    std, residual_std = a.init_std, a.init_std / (2 * a.layers) ** 0.5
-    h, q, kv = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
-
-    def matrix(name: str, rows: int, columns: int, layer: int | None, std: float) -> Parameter:
-        return Parameter(name, (rows, columns), layer, "normal", std)
-
-    def projection(name: str, rows: int, layer: int) -> list[Parameter]:
-        """To q, k or v."""
-        weight = matrix(name + ".weight", rows, h, layer, std)
-        bias = Parameter(name + ".bias", (rows,), layer, "zeros", decays=False)
-        return [weight, bias] if a.qkv_bias else [weight]
-
-    def norm(name: str, size: int, layer: int | None) -> Parameter:
-        return Parameter(name, (size,), layer, "ones", decays=False)
-
-    parameters = [matrix("model.embed_tokens.weight", a.vocab_size, h, None, std)]
-    for i in range(a.layers):
-        at = f"model.layers.{i}."
-        parameters += [
-            norm(at + "input_layernorm.weight", h, i),
-            *projection(at + "self_attn.q_proj", q, i),
-            *projection(at + "self_attn.k_proj", kv, i),
-            *projection(at + "self_attn.v_proj", kv, i),
-            matrix(at + "self_attn.o_proj.weight", h, q, i, residual_std),
-        ]
-        if a.qk_norm:
-            parameters += [norm(f"{at}self_attn.{kind}_norm.weight", a.head_dim, i) for kind in "qk"]
-        parameters += [
-            norm(at + "post_attention_layernorm.weight", h, i),
-        ]
-        if a.router is not None:
-            parameters.append(matrix(at + a.router, len(a.mlps), h, i, std))
-        for gate, up, down in a.mlps:
-            parameters += [
-                matrix(at + gate, a.ffn_size, h, i, std),
-                matrix(at + up, a.ffn_size, h, i, std),
-                matrix(at + down, h, a.ffn_size, i, residual_std),
-            ]
-    parameters.append(norm("model.norm.weight", h, None))
-    if not a.tied_embeddings:
-        parameters.append(matrix("lm_head.weight", a.vocab_size, h, None, std))
-    return parameters
+    return [
+        Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays) for i, w in family_of(a.model_type).weights(a)
+    ]
 
 
 def parameter_count(architecture: Architecture) -> int:
@@ -160,7 +122,10 @@ def parameter_count(architecture: Architecture) -> int:
 
 def active_parameter_count(a: Architecture) -> int:
     """Elements that a token meets: all but the matrices of experts that it is not sent to."""
-    return parameter_count(a) - 3 * a.layers * (len(a.mlps) - a.active_mlps) * a.hidden_size * a.ffn_size
+    if a.experts is None:
+        return parameter_count(a)
+    of_experts = sum(w.numel for _, w in family_of(a.model_type).weights(a) if w.expert is not None)
+    return parameter_count(a) - of_experts // a.experts.count * (a.experts.count - a.experts.per_token)
 
 
 class LayoutError(ValueError):

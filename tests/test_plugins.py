@@ -1,4 +1,4 @@
-"""A package of somebody else's, really installed, brings a rule, a codec and an optimizer."""
+"""A package of somebody else's, really installed, brings a rule, a codec, an optimizer and a model family."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ import pytest
 import torch
 
 from geotrain.config import AccoConfig, ConfigError, OuterConfig, ParallelConfig, architecture_from_hf, parse
+from geotrain.families import UnsupportedModelError
+from geotrain.layout import canonical_parameters
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.memory import memory_per_rank
-from tests.support.inner_worlds import QWEN_2, deepspeed_block, run_world, start, stop, train
+from tests.support.expert_models import transformers_experts
+from tests.support.inner_worlds import (
+    QWEN_2,
+    batch,
+    canonical_weights,
+    deepspeed_block,
+    run_world,
+    start,
+    stop,
+    train,
+)
 from tests.support.outer_world import FakeWorker, World, layout
 
 SETUP = """
@@ -30,6 +42,7 @@ setup(
         "geotrain.rules": ["damped = tiny_plugin:DampedConfig", "no-rule = tiny_plugin:SignConfig"],
         "geotrain.codecs": ["sign = tiny_plugin:SignConfig", "broken = tiny_plugin:nothing"],
         "geotrain.optimizers": ["Lion = tiny_plugin:LionSettings", "NoOptimizer = tiny_plugin:SignConfig"],
+        "geotrain.families": ["seed_oss = tiny_plugin:SeedOss", "olmo = tiny_plugin:SeedOss"],
     },
 )
 """
@@ -40,10 +53,21 @@ import torch
 from pydantic import Field
 
 from geotrain.config import PluggedCodec, PluggedRule
+from geotrain.families.qwen2 import Qwen2
 from geotrain.kernels.layout import Spec
 from geotrain.outer.codec import Codec, CodecError, EncodedDelta
 from geotrain.outer.rules import AsyncRegion, AveragingGlobal, average
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer
+
+
+class SeedOss(Qwen2):
+    model_type = "seed_oss"
+    transformers_class = "SeedOssForCausalLM"
+    only = {**Qwen2.only, "attention_bias": True, "attention_out_bias": False}
+
+    def config_keys(self, a):
+        dropped = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+        return {"attention_bias": True, "attention_out_bias": False, **dropped}
 
 
 class LionSettings(PluggedOptimizer):
@@ -276,3 +300,38 @@ def test_what_holds_for_every_optimizer_is_known_of_it(installed: None) -> None:
         with pytest.raises(ConfigError) as refused:
             memory_per_rank(architecture, parallel, 2, deepspeed_block(1, optimizer=change), 16)
         assert told in str(refused.value)
+
+
+SEED_OSS = {**QWEN_2, "model_type": "seed_oss", "tie_word_embeddings": False}
+
+
+def beside_transformers(plugin: str) -> Any:
+    from geotrain.inner import platform
+
+    sys.path.insert(0, plugin)
+    engine = start(SEED_OSS, ParallelConfig(), deepspeed_block(1))
+    theirs, tokens = transformers_experts(SEED_OSS, canonical_weights(engine.architecture)), batch(7)[:2]
+    with torch.no_grad(), platform.megatron_runtime():
+        logits = engine.module(tokens, None, None), theirs(tokens).logits
+    losses = [loss for loss, _ in train(engine, range(4))]
+    stop(engine)
+    return type(theirs).__name__, logits, losses
+
+
+def test_a_family_of_another_package_is_the_model_of_transformers(plugin: Path) -> None:
+    ((theirs, logits, losses),) = run_world(1, beside_transformers, str(plugin))
+    assert theirs == "SeedOssForCausalLM" and logits[1].std() > 0.1
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert losses[-1] < losses[0]
+
+
+def test_a_family_is_known_by_its_model_type(installed: None) -> None:
+    assert "bias" in " ".join(p.name for p in canonical_parameters(architecture_from_hf(SEED_OSS)))
+    for name, told in (("olmo", "is a family with another model_type"), ("gpt2", "'gpt2' is not supported")):
+        with pytest.raises(UnsupportedModelError, match=told):
+            architecture_from_hf({**SEED_OSS, "model_type": name})
+
+
+def test_without_the_package_its_family_is_unknown() -> None:
+    with pytest.raises(UnsupportedModelError, match="'seed_oss' is not supported; supported: llama, "):
+        architecture_from_hf(SEED_OSS)

@@ -6,7 +6,6 @@ against the number of heads in `geotrain.parallelism.checks`).
 """
 
 # ruff: noqa: F401 — everything imported here is what other packages use
-from geotrain.config.architecture import Architecture, Experts, UnsupportedModelError, architecture_from_hf
 from geotrain.config.block import (
     EXIT_FOR_GOOD,
     Block,
@@ -58,3 +57,4 @@ from geotrain.config.run import (
     load_run,
 )
 from geotrain.config.topology import GLOBAL, Topology, WorkerSetup
+from geotrain.families import Architecture, Experts, UnsupportedModelError, architecture_from_hf

@@ -1,8 +1,8 @@
-"""Rules, codecs and optimizers of other packages, found by entry points as pytest's plug-ins are (docs/extending.md).
+"""Rules and codecs of other packages (docs/extending.md).
 
 An entry point of the group "geotrain.rules" or "geotrain.codecs" has the name that stands in the run file, and gives
 a subclass of `PluggedRule` or `PluggedCodec` with that `name`: its fields are the settings. It is loaded when a run
-file asks for it. Of "geotrain.optimizers", see `geotrain.parallelism.optimizer_settings`.
+file asks for it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable
-from importlib.metadata import entry_points
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler
 
 from geotrain.config.block import Block, Fraction, PositiveInt
-
-Kind = TypeVar("Kind", bound=Block)
+from geotrain.entry_points import registered
 
 
 class AsyncConfig(Block):
@@ -55,25 +53,6 @@ class PluggedCodec(Block):
 
 
 Plugged = PluggedRule | PluggedCodec
-
-
-def registered(group: str, name: str, kind: type[Kind]) -> type[Kind] | None:
-    """What a package registered in the group under the name, a subclass of `kind`; None: nothing. Raises ValueError:
-    it is none, cannot be loaded, or is there twice."""
-    found = entry_points(group=group, name=name)
-    if not found:
-        return None
-    if len(found) > 1:
-        packages = ", ".join(sorted(str(point.value) for point in found))
-        raise ValueError(f"{name!r} is registered twice, by {packages}; uninstall one")
-    (point,) = found
-    try:
-        block = point.load()
-    except Exception as error:  # whatever the import of somebody's package raises
-        raise ValueError(f"plug-in {name!r} ({point.value}) cannot be loaded: {error}") from error
-    if not (isinstance(block, type) and issubclass(block, kind)):
-        raise ValueError(f"plug-in {name!r} ({point.value}) is no subclass of {kind.__name__}")
-    return block
 
 
 def or_plugged(group: str, kind: type[Plugged]) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:

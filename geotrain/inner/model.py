@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from geotrain.config import Architecture, ParallelConfig
+from geotrain.context_parallel import ContextAttention, use_own_positions
+from geotrain.families import family_of
 from geotrain.inner import platform
 from geotrain.inner.documents import PackedAttention, inside_documents
-from geotrain.inner.parallel import EXPERTS, RankMesh
+from geotrain.inner.parallel import EXPERTS
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
+from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -99,7 +102,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    window, scaled = architecture.sliding_window, bool(architecture.rope_scaling)
+    window, scaled, tp = architecture.sliding_window, bool(architecture.rope_scaling), parallel.tensor
     return TransformerConfig(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden_size,
@@ -129,46 +132,35 @@ def transformer_config(
         bf16=bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=parallel.tensor,
+        tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,  # waiting for the device after each message serves old versions of torch only
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        **_expert_settings(architecture, parallel),
+        # Behind the all-to-all, tensor ranks gather parts of unequal length from each other, which gloo cannot.
+        moe_token_dispatcher_type="allgather" if not platform.HAS_CUDA and tp > 1 else parallel.dispatcher,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=tp,
+        **family_of(architecture.model_type).megatron(architecture),
     )
 
 
-def _expert_settings(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    experts = architecture.experts
-    if experts is None:
-        return {}
-    # Behind the all-to-all, tensor ranks gather parts of unequal length from each other, which gloo cannot.
-    gathers = not platform.HAS_CUDA and parallel.tensor > 1
-    return {
-        "num_moe_experts": len(architecture.mlps),
-        "moe_ffn_hidden_size": architecture.ffn_size,
-        "moe_router_topk": experts.per_token,
-        "moe_router_pre_softmax": not experts.normalized,  # the softmax of the chosen only has a sum of 1
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if experts.aux_loss else "none",
-        "moe_aux_loss_coeff": experts.aux_loss,
-        "moe_z_loss_coeff": experts.z_loss or None,
-        "moe_token_dispatcher_type": "allgather" if gathers else parallel.dispatcher,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.tensor,
-    }
+def _block_spec(architecture: Architecture, parallel: ParallelConfig, packed: bool) -> Any:
+    def around(attention: Any) -> Any:
+        spec = ModuleSpec(module=ContextAttention, params={"around": attention})
+        return spec if parallel.context > 1 else attention
 
-
-def _block_spec(architecture: Architecture, layers: int, packed: bool) -> Any:
     if HAS_TRANSFORMER_ENGINE:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=len(architecture.mlps) if architecture.experts else None, qk_layernorm=architecture.qk_norm
+            num_experts=architecture.experts.count if architecture.experts else None,
+            qk_layernorm=architecture.qk_norm,
         )
-        if packed:
-            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = around(PackedAttention if packed else attention.core_attention)
         return spec
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     mlp = ModuleSpec(module=MLP, submodules=linear)
@@ -185,7 +177,7 @@ def _block_spec(architecture: Architecture, layers: int, packed: bool) -> Any:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=CausalAttention,
+                    core_attention=around(CausalAttention),
                     linear_proj=RowParallelLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
@@ -197,6 +189,7 @@ def _block_spec(architecture: Architecture, layers: int, packed: bool) -> Any:
             mlp_bda=get_bias_dropout_add,
         ),
     )
+    layers = architecture.layers // parallel.pipeline
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
@@ -223,7 +216,7 @@ def build_model(
         model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
             config=transformer_config(architecture, parallel, bf16, recompute),
-            transformer_layer_spec=_block_spec(architecture, architecture.layers // parallel.pipeline, packed),
+            transformer_layer_spec=_block_spec(architecture, parallel, packed),
             vocab_size=architecture.vocab_size,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,
@@ -233,9 +226,10 @@ def build_model(
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
         )
-    if (
-        architecture.rope_scaling
-    ):  # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere
+    if parallel.context > 1:
+        use_own_positions(model.rotary_pos_emb, mesh.cp_rank, mesh.cp_size)
+    # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere.
+    if architecture.rope_scaling:
         model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()

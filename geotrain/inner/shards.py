@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geotrain.inner.parallel import RankMesh
 from geotrain.layout import StridedSlice, clip_runs
 from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.mesh import RankMesh
 
 
 @dataclass(frozen=True)

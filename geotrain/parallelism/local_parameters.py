@@ -1,24 +1,20 @@
 """Which parts of the canonical parameters a rank holds, under Megatron-core's names. Plain data, no tensors.
 
-Megatron-core fuses parameters that Hugging Face keeps apart, and splits what Hugging Face keeps whole:
-
-- `linear_qkv` holds, for each query group in turn, the group's query heads, its key head and its value head;
-  tensor parallelism deals out groups.
-- `linear_fc1` holds [gate; up] of the tensor rank: two runs.
-- `linear_proj` and `linear_fc2` are split by columns: strided runs.
-- embedding and head are split by rows; norms are whole on every tensor rank.
-- with a pipeline, a tied embedding has a second copy on the last stage.
-- an expert's matrices are an MLP's; expert parallelism deals out whole experts, in their order. A router is whole on
-  every rank.
+Megatron-core fuses parameters that Hugging Face keeps apart, and splits what Hugging Face keeps whole; how, each
+family says (`geotrain.families`). A matrix that is split by rows is a run, or several where it alternates with
+others; one that is split by columns is a strided run. With a pipeline, a tied embedding has a second copy on the last
+stage. Expert parallelism deals out whole experts, in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from geotrain.config import Architecture, ParallelConfig
+from geotrain.families import family_of
+from geotrain.families.weights import Weight
 from geotrain.layout import StridedSlice
 
 
@@ -58,79 +54,71 @@ def local_parameters(
     a: Architecture, parallel: ParallelConfig, tp_rank: int, pp_rank: int, ep_rank: int = 0
 ) -> list[LocalParameter]:
     """Every parameter of the rank at (tp_rank, pp_rank, ep_rank), in canonical order."""
-    tp, h = parallel.tensor, a.hidden_size
+    family, layers = family_of(a.model_type), a.layers // parallel.pipeline
     first, last = pp_rank == 0, pp_rank == parallel.pipeline - 1
 
-    def rows(name: str, count: int) -> StridedSlice:
-        """This rank's rows of [count, hidden_size]."""
-        length = count // tp * h
-        return StridedSlice(tp_rank * length, length, parameter=name)
+    def held(weights: Iterable[Weight]) -> list[LocalParameter]:
+        parts: dict[str, list[Weight]] = {}
+        for weight in weights:
+            parts.setdefault(weight.within, []).append(weight)
+        return [_local(name, members, parallel, tp_rank) for name, members in parts.items()]
 
-    def columns(name: str, count: int) -> StridedSlice:
-        """This rank's columns of [hidden_size, count]."""
-        if tp == 1:
-            return StridedSlice(0, h * count, parameter=name)
-        return StridedSlice(tp_rank * (count // tp), count // tp, count, h, parameter=name)
-
-    def matrix(name: str, *runs: StridedSlice, tied_copy: bool = False, expert: bool = False) -> LocalParameter:
-        return LocalParameter(name, runs, not tied_copy, tp > 1, tied_copy, False, True, expert)
-
-    def norm(name: str, canonical: str, size: int, per_head: bool = False) -> LocalParameter:
-        # Every tensor rank has a copy of a norm. With sequence parallelism it sees a part of the tokens only, and a
-        # norm of q or k always sees only the rank's own heads: then its gradient is a part, too.
-        partial = tp > 1 and (parallel.sequence or per_head)
-        runs = (StridedSlice(0, size, parameter=canonical),)
-        return LocalParameter(name, runs, tp_rank == 0, False, False, partial, False)
-
-    def layer(local: str, canonical: str) -> Iterator[LocalParameter]:
-        attention = canonical + "self_attn."
-        # A group is a key-value head with the query heads that share it; sizes are rows of one group.
-        groups = range(tp_rank * (a.kv_heads // tp), (tp_rank + 1) * (a.kv_heads // tp))
-        sizes = {"q": a.heads // a.kv_heads * a.head_dim, "k": a.head_dim, "v": a.head_dim}
-
-        def qkv(kind: str, row: int) -> list[StridedSlice]:
-            """Of weights or biases, whose rows have `row` elements."""
-            return [
-                StridedSlice(group * size * row, size * row, parameter=f"{attention}{part}_proj.{kind}")
-                for group in groups
-                for part, size in sizes.items()
-            ]
-
-        yield norm(local + "input_layernorm.weight", canonical + "input_layernorm.weight", h)
-        yield matrix(local + "self_attention.linear_qkv.weight", *qkv("weight", h))
-        if a.qkv_bias:
-            name = local + "self_attention.linear_qkv.bias"
-            yield LocalParameter(name, tuple(qkv("bias", 1)), True, tp > 1, False, False, False)
-        proj = columns(attention + "o_proj.weight", a.heads * a.head_dim)
-        yield matrix(local + "self_attention.linear_proj.weight", proj)
-        for kind in "qk" if a.qk_norm else "":
-            name = f"{local}self_attention.{kind}_layernorm.weight"
-            yield norm(name, f"{attention}{kind}_norm.weight", a.head_dim, per_head=True)
-        yield norm(local + "pre_mlp_layernorm.weight", canonical + "post_attention_layernorm.weight", h)
-        if a.router is not None:
-            # Tensor ranks route different tokens, as sequence parallelism deals them out: their gradients are parts.
-            routes = (StridedSlice(0, len(a.mlps) * h, parameter=canonical + a.router),)
-            name = local + "mlp.router.weight"
-            yield LocalParameter(name, routes, tp_rank == 0, False, False, tp > 1 and parallel.sequence, True)
-        mine = len(a.mlps) // parallel.expert  # of this rank; all where there is only one
-        for i, (gate, up, down) in enumerate(a.mlps[ep_rank * mine : (ep_rank + 1) * mine]):
-            mlp = f"{local}mlp.experts.local_experts.{i}." if a.experts else local + "mlp."
-            fc1 = rows(canonical + gate, a.ffn_size), rows(canonical + up, a.ffn_size)
-            fc2 = columns(canonical + down, a.ffn_size)
-            yield matrix(mlp + "linear_fc1.weight", *fc1, expert=parallel.expert > 1)
-            yield matrix(mlp + "linear_fc2.weight", fc2, expert=parallel.expert > 1)
-
-    embedding, layers = rows("model.embed_tokens.weight", a.vocab_size), a.layers // parallel.pipeline
-    found = [matrix("embedding.word_embeddings.weight", embedding)] if first else []
+    embedding, head = family.embedding(a), family.head(a)
+    found = held([embedding]) if first else []
     for i in range(layers):
-        found += layer(f"decoder.layers.{i}.", f"model.layers.{pp_rank * layers + i}.")
+        layer = pp_rank * layers + i
+        mine = _of_expert_rank(family.layer(a, layer), a, parallel.expert, ep_rank)
+        found += held(weight.of_layer(layer, i) for weight in mine)
     if last:
-        found.append(norm("decoder.final_layernorm.weight", "model.norm.weight", h))
+        found += held([family.final_norm(a)])
     if last and not a.tied_embeddings:
-        found.append(matrix("output_layer.weight", rows("lm_head.weight", a.vocab_size)))
+        found += held([head])
     if last and a.tied_embeddings and not first:  # without a pipeline, the head uses the embedding's own tensor
-        found.append(matrix("output_layer.weight", embedding, tied_copy=True))
+        (copy,) = held([replace(embedding, within=head.within)])
+        found.append(replace(copy, pushes=False, tied_copy=True))
     return found
+
+
+def _of_expert_rank(weights: Iterable[Weight], a: Architecture, expert_ranks: int, ep_rank: int) -> Iterator[Weight]:
+    """All but the experts of other ranks; its own are counted from 0."""
+    count = a.experts.count // expert_ranks if a.experts else 0
+    for weight in weights:
+        if weight.expert is None:
+            yield weight
+        elif 0 <= (local := weight.expert - ep_rank * count) < count:
+            yield replace(weight, within=weight.within.format(expert=local))
+
+
+def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank: int) -> LocalParameter:
+    """A tensor rank's part of the Megatron-core parameter in which these weights lie; they are cut alike."""
+    tp, one = parallel.tensor, parts[0]
+    copied = one.cut == "whole"
+    return LocalParameter(
+        name,
+        tuple(_runs(parts, tp, tp_rank)),
+        pushes=tp_rank == 0 or not copied,
+        sharded=tp > 1 and not copied,
+        tied_copy=False,
+        sums_over_tp=tp > 1 and (one.summed == "always" or (one.summed == "sequence" and parallel.sequence)),
+        decays=one.decays,
+        expert=one.expert is not None and parallel.expert > 1,
+    )
+
+
+def _runs(parts: Sequence[Weight], tp: int, tp_rank: int) -> Iterator[StridedSlice]:
+    one = parts[0]
+    if one.cut == "whole" or (one.cut == "columns" and tp == 1):
+        yield from (StridedSlice(0, weight.numel, parameter=weight.name) for weight in parts)
+    elif one.cut == "columns":
+        for weight in parts:
+            rows, columns = weight.shape
+            yield StridedSlice(tp_rank * (columns // tp), columns // tp, columns, rows, weight.name)
+    else:
+        pieces = one.pieces or tp
+        for piece in range(tp_rank * pieces // tp, (tp_rank + 1) * pieces // tp):
+            for weight in parts:
+                length = weight.numel // pieces
+                yield StridedSlice(piece * length, length, parameter=weight.name)
 
 
 @lru_cache(maxsize=64)  # the planner asks for the same stages again and again
@@ -143,3 +131,9 @@ def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple
 def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of any rank of a pipeline stage: tensor and expert ranks hold equally many."""
     return sum(p.numel for p in any_of_stage(a, parallel, stage))
+
+
+def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
+    """The names of an embedding that first and last pipeline stage each have a copy of, if they do."""
+    tied = stages > 1 and architecture.tied_embeddings
+    return ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ()

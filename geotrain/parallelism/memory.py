@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from geotrain.config import Architecture, ParallelConfig
-from geotrain.parallelism.checks import accumulation_steps, check_layout, reduction_bucket, trains_in_bf16, zero_stage
+from geotrain.parallelism.checks import (
+    BUCKETS_IN_FLIGHT,
+    accumulates_in_fp32,
+    accumulation_steps,
+    check_layout,
+    overlaps_reduction,
+    reduction_bucket,
+    trains_in_bf16,
+    zero_stage,
+)
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.parallelism.optimizer_settings import optimizer_kind, uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
@@ -21,7 +30,7 @@ class MemoryPerRank:
 
     parameters: held by that rank. stage: its pipeline stage. weights_bytes: as used by forward. gradients_bytes: at
     their peak, in the optimizer's step. optimizer_bytes: fp32 masters and the moments; 0 if offloaded to the host.
-    buffers_bytes: DeepSpeed's reduction bucket. activations_bytes: an estimate, see `activation_bytes`.
+    buffers_bytes: of gradients or weights that travel. activations_bytes: an estimate, see `activation_bytes`.
     """
 
     parameters: int
@@ -50,22 +59,24 @@ def memory_per_rank(
     of more micro-batches, the last has the head and the logits. Raises ConfigError as `check_layout` does."""
     block = deepspeed_block
     dp = check_layout(architecture, parallel, ranks, block, sequence_length)
+    copies = dp * parallel.context  # ranks that have the same parameters, and divide the optimizer's state
     muon = uses_muon(block)
     zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
-    wide = size < _FP32_BYTES and str(block.get("data_types", {}).get("grad_accum_dtype")) in ("fp32", "float32")
-    kept = _FP32_BYTES if wide else size  # bytes of an accumulated gradient
+    kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
     stages = []
     for stage in range(parallel.pipeline):
         parameters = stage_parameters(architecture, parallel, stage)
         whole = shard_size(architecture, parallel, stage, 1, muon, together=False)
-        shard = shard_size(architecture, parallel, stage, dp, muon, together=False) if zero else whole
+        shard = shard_size(architecture, parallel, stage, copies, muon, together=False) if zero else whole
         part, held = shard.adamw + shard.matrices, shard.total if zero else parameters
         if zero == 0:
             # Only fp32 gets here (bf16 needs ZeRO): the weights are their own masters, the moments come on top.
             gradients, optimizer, buffers = _FP32_BYTES * parameters, moment_bytes(whole, block), 0
         else:
-            if zero == 1 and wide:  # BF16_Optimizer steps straight from its fp32 gradients
-                gradients, buffers = kept * held, 0
+            if overlaps_reduction(block):
+                gradients = kept * held + (_FP32_BYTES * part if kept < _FP32_BYTES else 0)  # a step takes fp32
+                # Of each bucket under way, what is sent and what arrives.
+                buffers = 2 * BUCKETS_IN_FLIGHT * size * reduction_bucket(block, parameters) if dp > 1 else 0
             else:
                 # Its part of the gradients is copied to fp32 for the step.
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
@@ -73,7 +84,7 @@ def memory_per_rank(
             offloaded = "offload_optimizer" in block["zero_optimization"]
             optimizer = 0 if offloaded else _FP32_BYTES * part + moment_bytes(shard, block)
         in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
-        tokens = sequence_length * int(block["train_micro_batch_size_per_gpu"])
+        tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight)
         needs = MemoryPerRank(parameters, stage, size * held, gradients, optimizer, buffers, activations)
         stages.append(needs)
@@ -96,13 +107,16 @@ def activation_bytes(
 ) -> int:
     """What autograd keeps for backward on a rank of `stage`, with CUDA's fused kernels.
 
-    tokens: of a micro-batch. size: bytes of an element. in_flight: micro-batches whose backward is still to come; a
-    1F1B pipeline of p stages holds p − stage. Counted as in Korthikanti et al. (arXiv 2205.05198, section 4), for
-    this model's layers: fused attention keeps no scores, SwiGLU has three matrices. Elements a token, of a layer:
+    tokens: of a micro-batch, those of this context rank. size: bytes of an element. in_flight: micro-batches whose
+    backward is still to come; a 1F1B pipeline of p stages holds p − stage. Counted as in Korthikanti et al. (arXiv
+    2205.05198, section 4), for this model's layers: fused attention keeps no scores, SwiGLU has three matrices.
+    Elements a token, of a layer:
 
     - 4h, divided by sequence parallelism: the inputs of both norms, and of the linear layers behind them
     - 3q + 3kv, divided by tensor parallelism: the fused q, k, v; q and k after rotation; the attention's output
     - q, divided likewise: the input of the query norm, where there is one
+    - with context parallelism 3q + 2kv in their place: q, k and v as they were exchanged, and the attention's output
+      on both sides of its exchange; the fused ones, q + 2kv, stay only where norms of q and k need them
     - 3f, divided likewise: gate, up, and the activated product
     - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives; and
       what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
@@ -115,6 +129,8 @@ def activation_bytes(
     tp = parallel.tensor
     whole = h / (tp if parallel.sequence else 1)
     layer = 4 * whole + (3 * q + 3 * kv + (q if a.qk_norm else 0) + 3 * f * a.active_mlps) / tp
+    if parallel.context > 1 and recompute != "selective":  # that keeps what goes into the exchange instead
+        layer += (q + kv if a.qk_norm else -kv) / tp
     if a.experts is not None:  # its tensor ranks have different tokens
         layer += (2 * h * a.active_mlps + 3 * a.experts.count * _FP32_BYTES / size) / tp
     layers = a.layers // parallel.pipeline

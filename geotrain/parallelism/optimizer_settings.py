@@ -11,7 +11,7 @@ from pydantic import Field
 
 from geotrain.config import ConfigError
 from geotrain.config.block import Block, parse
-from geotrain.config.plugins import registered
+from geotrain.entry_points import registered
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

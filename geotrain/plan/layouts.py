@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from geotrain.config import ConfigError, ParallelConfig, WorkerConfig
+from geotrain.families import family_of
 from geotrain.layout import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
 from geotrain.plan.model.memory import rank_memory
@@ -97,7 +98,7 @@ def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[Parall
     """Layouts that divide the model, tensor parallelism inside a host, as far as they are not pinned."""
     a, pins = task.architecture, task.pins
     for tp in [pins.tensor] if pins.tensor is not None else divisors(slots):
-        if slots % tp or any(size % tp for size in (a.heads, a.kv_heads, a.ffn_size, a.vocab_size)):
+        if slots % tp or any(size % tp for size in family_of(a.model_type).divided(a).values()):
             continue
         even = task.run.data.sequence_length % tp == 0
         sequence = (tp > 1 and even) if pins.sequence is None else pins.sequence

@@ -1,0 +1,27 @@
+"""What other packages bring, found by entry points as pytest's plug-ins are (docs/extending.md)."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+Kind = TypeVar("Kind")
+
+
+def registered(group: str, name: str, kind: type[Kind]) -> type[Kind] | None:
+    """What a package registered in the group under the name, a subclass of `kind`; None: nothing. Raises ValueError:
+    it is none, cannot be loaded, or is there twice."""
+    found = entry_points(group=group, name=name)
+    if not found:
+        return None
+    if len(found) > 1:
+        packages = ", ".join(sorted(str(point.value) for point in found))
+        raise ValueError(f"{name!r} is registered twice, by {packages}; uninstall one")
+    (point,) = found
+    try:
+        block = point.load()
+    except Exception as error:  # whatever the import of somebody's package raises
+        raise ValueError(f"plug-in {name!r} ({point.value}) cannot be loaded: {error}") from error
+    if not (isinstance(block, type) and issubclass(block, kind)):
+        raise ValueError(f"plug-in {name!r} ({point.value}) is no subclass of {kind.__name__}")
+    return block

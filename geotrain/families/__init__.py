@@ -1,0 +1,50 @@
+"""Model families, a file each: what its config.json says, its weights' names, shapes and cuts, and what its layers
+ask of Megatron-core. docs/extending.md says how to add one. No torch here: launching and planning ask them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from geotrain.entry_points import registered
+from geotrain.families import reading
+from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
+from geotrain.families.family import Family
+from geotrain.families.llama import Llama
+from geotrain.families.mistral import Mistral
+from geotrain.families.mixtral import Mixtral
+from geotrain.families.qwen2 import Qwen2
+from geotrain.families.qwen3 import Qwen3
+from geotrain.families.qwen3_moe import Qwen3Moe
+
+__all__ = ["Architecture", "Experts", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of"]
+
+FAMILIES = {each.model_type: each for each in (Llama(), Qwen2(), Qwen3(), Mistral(), Qwen3Moe(), Mixtral())}
+_GROUP = "geotrain.families"
+
+
+def family_of(model_type: Any) -> Family:
+    """The family of this name, which may be another package's. Raises UnsupportedModelError."""
+    known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if known is not None:
+        return known
+    try:
+        plugged = registered(_GROUP, model_type, Family) if isinstance(model_type, str) else None
+    except ValueError as error:
+        raise UnsupportedModelError(f"model config: model_type: {error}") from None
+    if plugged is None:
+        raise UnsupportedModelError(
+            f"model config: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    if getattr(plugged, "model_type", None) != model_type:
+        raise UnsupportedModelError(
+            f"model config: model_type: plug-in {model_type!r} is a family with another model_type; register it "
+            "under that one"
+        )
+    return plugged()
+
+
+def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
+    """Read a Hugging Face `config.json` (already parsed). Raises UnsupportedModelError naming the key, its value and
+    what is supported."""
+    return family_of(reading.need(config, "model_type")).architecture(config)

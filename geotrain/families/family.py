@@ -1,0 +1,129 @@
+"""What a model family states. Each has a file of its own beside this one, which says what differs from Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from geotrain.families import reading
+from geotrain.families.architecture import Architecture, UnsupportedModelError
+from geotrain.families.weights import Weight, gated_mlp, grouped_attention, matrix, norm
+
+
+class Family:
+    """A decoder as Llama's: RMSNorm before attention and MLP, rotary embeddings, grouped queries, SwiGLU, no biases.
+
+    A subclass states its names, and what is otherwise. It keeps no state, imports neither torch nor Megatron-core,
+    and answers the same whenever it is asked: servers, planner and workers ask it, each in a process of its own.
+    """
+
+    model_type: ClassVar[str]  # in config.json
+    transformers_class: ClassVar[str]  # that transformers loads it with
+    # Keys of config.json that must have this value where they are there: what else they may say is not built.
+    only: ClassVar[Mapping[str, Any]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    }
+    ffn_key: ClassVar[str] = "intermediate_size"  # of config.json: `Architecture.ffn_size`
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """Read a Hugging Face `config.json` (already parsed). Raises UnsupportedModelError.
+
+        Whatever would make transformers compute something else than Megatron-core does must be refused, so that an
+        exported checkpoint is the model that was trained.
+        """
+        rope = reading.rope_parameters(config)
+        reading.must_be(config, self.only)
+        if config.get("attention_dropout"):
+            raise UnsupportedModelError(
+                f"model config: attention_dropout = {config['attention_dropout']!r} is not supported; only 0.0"
+            )
+        heads, hidden = reading.whole(config, "num_attention_heads"), reading.whole(config, "hidden_size")
+        # Without a number, each head has its own keys and values.
+        kv_heads = reading.whole(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+        if heads % kv_heads:
+            raise UnsupportedModelError(
+                f"model config: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+            )
+        if not config.get("head_dim") and hidden % heads:
+            raise UnsupportedModelError(
+                f"model config: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; "
+                "set head_dim"
+            )
+        return Architecture(
+            model_type=self.model_type,
+            vocab_size=reading.whole(config, "vocab_size"),
+            hidden_size=hidden,
+            ffn_size=reading.whole(config, self.ffn_key),
+            layers=reading.whole(config, "num_hidden_layers", most=reading.MOST_LAYERS),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=reading.whole(config, "head_dim") if config.get("head_dim") else hidden // heads,
+            norm_eps=reading.number(config, "rms_norm_eps", 1e-6),
+            rope_theta=reading.number(rope if rope.get("rope_theta") else config, "rope_theta", 10000.0),
+            rope_scaling=reading.rope_scaling(config),
+            max_positions=reading.whole(config, "max_position_embeddings", 2048),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=False,
+            qkv_bias=False,
+            sliding_window=None,
+            init_std=reading.number(config, "initializer_range", 0.02),
+        )
+
+    def config_keys(self, a: Architecture) -> dict[str, Any]:
+        """What an exported config.json states beside the keys that all families have: transformers' defaults may
+        differ from what was trained."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def attention(self, a: Architecture, layer: int) -> Iterator[Weight]:
+        return grouped_attention(a)
+
+    def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
+        return gated_mlp(a, a.ffn_size)
+
+    def layer(self, a: Architecture, layer: int) -> Iterator[Weight]:
+        """A layer's weights in Hugging Face's order."""
+        yield norm("input_layernorm.weight", a.hidden_size, "input_layernorm.weight")
+        yield from self.attention(a, layer)
+        yield norm("post_attention_layernorm.weight", a.hidden_size, "pre_mlp_layernorm.weight")
+        yield from self.mlp(a, layer)
+
+    def weights(self, a: Architecture) -> Iterator[tuple[int | None, Weight]]:
+        """Every weight of the model once, in Hugging Face's order, with the number of its layer."""
+        yield None, self.embedding(a)
+        for i in range(a.layers):
+            yield from ((i, weight.of_layer(i, i)) for weight in self.layer(a, i))
+        yield None, self.final_norm(a)
+        if not a.tied_embeddings:
+            yield None, self.head(a)
+
+    def embedding(self, a: Architecture) -> Weight:
+        name, within = "model.embed_tokens.weight", "embedding.word_embeddings.weight"
+        return matrix(name, a.vocab_size, a.hidden_size, within, a.init_std)
+
+    def final_norm(self, a: Architecture) -> Weight:
+        return norm("model.norm.weight", a.hidden_size, "decoder.final_layernorm.weight")
+
+    def head(self, a: Architecture) -> Weight:
+        """Not asked for where it is the embedding."""
+        return matrix("lm_head.weight", a.vocab_size, a.hidden_size, "output_layer.weight", a.init_std)
+
+    # ------------------------------------------------------------------------------------------------ Megatron
+
+    def divided(self, a: Architecture) -> dict[str, int]:
+        """Keys of config.json with their values, each of which tensor parallelism must divide."""
+        return {
+            "num_attention_heads": a.heads,
+            "num_key_value_heads": a.kv_heads,
+            self.ffn_key: a.ffn_size,
+            "vocab_size": a.vocab_size,
+        }
+
+    def megatron(self, a: Architecture) -> dict[str, Any]:
+        """Fields of Megatron-core's TransformerConfig, beside those that follow from any Architecture
+        (`geotrain.inner.model`). The layer specification follows from them, too."""
+        return {}

@@ -1,0 +1,119 @@
+"""What a family states of each of its parameters, and the parts that families share. Plain data, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from geotrain.families.architecture import Architecture
+
+Init = Literal["normal", "ones", "zeros"]
+Cut = Literal["rows", "columns", "whole"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter under its Hugging Face name and shape, and where Megatron-core's model holds it.
+
+    name, within: inside a layer, both without its prefix.
+    init_std: standard deviation of its initial normal distribution (of "normal" only).
+    decays: whether weight decay applies (matrices and embeddings; not norms).
+    within: Megatron-core's name of the parameter that holds it (local layer specification). Several weights within
+        one lie in it in their order. Of experts, `{expert}` stands for the number among those of the rank.
+    cut: what tensor parallelism deals out: rows, columns, or nothing, so that every tensor rank has a copy.
+    pieces: its rows are dealt out in so many equal pieces, in turn with those of the others within the same
+        parameter; None: in as many as there are tensor ranks.
+    summed: when each tensor rank computes only a part of its gradient: under sequence parallelism, since each then
+        sees a part of the tokens only, or always.
+    expert: the number of the expert that it belongs to; None: to none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    within: str
+    init: Init
+    cut: Cut
+    init_std: float = 0.0
+    decays: bool = True
+    pieces: int | None = None
+    summed: Literal["never", "sequence", "always"] = "never"
+    expert: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def of_layer(self, canonical: int, local: int) -> Weight:
+        """With the prefixes of its layer: its number in the model, and on its pipeline stage."""
+        name, within = f"model.layers.{canonical}.{self.name}", f"decoder.layers.{local}.{self.within}"
+        return replace(self, name=name, within=within)
+
+
+def norm(name: str, size: int, within: str, per_head: bool = False) -> Weight:
+    """per_head: of queries or keys, of which a tensor rank sees its own heads only."""
+    return Weight(name, (size,), within, "ones", "whole", decays=False, summed="always" if per_head else "sequence")
+
+
+def matrix(
+    name: str, rows: int, columns: int, within: str, std: float, cut: Cut = "rows", pieces: int | None = None
+) -> Weight:
+    return Weight(name, (rows, columns), within, "normal", cut, init_std=std, pieces=pieces)
+
+
+def grouped_attention(a: Architecture) -> Iterator[Weight]:
+    """Attention with grouped queries (arXiv 2305.13245). Megatron-core's `linear_qkv` has, for each key-value head in
+    turn, the query heads that share it, itself, and its values."""
+    h, q, kv = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    qkv = "self_attention.linear_qkv"
+    for kind, rows in (("q", q), ("k", kv), ("v", kv)):
+        name = f"self_attn.{kind}_proj"
+        yield matrix(f"{name}.weight", rows, h, f"{qkv}.weight", a.init_std, pieces=a.kv_heads)
+        if a.qkv_bias:
+            yield Weight(f"{name}.bias", (rows,), f"{qkv}.bias", "zeros", "rows", decays=False, pieces=a.kv_heads)
+    yield matrix("self_attn.o_proj.weight", h, q, "self_attention.linear_proj.weight", a.residual_std, "columns")
+    if a.qk_norm:
+        for kind in "qk":
+            local = f"self_attention.{kind}_layernorm.weight"
+            yield norm(f"self_attn.{kind}_norm.weight", a.head_dim, local, per_head=True)
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated_mlp(
+    a: Architecture, size: int, name: str = "mlp", within: str = "mlp", names: tuple[str, str, str] = PROJECTIONS
+) -> Iterator[Weight]:
+    """SwiGLU (arXiv 2002.05202) of `size` elements between; Megatron-core's `linear_fc1` has gate and then up. names:
+    of gate, up and down."""
+    h, (gate, up, down) = a.hidden_size, names
+    yield matrix(f"{name}.{gate}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
+    yield matrix(f"{name}.{up}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
+    yield matrix(f"{name}.{down}.weight", h, size, f"{within}.linear_fc2.weight", a.residual_std, "columns")
+
+
+def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, str] = PROJECTIONS) -> Iterator[Weight]:
+    """A router, and the experts' MLPs one after the other."""
+    assert a.experts is not None
+    router = matrix(f"{name}.gate.weight", a.experts.count, a.hidden_size, "mlp.router.weight", a.init_std, "whole")
+    yield replace(router, summed="sequence")
+    for expert in range(a.experts.count):
+        within = "mlp.experts.local_experts.{expert}"
+        for weight in gated_mlp(a, a.ffn_size, f"{name}.experts.{expert}", within, names):
+            yield replace(weight, expert=expert)
+
+
+def expert_settings(a: Architecture) -> dict[str, object]:
+    """Fields of Megatron-core's TransformerConfig for `routed_experts` behind a softmax."""
+    assert a.experts is not None
+    return {
+        "num_moe_experts": a.experts.count,
+        "moe_ffn_hidden_size": a.ffn_size,
+        "moe_router_topk": a.experts.per_token,
+        "moe_router_pre_softmax": not a.experts.normalized,  # the softmax of the chosen only has a sum of 1
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if a.experts.aux_loss else "none",
+        "moe_aux_loss_coeff": a.experts.aux_loss,
+        "moe_z_loss_coeff": a.experts.z_loss or None,
+    }

@@ -1,0 +1,37 @@
+"""What every model family keeps: its names and shapes for ever, and one way to say them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from geotrain.families import FAMILIES, architecture_from_hf
+from geotrain.layout import canonical_parameters, digest
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,  # of those that have any, as the next two
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+DIGESTS = {
+    "llama": "99187fc9993c8f11",
+    "qwen2": "1fbeb3c3ef5aac3f",
+    "qwen3": "6d37c0e627b50cb3",
+    "mistral": "99187fc9993c8f11",
+    "qwen3_moe": "b3986efd1bb62d41",
+    "mixtral": "39d738d3bc1390ee",
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_names_and_shapes_never_change(model_type: str) -> None:
+    """Checkpoints, snapshots and the servers of running runs know elements by them."""
+    config: dict[str, Any] = {**BASE, "model_type": model_type}
+    assert digest(canonical_parameters(architecture_from_hf(config))) == DIGESTS[model_type]
