@@ -15,6 +15,7 @@ from tests.support.cuda_emulator import Cuda, Event, Stream
 from tests.support.inner_worlds import LLAMA, deepspeed_block, masters, micro_batches, run_world, start, stop
 
 MODEL = {**LLAMA, "num_hidden_layers": 1}
+STREAMS = ("Stream", "current_stream", "stream")
 FORMS = ("exact", "int4", "local", "stale", "none")
 
 
@@ -25,7 +26,7 @@ def run(cuda: Cuda, form: str, folder: Path | None = None) -> None:
     from geotrain.inner import platform
 
     # What takes CUDA's place for Megatron-core on a CPU takes it from all threads.
-    stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in ("Stream", "current_stream", "stream")]
+    stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
     gpu = SimpleNamespace(HAS_CUDA=True, backend=lambda: "gloo", device=lambda: torch.device("cpu"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(communication_thread, "platform", gpu))
@@ -111,3 +112,38 @@ def test_what_is_left_out_is_found() -> None:
     assert any("stream 1" in f and "does not wait for training" in f for f in found["communication"]), found
     assert any("training" in f and "does not wait for stream 1" in f for f in found["compute"]), found
     assert any("acco/prediction.py" in f for f in found["gradients"]), found
+
+
+def waits() -> dict[str, list[str]]:
+    """By kind of engine: where a thread of the host waits for the device in a step."""
+    from geotrain.inner import platform
+
+    stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
+    found = {}
+    for kind, stage, more in (("ZeRO-1", 1, {}), ("ZeRO-1 in bf16", 1, {"bf16": {"enabled": True}}), ("fp32", 0, {})):
+        cuda = Cuda()
+        engine = start(MODEL, ParallelConfig(), deepspeed_block(stage, micro=4, **more))
+        given = [micro_batches(engine, step) for step in range(2)]
+        with cuda.emulated(), mock.patch.object(platform, "_cpu_stand_ins", lambda: stand_ins):
+            for step, batches in enumerate(given):
+                cuda.on_host(*batches)
+                cuda.syncs.clear()  # of the step before, which makes what a first one makes
+                result = engine.train_step(batches, step)
+            found[kind] = list(cuda.syncs)
+            cuda.syncs.clear()
+            assert result.loss > 0 and result.grad_norm > 0
+            found[f"{kind}, its numbers"] = list(cuda.syncs)
+            assert not cuda.faults, cuda.faults
+        stop(engine)
+    return found
+
+
+def test_a_step_waits_for_the_device_once_at_most() -> None:
+    """Where a norm that is not finite must skip the update; its numbers wait when one of them is asked for."""
+    (found,) = run_world(1, waits)
+    places = {kind: [where.rpartition(" ")[2] for where in waited] for kind, waited in found.items()}
+    norm, numbers = ["OverlappedZero1.step"], ["GeoEngine.train_step.<locals>.<lambda>"]
+    assert places == {
+        **{"ZeRO-1": norm, "ZeRO-1 in bf16": norm, "fp32": []},
+        **{f"{kind}, its numbers": numbers for kind in ("ZeRO-1", "ZeRO-1 in bf16", "fp32")},
+    }

@@ -278,8 +278,13 @@ class Cuda:
             for tensor, is_write in accessed:
                 self._note(tensor, timeline, epoch, is_write, where)
             if on_device and blocks and not where.endswith(self._only_on_cpu):
-                self.syncs.append(where)
-                self.thread.learn(timeline.clock)
+                self.wait(where)
+
+    def wait(self, where: str) -> None:
+        """This thread waits for the current stream."""
+        with self.lock:
+            self.syncs.append(where)
+            self.thread.learn(self.current_stream().clock)
 
     def _note(self, tensor: Tensor, timeline: Timeline, epoch: int, writes: bool, where: str) -> None:
         if not tensor.numel():
@@ -352,6 +357,12 @@ class _Functions(TorchFunctionMode):
                 return self._moved(args[0], on_host=False, blocks=not kwargs.get("non_blocking"))
         if func is torch.Tensor.cpu and not cuda.memory(args[0]).on_host:
             return self._moved(args[0], on_host=True, blocks=True)
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and kwargs.get("device") is not None
+            and not torch.is_tensor(args[0])
+        ):
+            cuda.wait(f"{name} at {_where()}")  # it copies from memory that is not pinned
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
             # An array's elements can be written, too.
             cuda.operation(name, *(([], [args[0]]) if func is torch.Tensor.numpy else ([args[0]], [])), blocks=True)
