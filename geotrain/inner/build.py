@@ -119,6 +119,8 @@ def parameter_groups(
     muon = isinstance(settings, MuonSettings)
     groups: dict[tuple[bool, ...], dict[str, Any]] = {}
     for parameter, place in placed:
+        if place.counted:
+            continue
         matrix = muon and place.is_hidden_matrix
         key = (matrix, place.expert, not place.decays, place.sums_over_tp)
         lr, decay = settings.lr if matrix else settings.rate_of_the_rest, settings.weight_decay * place.decays
