@@ -56,7 +56,7 @@ class Applied:
 
 
 def main() -> int:
-    args = command_line(__doc__).parse_args()
+    args = command_line(__doc__, quick={}).parse_args()
     why_not = wan.cannot_emulate()
     if why_not:
         print(f"agreement: {why_not}", file=sys.stderr)
@@ -64,7 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="geotrain-agreement-") as folder:
         files = make_world(Path(folder))
         result = compared(simulated(files), launched(files))
-    report("agreement", result, args, units_by_ending({"_s": "s"}))
+    report("agreement", result, args, units_by_ending({"_s": "s"}), timed=False)
     return 0
 
 

@@ -92,7 +92,7 @@ def ours() -> OuterConfig:
 
 
 def main() -> None:
-    parser = command_line(__doc__, recorded=False)
+    parser = command_line(__doc__, recorded=False, quick={})
     parser.add_argument("--docs", action="store_true", help="renew the table of docs/evidence.md")
     arguments = parser.parse_args()
     found: dict[str, Row] = {}

@@ -56,7 +56,9 @@ def speed(codec: Codec, numel: int, rounds: int, device: str) -> dict[str, float
         work[f"copy_{name}"] = lambda source=source, target=target: target.copy_(source)
     times = alternate(work, rounds, device)
     suffix = "vs_memcpy" if on_host else "vs_copy_bandwidth"
-    result = {f"{name}_{suffix}": ratio(times[f"copy_{name}"], times[name]) for name in touched}
+    result: dict[str, float] = {}
+    for name in touched:
+        result |= ratio(f"{name}_{suffix}", times[f"copy_{name}"], times[name])
     result[f"{'memcpy' if on_host else 'copy'}_gb_s"] = touched["encode"] / median(times["copy_encode"]) / 1e9
     result[f"encode_{'cpu' if on_host else 'gpu'}_gb_s"] = touched["encode"] / median(times["encode"]) / 1e9
     return result
@@ -85,7 +87,7 @@ def resources(config: CodecConfig) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"numel": 1 << 18, "rounds": 3, "no_triton": True})
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the timed tensors")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--delta", type=Path, help="a saved delta; without it a small model is trained")

@@ -1,4 +1,5 @@
-"""Shared by the benchmarks: command lines, alternating timings, what machine this is, and rows of results.csv."""
+"""Shared by the benchmarks: command lines, alternating timings with their intervals, what machine this is and who
+else uses it, and rows of results.csv."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import argparse
 import csv
 import io
 import json
+import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,9 +28,30 @@ RESULTS = ROOT / "benchmarks" / "results.csv"
 COLUMNS = ("date", "benchmark", "metric", "value", "unit", "hardware", "versions", "note")
 
 
-def command_line(doc: str | None, recorded: bool = True) -> argparse.ArgumentParser:
-    """A parser that shows the module's docstring. recorded: with the options that `report` reads."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+BUSY = 0.1  # the share of the processors that others may take while something is timed
+
+
+class CommandLine(argparse.ArgumentParser):
+    """With `--quick`, the defaults are those of `quick`: what is stated beside it holds."""
+
+    quick: dict[str, Any] | None = None
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.quick is not None and "--quick" in (sys.argv[1:] if args is None else args):
+            self.set_defaults(**self.quick)
+        found = super().parse_args(args, namespace)
+        if self.quick is not None and found.quick and getattr(found, "record", False):
+            self.error("--quick gives no figures to --record")
+        return found
+
+
+def command_line(doc: str | None, recorded: bool = True, quick: dict[str, Any] | None = None) -> CommandLine:
+    """A parser that shows the module's docstring. recorded: with the options that `report` reads. quick: with the
+    option `--quick`, and these defaults then, by which the program ends within a minute."""
+    parser = CommandLine(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.quick = quick
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help="within a minute, to see that everything works")
     if recorded:
         parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/results.csv")
         parser.add_argument("--note", default="", help="goes into the recorded rows")
@@ -41,11 +65,18 @@ def report(
     units: Callable[[str], str],
     note: str = "",
     left_out: Sequence[str] = (),
+    timed: bool = True,
 ) -> None:
     """Record the results if the command line asks for it, all but the keys in left_out, and print them as JSON.
 
-    note: what the rows say in any case, before the --note of the command line.
+    note: what the rows say in any case, before the --note of the command line. `others_share` goes with the results.
+    timed: others' use of the processors spoils the figures; where they took too much nothing is recorded, and
+    SystemExit raised.
     """
+    results = {**results, "others_share": others_share()}
+    if options.record and timed and (share := results["others_share"] or 0.0) > BUSY:
+        print(json.dumps(results), flush=True)
+        sys.exit(f"{benchmark}: not recorded: other processes took {share:.0%} of the processors; at most {BUSY:.0%}")
     if options.record:
         kept = {key: value for key, value in results.items() if key not in left_out}
         record(benchmark, kept, units, "; ".join(filter(None, (note, options.note))))
@@ -122,9 +153,43 @@ def alternate(
     return times
 
 
-def ratio(slower_is_less: Sequence[float], times: Sequence[float]) -> float:
-    """Median over the rounds of reference time / time: 1 is as fast as the reference, more is faster."""
-    return median(reference / own for reference, own in zip(slower_is_less, times, strict=True))
+def ratio(name: str, reference: Sequence[float], times: Sequence[float]) -> dict[str, float]:
+    """Of reference time / time in each round: 1 is as fast as the reference, more is faster. As `spread` gives it."""
+    return spread(name, [theirs / own for theirs, own in zip(reference, times, strict=True)])
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median and, as `name`_low and `name`_high, its 95 % interval from order statistics: as wide as there is where
+    values are too few for it."""
+    ordered, n, k, tail = sorted(values), len(values), 0, 0.0
+    while (tail := tail + math.comb(n, k) / 2**n) <= 0.025:
+        k += 1
+    k = max(k - 1, 0)
+    return {name: median(values), f"{name}_low": ordered[k], f"{name}_high": ordered[n - 1 - k]}
+
+
+def others_share() -> float | None:
+    """The share of all processors' time since this program began that other programs, and the machine's host, took:
+    neither this one nor children that it has waited for. None where the system does not say."""
+    if _BEGAN is None or (now := _processor_s()) is None:
+        return None
+    busy_s, own_s, at_s = (after - before for after, before in zip(now, _BEGAN, strict=True))
+    return round(max(0.0, busy_s - own_s) / (max(at_s, 1e-3) * (os.cpu_count() or 1)), 4)
+
+
+def _processor_s() -> tuple[float, float, float] | None:
+    """Seconds of processor time that were used on this machine, those of this program, and the time."""
+    try:
+        counts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, counts)
+    own = os.times()
+    used = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return used, own.user + own.system + own.children_user + own.children_system, time.monotonic()
+
+
+_BEGAN = _processor_s()
 
 
 def triton_resources(call: Callable[[], object]) -> dict[str, dict[str, int]]:

@@ -46,14 +46,13 @@ def speed(name: str, numel: int, rounds: int, device: str) -> dict[str, float]:
     if device == "cpu":
         own = {"copy": copy, "own": lambda: call(cpu, *arguments)}
         times = alternate({**own, "torch": lambda: call(reference, *arguments)}, rounds)
-        compared = {"vs_torch": ratio(times["torch"], times["own"])}
-        return {"vs_memcpy": ratio(times["copy"], times["own"]), **compared}
+        return ratio("vs_memcpy", times["copy"], times["own"]) | ratio("vs_torch", times["torch"], times["own"])
     times = alternate({"copy": copy, "own": lambda: call(triton_ops, *arguments)}, rounds, device)
-    return {"vs_copy_bandwidth": ratio(times["copy"], times["own"])}
+    return ratio("vs_copy_bandwidth", times["copy"], times["own"])
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"numel": 1 << 18, "rounds": 3, "no_triton": True})
     parser.add_argument("--numel", type=int, default=1 << 23, help="elements of the timed tensors")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-triton", action="store_true", help="do not compile the Triton kernels")

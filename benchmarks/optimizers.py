@@ -17,7 +17,6 @@ share_of_training   flops over 6·N·tokens, those of a training step of N param
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
-from benchmarks.common import alternate, command_line, report, units_by_ending
+from benchmarks.common import alternate, command_line, report, spread, units_by_ending
 from geotrain import kernels
 from geotrain.config import architecture_from_hf, read_json
 from geotrain.kernels import QUINTIC, AdamStep
@@ -104,15 +103,6 @@ def split(parameters: Iterable[Parameter]) -> tuple[Shapes, int]:
     return shapes, rest
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Median and, from order statistics, its 95 % interval: as wide as there is where rounds are too few for it."""
-    ordered, n, k, tail = sorted(values), len(values), 0, 0.0
-    while (tail := tail + math.comb(n, k) / 2**n) <= 0.025:
-        k += 1
-    k = max(k - 1, 0)
-    return {name: median(values), f"{name}_low": ordered[k], f"{name}_high": ordered[n - 1 - k]}
-
-
 def measure(parameters: Sequence[Parameter], rounds: int, device: str) -> dict[str, Any]:
     shapes, rest = split(parameters)
     numel = sum(p.numel for p in parameters)
@@ -165,7 +155,7 @@ def load(name: str) -> list[Parameter]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"rounds": 2})
     parser.add_argument(
         "models",
         nargs="*",

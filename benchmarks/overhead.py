@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import ROOT
-from benchmarks.common import command_line, report, units_by_ending
+from benchmarks.common import command_line, report, spread, units_by_ending
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch.check import free_ports
 from geotrain.layout import layout_of
@@ -36,9 +36,11 @@ if TYPE_CHECKING:  # they take seconds to import, and the environment must be se
 
 TEXT_BYTES = 1_500_000
 
+RATIO = dict.fromkeys(("ratio", "_low", "_high"), "ratio")
+
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"pairs": 2})
     parser.add_argument("--pairs", type=int, default=12, help="jobs timed with and without the outer loop")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
     parser.add_argument("--own-loop", action="store_true", help="of a plain torch loop with geotrain.OuterLoop")
@@ -49,7 +51,7 @@ def main() -> None:
         "overhead_own_loop" if args.own_loop else "overhead",
         result,
         args,
-        units_by_ending({"_with": "tokens/s", "_without": "tokens/s", "ratio": "ratio"}, "count"),
+        units_by_ending({**dict.fromkeys(("_with", "_without"), "tokens/s"), **RATIO}, "count"),
     )
 
 
@@ -204,7 +206,7 @@ def figures(seconds: dict[bool, list[float]], run: RunConfig, pairs: int) -> dic
     """What is reported of jobs that took so long with (True) and without the outer loop."""
     ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
     return {
-        "throughput_ratio": round(statistics.median(ratios), 4),
+        **{name: round(value, 4) for name, value in spread("throughput_ratio", ratios).items()},
         **speeds(seconds, run),
         "local_steps": run.outer.local_steps,
         "parameters": layout_of(run).numel,

@@ -23,7 +23,7 @@ NUMEL, STEPS = 70 * 10**9, 10**9  # more steps than there is time for
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"regions": 10, "workers": 10})
     parser.add_argument("--regions", type=int, default=100)
     parser.add_argument("--workers", type=int, default=100, help="of each region")
     parser.add_argument("--hours", type=float, default=24.0)

@@ -16,8 +16,6 @@ ns_per_parameter, torch_ns_per_parameter
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from math import fsum, inf, sqrt
@@ -26,7 +24,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.common import ratio, record
+from benchmarks.common import command_line, ratio, report
 from geotrain.config import CodecConfig, HalosConfig, codec_config, rule_config
 from geotrain.outer.codec import Codec, make_codec
 from geotrain.outer.downlink import WeightsSender, from_bytes, to_bytes
@@ -132,17 +130,13 @@ def measure(numel: int, codec: CodecConfig, rounds: int) -> dict[str, object]:
     assert servers["own"].decode_and_norm() / servers["torch"].decode_and_norm() - 1 < 1e-6
     torch.testing.assert_close(servers["own"].state.x, servers["torch"].x, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
     own, old = ([sum(times) for times in stages[name]] for name in ("own", "torch"))
-    speedups = sorted(b / a for a, b in zip(own, old, strict=True))
-    outside = max(0, int((rounds - 1.96 * rounds**0.5) / 2))  # order statistics around a median
     per_stage = {
         name: {stage: 1e9 * median(t[i] for t in times) / numel for i, stage in enumerate(STAGES)}
         for name, times in stages.items()
     }
     return {
-        "speedup_over_torch": median(speedups),
-        "speedup_over_torch_low": speedups[outside],
-        "speedup_over_torch_high": speedups[-1 - outside],
-        "vs_memcpy": ratio(copies, own),
+        **ratio("speedup_over_torch", old, own),
+        **ratio("vs_memcpy", copies, own),
         "ns_per_parameter": per_stage["own"],
         "torch_ns_per_parameter": per_stage["torch"],
     }
@@ -155,22 +149,18 @@ def elapsed(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, quick={"numel": 1 << 21, "rounds": 3})
     parser.add_argument("--numel", type=int, default=1 << 25)
     parser.add_argument("--codec", default="bf16", help="of both directions")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--record", action="store_true", help="append the figures to benchmarks/results.csv")
-    parser.add_argument("--note", default="", help="goes into the recorded rows")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     result = measure(options.numel, codec_config(options.codec), options.rounds)
     for key, value in result.items():
         print(key, value)
-    if options.record:
-        note = ", ".join(filter(None, (f"{options.codec}, {options.numel} elements", options.note)))
-        record("server", result, lambda metric: "ns" if "ns_per" in metric else "ratio", note)
-    print(json.dumps(result))
+    note = f"{options.codec}, {options.numel} elements"
+    report("server", result, options, lambda metric: "ns" if "ns_per" in metric else "ratio", note)
 
 
 if __name__ == "__main__":

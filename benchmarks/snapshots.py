@@ -160,7 +160,7 @@ async def measured(run: Run, snapshots: int, clone: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"layers": 4, "numel": 1 << 20, "snapshots": 2})
     parser.add_argument("--layers", type=int, default=16, help="each is a fragment")
     parser.add_argument("--numel", type=int, default=1 << 22, help="elements of a layer")
     parser.add_argument("--snapshots", type=int, default=5)

@@ -39,10 +39,10 @@ from torch import Tensor
 from geotrain.files import make_folder, out_of_room, sync
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
-from geotrain.inner.shards import OwnedShard, set_step_count, step_count
+from geotrain.inner.shards import OwnedShard
 from geotrain.layout import StridedSlice, canonical_parameters, digest
 from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import moments
+from geotrain.optimizers.updates import moments, set_step_count, step_count
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -336,8 +336,9 @@ def _kind(engine: GeoEngine) -> str:
 
 def _layout(engine: GeoEngine) -> dict[str, Any]:
     mesh = engine.mesh
-    layout = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "data": mesh.dp_size, "cuda": platform.HAS_CUDA}
-    return layout | ({"expert": mesh.ep_size} if mesh.ep_size > 1 else {})  # as checkpoints have it from before
+    layout = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "data": mesh.replicas, "cuda": platform.HAS_CUDA}
+    newer = {"expert": mesh.ep_size, "context": mesh.cp_size}  # left out where 1, as checkpoints have it from before
+    return layout | {name: size for name, size in newer.items() if size > 1}
 
 
 # ---------------------------------------------------------------------------------------------------- reading

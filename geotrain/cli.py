@@ -263,11 +263,15 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Samples, or examples a task, at most.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="At a time.")] = 16,
+    inside_documents: Annotated[
+        bool, typer.Option("--inside-documents", help="With --data, as trained with data.attention = document.")
+    ] = False,
 ) -> None:
     """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
     from geotrain.commands.evaluate import measure
 
-    print(json.dumps(measure(folder, data, tasks, sequence_length, limit, batch, task_folder), indent=2))
+    said = measure(folder, data, tasks, sequence_length, limit, batch, task_folder, inside_documents)
+    print(json.dumps(said, indent=2))
 
 
 @app.command(
@@ -339,7 +343,7 @@ def probe_site() -> None:
 def dry_run(
     run: RunFile,
     cluster: ClusterFile,
-    ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Try also whether ssh reaches the hosts.")] = False,
+    ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Look at all other hosts, too.")] = False,
     changes: Changes = None,
 ) -> None:
     """Check both files together; print memory a rank, bytes an exchange, and all that `launch` would refuse here.

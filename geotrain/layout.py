@@ -113,7 +113,7 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
     with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
     """
     weights = family_of(a.model_type).weights(a)
-    return [Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays, w.counted) for i, w in weights]
+    return [Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays, w.untrained) for i, w in weights]
 
 
 def parameter_count(architecture: Architecture) -> int:

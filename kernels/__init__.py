@@ -9,6 +9,7 @@ cpu, csrc/       C with OpenMP, and the calls into it; matrix products go to tor
 
 from geotrain.kernels.dispatch import (
     adam_step,
+    add_decoded,
     dequantize,
     merge,
     orthogonalize,
@@ -24,6 +25,7 @@ __all__ = [
     "Coefficients",
     "OuterStep",
     "adam_step",
+    "add_decoded",
     "dequantize",
     "merge",
     "orthogonalize",

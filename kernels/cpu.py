@@ -131,6 +131,13 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, s
     )
 
 
+def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
+    """As `reference.add_decoded`."""
+    wide = base.to(torch.float32, copy=True)
+    dequantize(payload, wide, spec, weight)
+    out.copy_(wide)
+
+
 def payload_ok(payload: Tensor, numel: int, spec: Spec) -> bool:
     """As `reference.payload_ok`."""
     payload = _aligned(payload)

@@ -12,23 +12,32 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import cpu, reference
-from geotrain.kernels.layout import SQUARES_BLOCK, Spec
+from geotrain.kernels.layout import GRIDS, SQUARES_BLOCK, Spec
 from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
 
 LOW_PRECISION = (torch.float32, torch.bfloat16)
 
 
 def quantize(
-    values: Tensor, spec: Spec, *, anchor: Tensor | None = None, residual: Tensor | None = None, seed: int = 0
+    values: Tensor,
+    spec: Spec,
+    *,
+    anchor: Tensor | None = None,
+    residual: Tensor | None = None,
+    seed: int = 0,
+    payload: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Code v = (anchor −) values + decay · residual in one pass; residual becomes v − decoded, in place.
 
     values: fp32 or bf16; anchor and residual: fp32, of the same size. Returns (payload: uint8, 1-D; whether all was
     finite, 0-d bool). A block that is not finite gets a NaN scale and keeps its residual.
+    payload: where to write it, of the right size; None: to new memory.
     """
     values = values.detach()
     _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": residual})
-    payload = torch.empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    if payload is None:
+        payload = torch.empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    _check_payload("quantize", payload, values, spec)
     flat_anchor, flat_residual = (None if t is None else t.view(-1) for t in (anchor, residual))
     return payload, _pick(values).quantize(values.view(-1), payload, spec, flat_anchor, flat_residual, seed)
 
@@ -42,13 +51,23 @@ def dequantize(
     shorter. They are finite exactly when these elements are. Bits depend on neither threads nor vector width.
     """
     _check("dequantize", out, {"out": out})
-    wanted = spec.encoded_bytes(out.numel())
-    if payload.dtype != torch.uint8 or payload.numel() != wanted or payload.device != out.device:
-        raise ValueError(f"dequantize: payload must be {wanted} bytes (uint8) on {out.device}, is {_tell(payload)}")
+    _check_payload("dequantize", payload, out, spec)
     if squares is not None:
         like = out.view(-1)[::SQUARES_BLOCK]  # one for each of them
         _check("dequantize", like, {"squares": (squares, (torch.float64,))})
     _pick(out).dequantize(payload, out.view(-1), spec, weight, squares)
+
+
+def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
+    """out = base + weight · decoded, summed in fp32. base, out: fp32 or bf16, contiguous, apart or the same.
+
+    Of int8 and the 4-bit formats. On a GPU it is one pass, where `dequantize` takes fp32 only.
+    """
+    _check("add_decoded", out, {"base": (base, LOW_PRECISION), "out": (out, LOW_PRECISION)})
+    _check_payload("add_decoded", payload, out, spec)
+    if spec.format not in GRIDS:
+        raise ValueError(f"add_decoded: format {spec.format!r} is not one of {', '.join(GRIDS)}")
+    _pick(out).add_decoded(payload, base.view(-1), out.view(-1), spec, weight)
 
 
 def payload_ok(payload: Tensor, numel: int, spec: Spec) -> bool:
@@ -164,6 +183,12 @@ def _check(op: str, like: Tensor, tensors: dict[str, Tensor | tuple[Tensor, tupl
             raise ValueError(f"{op}: {name} must be contiguous {wanted}, is {_tell(tensor)}")
         if tensor.numel() != like.numel() or tensor.device != like.device:
             raise ValueError(f"{op}: {name} must have {like.numel()} elements on {like.device}, is {_tell(tensor)}")
+
+
+def _check_payload(op: str, payload: Tensor, like: Tensor, spec: Spec) -> None:
+    wanted = spec.encoded_bytes(like.numel())
+    if payload.dtype != torch.uint8 or payload.shape != (wanted,) or payload.device != like.device:
+        raise ValueError(f"{op}: payload must be {wanted} bytes (uint8) on {like.device}, is {_tell(payload)}")
 
 
 def _tell(tensor: Tensor) -> str:

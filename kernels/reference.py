@@ -76,6 +76,13 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, s
         squares.copy_(sum_of_squares(out))
 
 
+def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
+    """out = base + weight · decoded, summed in fp32. All 1-D: base and out fp32 or bf16, `out` may be `base`."""
+    wide = base.to(torch.float32, copy=True)
+    dequantize(payload, wide, spec, weight)
+    out.copy_(wide)
+
+
 def sum_of_squares(x: Tensor) -> Tensor:
     """fp64: the sum of squares of each SQUARES_BLOCK elements of `x` (fp32, 1-D), the last block being shorter.
 

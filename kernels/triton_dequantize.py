@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,9 +27,9 @@ def signed_value(code, scale, MANTISSA: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "rows"])
 def dequantize_dense(
-    scales, codes, out, first, rows, numel, weight,
+    scales, codes, base, out, first, rows, numel, weight,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, SCALE_SHIFT: tl.constexpr,
-    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, BASE_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
 ):  # fmt: skip
     """Blocks [first, first + rows)."""
     WIDTH: tl.constexpr = BLOCK // 2 if PACKED else BLOCK
@@ -46,13 +48,14 @@ def dequantize_dense(
             half = (length + 1) // 2
             low_mask, high_mask = mask & (j < half), mask & (half + j < length)
         byte = tl.load(codes + block * WIDTH + j, mask=low_mask, other=0).to(tl.int32)
-        put(out, start + j, low_mask, signed_value(byte & 15, scale, MANTISSA), weight, ACCUMULATE)
-        put(out, start + half + j, high_mask, signed_value(byte >> 4, scale, MANTISSA), weight, ACCUMULATE)
+        low, high = signed_value(byte & 15, scale, MANTISSA), signed_value(byte >> 4, scale, MANTISSA)
+        put(base, out, start + j, low_mask, low, weight, ACCUMULATE, BASE_BF16, OUT_BF16)
+        put(base, out, start + half + j, high_mask, high, weight, ACCUMULATE, BASE_BF16, OUT_BF16)
     else:
         if TAIL:
             mask = mask & (start + j < numel)
         code = tl.load(codes + start + j, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-        put(out, start + j, mask, code * scale, weight, ACCUMULATE)
+        put(base, out, start + j, mask, code * scale, weight, ACCUMULATE, BASE_BF16, OUT_BF16)
 
 
 @triton.jit
@@ -64,7 +67,7 @@ def dequantize_plain(codes, out, numel, weight, ELEMENTS: tl.constexpr, WIDE: tl
         value = as_float(code)
     else:
         value = as_float(code << 16)
-    put(out, at, at < numel, value, weight, ACCUMULATE)
+    put(out, out, at, at < numel, value, weight, ACCUMULATE)
 
 
 @triton.jit
@@ -82,8 +85,7 @@ def sum_of_squares(x, numel, squares, BLOCK: tl.constexpr, LANES: tl.constexpr):
 def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
     """As `reference.dequantize`, on the current stream, without waiting for the device."""
     payload = payload if payload.data_ptr() % 16 == 0 else payload.clone()  # a slice of a received buffer
-    numel, rows_each = out.numel(), max(ELEMENTS // spec.block, 1)
-    common = {"weight": weight or 0.0, "ACCUMULATE": weight is not None, "enable_fp_fusion": False}
+    numel, common = out.numel(), _common(weight)
     if spec.format == "topk2":
         triton_topk.launch_dequantize(payload, out, spec, common)
     elif spec.format in ("fp32", "bf16"):
@@ -93,15 +95,7 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, s
                 payload.view(torch.int32 if wide else torch.int16), out, numel, ELEMENTS=ELEMENTS, WIDE=wide, **common
             )
     else:
-        grid = GRIDS[spec.format]
-        scales = payload[: spec.blocks(numel) * spec.scale_bytes].view(STORED[spec.scale_bytes])
-        codes = payload[spec.codes_offset(numel) :]
-        for first, rows, length in spec.groups(numel):
-            rows_of = rows_each if length == spec.block else 1
-            dequantize_dense[(triton.cdiv(rows, rows_of),)](
-                scales, codes, out, first, rows, numel, BLOCK=spec.block, ROWS=rows_of, TAIL=length < spec.block,
-                MANTISSA=grid.mantissa, SCALE_SHIFT=SCALE_SHIFT[spec.scale], PACKED=grid.bits == 4, **common,
-            )  # fmt: skip
+        _launch_dense(payload, out, out, spec, common)
     if squares is not None and numel:
         lanes = torch.empty(squares.numel(), SQUARES_LANES, dtype=torch.float64, device=out.device)
         sum_of_squares[(squares.numel(),)](
@@ -111,3 +105,29 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, s
             low, high = lanes.chunk(2, dim=1)
             lanes = low + high
         squares.copy_(lanes.view(-1))
+
+
+def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
+    """As `reference.add_decoded`, on the current stream, without waiting for the device."""
+    payload = payload if payload.data_ptr() % 16 == 0 else payload.clone()
+    _launch_dense(payload, base, out, spec, _common(weight))
+
+
+def _common(weight: float | None) -> dict[str, Any]:
+    return {"weight": weight or 0.0, "ACCUMULATE": weight is not None, "enable_fp_fusion": False}
+
+
+def _launch_dense(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, common: dict[str, Any]) -> None:
+    """int8 and the 4-bit formats."""
+    grid, numel = GRIDS[spec.format], out.numel()
+    scales = payload[: spec.blocks(numel) * spec.scale_bytes].view(STORED[spec.scale_bytes])
+    codes = payload[spec.codes_offset(numel) :]
+    base_bf16, out_bf16 = base.dtype == torch.bfloat16, out.dtype == torch.bfloat16
+    base, out = base.view(torch.int16) if base_bf16 else base, out.view(torch.int16) if out_bf16 else out
+    for first, rows, length in spec.groups(numel):
+        rows_of = max(ELEMENTS // spec.block, 1) if length == spec.block else 1
+        dequantize_dense[(triton.cdiv(rows, rows_of),)](
+            scales, codes, base, out, first, rows, numel, BLOCK=spec.block, ROWS=rows_of, TAIL=length < spec.block,
+            MANTISSA=grid.mantissa, SCALE_SHIFT=SCALE_SHIFT[spec.scale], PACKED=grid.bits == 4,
+            BASE_BF16=base_bf16, OUT_BF16=out_bf16, **common,
+        )  # fmt: skip

@@ -57,26 +57,32 @@ def read_meant(
 
 
 @triton.jit
-def put(out, at, mask, value, weight, ACCUMULATE: tl.constexpr):
-    """out = value, or out += weight · value."""
-    if ACCUMULATE:
-        value = tl.load(out + at, mask=mask, other=0.0) + weight * value
-    tl.store(out + at, value, mask=mask)
-
-
-@triton.jit
-def note_bad(bad, is_bad):
-    """Set the launch's one flag where any of is_bad is true."""
-    found = tl.max(tl.ravel(is_bad.to(tl.int32)), axis=0)
-    tl.atomic_or(bad, found, mask=found != 0, sem="relaxed")
-
-
-@triton.jit
 def to_bf16(x):
     """int16 bits of x rounded to bf16, half to even; NaN stays NaN."""
     bits = as_int(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & MAGNITUDE) > INFINITY_BITS, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def put(
+    base, out, at, mask, value, weight,
+    ACCUMULATE: tl.constexpr, BASE_BF16: tl.constexpr = False, OUT_BF16: tl.constexpr = False,
+):  # fmt: skip
+    """out = value, or out = base + weight · value; `base` may be `out`."""
+    if ACCUMULATE:
+        value = read_float(base, at, mask, BASE_BF16) + weight * value
+    if OUT_BF16:
+        tl.store(out + at, to_bf16(value), mask=mask)
+    else:
+        tl.store(out + at, value, mask=mask)
+
+
+@triton.jit
+def note_bad(finite, is_bad):
+    """Clear the launch's one flag, which was 1, where any of is_bad is true."""
+    found = tl.max(tl.ravel(is_bad.to(tl.int32)), axis=0)
+    tl.atomic_and(finite, 0, mask=found != 0, sem="relaxed")
 
 
 @triton.jit

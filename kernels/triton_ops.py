@@ -1,8 +1,8 @@
 """The Triton kernels under the names of `reference`, for dispatch and tests."""
 
-from geotrain.kernels.triton_dequantize import dequantize
+from geotrain.kernels.triton_dequantize import add_decoded, dequantize
 from geotrain.kernels.triton_orthogonalize import orthogonalize
 from geotrain.kernels.triton_quantize import quantize
 from geotrain.kernels.triton_update import adam, merge, outer_update
 
-__all__ = ["adam", "dequantize", "merge", "orthogonalize", "outer_update", "quantize"]
+__all__ = ["adam", "add_decoded", "dequantize", "merge", "orthogonalize", "outer_update", "quantize"]

@@ -66,13 +66,13 @@ def nibble(code, v):
 
 @triton.jit(do_not_specialize=["first", "rows", "seed"])
 def quantize_dense(
-    values, anchor, residual, scales, codes, bad,
+    values, anchor, residual, scales, codes, all_finite,
     first, rows, numel, padding, decay, inverse_level, seed,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES_BF16: tl.constexpr,
     ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, first + rows). bad: set where a block was not finite."""
+    """Blocks [first, first + rows). all_finite: cleared where a block was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (first + row).to(tl.int64)
@@ -93,7 +93,7 @@ def quantize_dense(
     m23 = tl.maximum(as_int(v2) & MAGNITUDE, as_int(v3) & MAGNITUDE)
     largest = tl.max(tl.maximum(m01, m23), axis=1)[:, None]
     finite = largest < INFINITY_BITS
-    note_bad(bad, ~finite)
+    note_bad(all_finite, ~finite)
 
     rounding: tl.constexpr = (1 << SCALE_SHIFT) - 1
     bits = (as_int(as_float(largest) * inverse_level) + rounding) & ~rounding
@@ -154,11 +154,11 @@ def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "seed"])
 def quantize_plain(
-    values, anchor, residual, codes, bad, rows, numel, decay, seed,
+    values, anchor, residual, codes, all_finite, rows, numel, decay, seed,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """fp32 and bf16. bad: set where an element was not finite."""
+    """fp32 and bf16. all_finite: cleared where an element was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
     block = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     counter = block * QUARTER + tl.arange(0, QUARTER)[None, :]
@@ -175,7 +175,7 @@ def quantize_plain(
         tl.store(codes + at, code, mask=mask)
         if RESIDUAL:
             tl.store(residual + at, left, mask=mask & finite)
-        note_bad(bad, mask & ~finite)
+        note_bad(all_finite, mask & ~finite)
 
 
 def quantize(
@@ -184,7 +184,7 @@ def quantize(
     """As `reference.quantize`, on the current stream, without waiting for the device."""
     numel, bf16, blocks = values.numel(), values.dtype == torch.bfloat16, spec.blocks(values.numel())
     inputs = values.view(torch.int16) if bf16 else values, anchor, residual
-    bad = torch.zeros(1, dtype=torch.int32, device=values.device)
+    all_finite = torch.ones(1, dtype=torch.int32, device=values.device)
     common = {
         "decay": spec.error_decay, "seed": seed & (2**64 - 1), "BLOCK": spec.block, "STOCHASTIC": spec.stochastic,
         "VALUES_BF16": bf16, "ANCHOR": anchor is not None, "RESIDUAL": residual is not None,
@@ -192,13 +192,13 @@ def quantize(
     }  # fmt: skip
     rows_each = max(ELEMENTS // spec.block, 1)
     if spec.format == "topk2":
-        triton_topk.launch_quantize(inputs, payload, bad, numel, spec, common)
+        triton_topk.launch_quantize(inputs, payload, all_finite, numel, spec, common)
     elif spec.format in ("fp32", "bf16"):
         wide = spec.format == "fp32"
         codes = payload.view(torch.int32 if wide else torch.int16)
         if numel:
             quantize_plain[(triton.cdiv(blocks, rows_each),)](
-                *inputs, codes, bad, blocks, numel, ROWS=rows_each, WIDE=wide, **common
+                *inputs, codes, all_finite, blocks, numel, ROWS=rows_each, WIDE=wide, **common
             )
     else:
         grid, offset, scale_bytes = GRIDS[spec.format], spec.codes_offset(numel), blocks * spec.scale_bytes
@@ -206,9 +206,9 @@ def quantize(
         for first, rows, length in spec.groups(numel):
             rows_of = rows_each if length == spec.block else 1
             quantize_dense[(triton.cdiv(rows, rows_of),)](
-                *inputs, scales, codes, bad, first, rows, numel, offset - scale_bytes,
+                *inputs, scales, codes, all_finite, first, rows, numel, offset - scale_bytes,
                 inverse_level=1.0 / grid.max_level, ROWS=rows_of, TAIL=length < spec.block,
                 MANTISSA=grid.mantissa, MAX_CODE=grid.max_code, SCALE_SHIFT=SCALE_SHIFT[spec.scale],
                 MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4, **common,
             )  # fmt: skip
-    return bad[0] == 0
+    return all_finite.view(torch.bool)[0]  # its lowest byte: a comparison would be a launch of its own

@@ -57,13 +57,13 @@ def round_scale(x, SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "seed"])
 def quantize_topk(
-    values, anchor, residual, words, bad, first, decay, seed,
+    values, anchor, residual, words, all_finite, first, decay, seed,
     BLOCK: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, LOW_BITS: tl.constexpr, LOWS_AT: tl.constexpr,
     HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Block first + program. `words`: the payload as int32, zeros. bad: set where a block was not finite."""
+    """Block first + program. `words`: the payload as int32, zeros. all_finite: cleared where a block was not."""
     block = (first + tl.program_id(0)).to(tl.int64)
     inside = tl.arange(0, BLOCK)
     mask = inside < LENGTH
@@ -77,7 +77,7 @@ def quantize_topk(
     v = read_meant(values, anchor, residual, inside, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
     largest = tl.max(as_int(v) & MAGNITUDE, axis=0)
     finite = largest < INFINITY_BITS
-    tl.atomic_or(bad, 1, mask=largest >= INFINITY_BITS, sem="relaxed")
+    tl.atomic_and(all_finite, 0, mask=largest >= INFINITY_BITS, sem="relaxed")
     v = tl.where(finite, v, 0.0)
     largest = tl.where(finite, largest, 0)
 
@@ -174,17 +174,22 @@ def dequantize_topk(
     code = get_bits(words, VALUES_AT + 2 * rank, kept, 2)
     value = tl.where(code % 2 == 1, high_level, low_level)
     value = as_float(as_int(value) ^ ((code >> 1) << 31))
-    put(out, block * BLOCK + position, kept, value, weight, ACCUMULATE)
+    put(out, out, block * BLOCK + position, kept, value, weight, ACCUMULATE)
 
 
 def launch_quantize(
-    inputs: tuple[Tensor | None, ...], payload: Tensor, bad: Tensor, numel: int, spec: Spec, common: dict[str, Any]
+    inputs: tuple[Tensor | None, ...],
+    payload: Tensor,
+    all_finite: Tensor,
+    numel: int,
+    spec: Spec,
+    common: dict[str, Any],
 ) -> None:
     """The launches of `triton_quantize.quantize` for topk2."""
     payload.zero_()  # the kernel ors bits in
     for first, rows, length in spec.groups(numel):
         quantize_topk[(rows,)](
-            *inputs, payload.view(torch.int32), bad, first, MAX_SCALE_BITS=spec.max_scale_bits,
+            *inputs, payload.view(torch.int32), all_finite, first, MAX_SCALE_BITS=spec.max_scale_bits,
             num_warps=warps(spec.block), **_constants(spec.record(length), spec), **common,
         )  # fmt: skip
 

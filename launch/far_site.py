@@ -26,6 +26,7 @@ from geotrain.files import OutputError, out_of_room, write_whole
 from geotrain.launch.check import check_data
 from geotrain.launch.control import ControlSocket, attach, follow
 from geotrain.launch.far_hosts import prepare_far_hosts
+from geotrain.launch.host_check import check_hosts, refuse
 from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_of
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import RunOutcome, exit_code, tail
@@ -107,6 +108,10 @@ def _kept(request: LaunchRequest, folder: Path, control: ControlSocket) -> RunOu
         supervisor_of(request, folder, events, control.say) as supervisor,
     ):
         control.serve_in(supervisor)
+        wrong = check_hosts(request.run, request.cluster, request.sites, request.resume)
+        for each in wrong:
+            control.say(f"{each.host}: {each.what}; {each.remedy}")
+        refuse(wrong)
         request.write_files(folder)
         starting = local_processes(request, folder, this_machine())
         prepare_far_hosts(request, folder)

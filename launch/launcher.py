@@ -35,6 +35,7 @@ from geotrain.launch.check import (
     with_data_digest,
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
+from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site, ssh_hosts
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
@@ -95,6 +96,9 @@ def launch(
             return 0
         for obstacle in port_obstacles(run, cluster, here):  # else found when the folder holds a run already
             raise obstacle
+        wrong = check_hosts(run, cluster, here, resume)  # sites behind ssh look at their own
+        show(wrong, console)
+        refuse(wrong)
         links = None
         if cluster.emulate_links and not wan.cannot_emulate():
             star = {region.name: link_to_global(cluster, region.name) for region in cluster.regions}

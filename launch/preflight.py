@@ -1,14 +1,13 @@
 """What a launch would stumble over, found before a process is started: `geotrain launch` refuses it, and
-`geotrain dry-run` tells all of it at once. What only the processes themselves can find is not here."""
+`geotrain dry-run` tells all of it at once. What is wrong with hosts is found by `geotrain.launch.host_check`; what
+only the processes themselves can find is not here."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from geotrain.data.dataset import end_of_document, read_manifest
 from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
 from geotrain.launch.check import check_digest, check_ports_are_free, check_split, check_tokenizer, open_links
-from geotrain.launch.site_processes import SSH, LaunchRequest, local_processes, ssh_hosts
+from geotrain.launch.site_processes import LaunchRequest, local_processes, ssh_hosts
 from geotrain.launch.worker_command import this_machine
 from geotrain.layout import canonical_parameters
 from geotrain.monitor.http import read_token
@@ -38,7 +37,6 @@ from geotrain.outer.messages import GLOBAL
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 _DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
-ASK_HOST_S = 20.0  # how long one host behind ssh may take to answer
 Obstacle = ConfigError | DataError | CertificateError | UnsupportedModelError
 
 
@@ -176,29 +174,6 @@ def schedule_cautions(block: dict[str, Any], total_steps: int) -> list[str]:
     return told
 
 
-def hosts_that_do_not_answer(cluster: ClusterConfig) -> list[str]:
-    """Ask every host behind ssh, all at once, whether it lets this user in; a line for each that does not."""
-
-    def ask(host: str) -> str | None:
-        try:
-            done = subprocess.run(
-                [*SSH, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_HOST_S
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            why = "no answer in time" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-            return f"{host}: cannot be reached by ssh: {why}"
-        if done.returncode == 0:
-            return None
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return f"{host}: cannot be reached by ssh: {why}"
-
-    hosts = sorted({host for host in ssh_hosts(cluster).values() if host is not None})
-    if not hosts:
-        return []
-    with ThreadPoolExecutor(min(32, len(hosts))) as executor:
-        return [said for said in executor.map(ask, hosts) if said is not None]
-
-
 # ------------------------------------------------------------------------------------------------- single checks
 
 
@@ -225,7 +200,7 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
         return
     wanted = run.data.validation_samples
     for name, setup in topology.workers.items():
-        dp = setup.config.ranks // (setup.parallel.tensor * setup.parallel.pipeline)
+        dp = setup.config.ranks // setup.parallel.replica_ranks
         share = int(setup.deepspeed["train_micro_batch_size_per_gpu"]) * dp
         if wanted % share:
             raise ConfigError(

@@ -23,16 +23,29 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover"},
+    {"initial", "parallelism", "cover", "context_parallel"},
     {"outer", "optimizers"},
-    {"inner", "acco", "net", "data", "plan", "simulate", "monitor", "hf_checkpoint", "export", "emulate", "staging"},
+    {
+        "inner",
+        "acco",
+        "zero",
+        "net",
+        "data",
+        "plan",
+        "simulate",
+        "monitor",
+        "hf_checkpoint",
+        "export",
+        "emulate",
+        "staging",
+    },
     {"checkpoint", "worker_loop"},
     {"trainer", "own_loop", "launch", "commands"},
     {"cli", "cli_operate", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {  # who may import these
-    "deepspeed": {"inner", "acco"},
+    "deepspeed": {"inner", "acco", "zero"},
     **{library: {"inner"} for library in ("megatron", "apex", "transformer_engine")},
     "grpc": {"net"},
 }
@@ -44,7 +57,8 @@ CALLED_BY_LIBRARIES = [
     # http.server
     *("do_GET", "log_message", "server_bind", "service_actions", "handle_error"),
     # DeepSpeed: of its engine, of an optimizer, of an `mpu`
-    *("_configure_zero_optimizer", "checkpoint_event_prologue"),
+    *("_configure_zero_optimizer", "_configure_bf16_optimizer"),
+    *("checkpoint_event_prologue", "create_grad_acc_hooks"),
     *("get_model_parallel_rank", "get_model_parallel_world_size"),
     *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
     *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from geotrain.commands import dry_run
+from geotrain.commands.plan import default_run
+from geotrain.commands.simulate import simulate
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -24,6 +26,9 @@ from geotrain.launch.check import check_together, link_to_global
 from geotrain.launch.preflight import schedule_cautions
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.layout import active_parameter_count, layout_of, parameter_count
+from geotrain.parallelism.checks import accumulates_in_fp32
+from geotrain.plan.model.memory import rank_memory
+from geotrain.plan.predict import predict
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.json"))
@@ -64,12 +69,65 @@ def test_runs_are_what_they_say(path: Path) -> None:
         assert outer.rule == rule_config("region_momentum", updates_per_send=outer.rule.updates_per_send)
 
 
+def test_every_shipped_run_sums_gradients_in_fp32() -> None:
+    """Also the baselines, the examples, and the run that `geotrain plan` makes of a bare model; with ACCO, too."""
+    folders = CONFIGS / "runs", CONFIGS / "runs/baselines", *(CONFIGS.parent / "examples").iterdir()
+    shipped = [path for folder in folders for path in folder.glob("*.json")]
+    runs = {path.stem: run for path in shipped if "deepspeed" in (run := json.loads(path.read_text()))}
+    runs["planned"] = default_run("planned", json.loads((CONFIGS / "models/llama-1b.json").read_text()), None)
+    assert {"8b", "moe-30b-a3b", "quickstart", "diloco", "planned"} <= runs.keys()
+    for name, run in runs.items():
+        assert accumulates_in_fp32(run["deepspeed"]), name
+    for name in ("125m", "1b", "8b", "70b"):
+        run, cluster = pair(name, "four-regions-ssh")
+        worker, architecture = cluster.regions[0].workers[0], run.architecture
+        least = 4 * parameter_count(architecture) / (run.parallel.tensor * run.parallel.pipeline)
+        for acco in (None, {"prediction": "int4"}):
+            assert rank_memory(changed(run, acco=acco), architecture, worker)["gradients"] >= least
+
+
+H100 = {"memory_gb": 80.0, "tflops": 989.0, "efficiency": 0.4, "host_gbps": 3600.0}
+
+
+def on_h100(cluster: ClusterConfig) -> ClusterConfig:
+    """The same cluster of known accelerators, whose hosts have 400 Gbit/s between them."""
+    raw = cluster.model_dump(by_alias=True, mode="json")
+    raw["devices"] = {"h100": H100}
+    for region in raw["regions"]:
+        raw["links"].append({"regions": [region["name"]] * 2, "gbps": 400.0, "rtt_ms": 0.02})
+        for worker in region["workers"]:
+            for host in worker["hosts"]:
+                host["device"] = "h100"
+    return parse(ClusterConfig, raw, "h100")
+
+
+@pytest.mark.parametrize("name", ["8b", "70b"])
+def test_the_layout_of_a_large_run_is_the_fastest_that_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tensor sizes inside a host, and recomputations, on the pipeline of the file; a tenth of the memory is
+    left to fragmentation and the frameworks. With it, `geotrain simulate` keeps the workers busy."""
+    run, cluster = pair(name, "four-regions-ssh")
+    h100 = on_h100(cluster)
+    seconds = {}
+    for tensor in (1, 2, 4, 8):
+        for recompute in ("none", "selective", "full"):
+            parallel = {"tensor": tensor, "pipeline": run.parallel.pipeline, "sequence": tensor > 1}
+            tried = changed(run, parallel=parallel, model__recompute=recompute)
+            worker = predict(tried, h100).workers["us-east-w0"]
+            if worker.memory_bytes < 0.9 * 80e9:
+                seconds[tensor, recompute] = worker.step_s
+    assert min(seconds, key=seconds.__getitem__) == (run.parallel.tensor, run.model.recompute), seconds
+    monkeypatch.setattr("geotrain.commands.simulate.MAX_JOBS", 400)
+    report = simulate(CONFIGS / f"runs/{name}.json", CONFIGS / "clusters/four-regions-ssh.json", tflops=400.0)
+    assert report["utilization"] > 0.9
+
+
 def test_models_have_their_published_sizes() -> None:
     sizes = {
         path.stem: parameter_count(architecture_from_hf(json.loads(path.read_text())))
         for path in (CONFIGS / "models").glob("*.json")
     }
     assert sizes["llama-8b"] == 8_030_261_248
+    assert sizes["llama-8b-128k"] == sizes["llama-8b"]
     assert sizes["llama-70b"] == 70_553_706_496
     assert sizes["llama-1b"] == 1_235_814_400
     assert sizes["qwen3-0.6b"] == 596_049_920
@@ -92,7 +150,7 @@ def test_clusters_are_what_they_say(path: Path) -> None:
     ("run", "cluster"),
     [("quickstart", c) for c in LOCAL]
     + [("quickstart-moe", "local-two-regions-moe"), ("moe-30b-a3b", "four-regions-ssh")]
-    + [(r, c) for r in ("125m", "1b", "8b", "70b") for c in LARGE],
+    + [(r, c) for r in ("125m", "1b", "8b", "long-8b", "70b") for c in LARGE],
 )
 def test_the_dry_run_of_every_pair(run: str, cluster: str) -> None:
     begin = time.process_time()
@@ -118,6 +176,11 @@ def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() ->
         "TP 2 + sequence × PP 1 × DP 1, ZeRO 1",
         "TP 1 × PP 1 × DP 2 (EP 2), ZeRO 1",
     ]
+
+
+def test_the_dry_run_names_context_ranks() -> None:
+    found = dry_run.needs(*pair("long-8b", "four-regions-ssh"))
+    assert {w.layout for w in found.workers} == {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}
 
 
 def test_bytes_of_an_exchange() -> None:

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from geotrain.commands.evaluate import evaluate, measure
 from geotrain.commands.prepare import prepare_files
 from geotrain.commands.sample import sample
-from geotrain.config import ConfigError, UnsupportedModelError, architecture_from_hf
+from geotrain.commands.serve import final_validation
+from geotrain.config import ConfigError, RunConfig, UnsupportedModelError, architecture_from_hf
+from geotrain.data.loader import open_source
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.files import OutputError
 from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
@@ -319,6 +322,47 @@ def test_eval_takes_no_more_positions_than_the_model_has(tmp_path: Path, tokeniz
     assert said["loss"] == evaluate(tmp_path / "out", data, 8, 64, 4)
     with pytest.raises(ConfigError, match=r"has 64 positions, samples of 65 tokens .* --sequence-length 64"):
         measure(tmp_path / "out", data, "", 65, 8, 4)
+
+
+@pytest.mark.parametrize("config", [LLAMA, {**MISTRAL, "sliding_window": 5}], ids=["llama", "mistral"])
+def test_inside_documents_the_loss_is_that_of_each_document_alone(
+    tmp_path: Path, tokenizer: Path, config: dict[str, Any]
+) -> None:
+    """Measured by `geotrain eval`, and by the global server at the end of a run with such attention."""
+    large = {name: (6 * tensor).bfloat16().float() for name, tensor in weights(config).items()}
+    write_checkpoint(large.items(), config, tmp_path / "out", tokenizer, "float32")
+    texts = [word * times for word, times in (("one ", 3), ("two ", 9), ("three ", 2), ("four", 8))]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    prepare_files([str(tmp_path / "a.jsonl")], tmp_path / "data", None, None, True, 0.0, processes=1)
+    data, length = tmp_path / "data/train", 24
+    source, end = open_source(data, length, config["vocab_size"], None), byte_tokenizer().end_of_document
+    tokens = source.batch(np.arange(source.samples_per_epoch))
+    assert (tokens == end).sum() > 2
+    model, losses = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), []
+    for row in tokens:
+        ends = [i + 1 for i in range(length) if row[i] == end or i == length - 1]
+        for begin, stop in zip([0, *ends[:-1]], ends, strict=True):
+            logits = model(row[None, begin:stop]).logits[0]
+            losses.append(
+                torch.nn.functional.cross_entropy(logits, row[begin + 1 : stop + 1], reduction="sum").item()
+            )
+    expected = sum(losses) / (len(tokens) * length)
+    assert measure(tmp_path / "out", data, "", length, None, 2, inside=True)["loss"] == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert abs(evaluate(tmp_path / "out", data, None, length) / expected - 1) > 1e-3, "documents must matter"
+    settings = {"train": str(data), "validation": str(data), "sequence_length": length, "attention": "document"}
+    settings |= {"train_samples": 8, "validation_samples": len(tokens)}
+    block = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    said = {"model": {"config": config}, "data": settings, "monitor": {"validate_every_samples": 400}}
+    run = RunConfig.model_validate({"name": "r", "deepspeed": block, **said})
+    by_server = final_validation(run)
+    assert by_server is not None
+    assert by_server(large.items(), lambda: True) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_sample_is_the_models_own_likeliest_text(tmp_path: Path, tokenizer: Path) -> None:

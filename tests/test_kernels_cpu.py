@@ -1,13 +1,18 @@
 """The C kernels give the reference's bits, from any number of threads and any instruction set."""
 
 import pytest
+import torch
 
-from geotrain.kernels import cpu
+from geotrain import kernels
+from geotrain.kernels import cpu, dispatch
+from geotrain.kernels.layout import Spec
 from tests.support.kernel_cases import (
     OUTER_STEPS,
     SIZES,
     SPECS,
+    awkward,
     check_adam,
+    check_add_decoded,
     check_merge,
     check_outer_update,
     check_quantize,
@@ -40,3 +45,22 @@ def test_merge_matches_the_reference():
 def test_adam_matches_the_reference():
     for numel in (0, 1, 1000, 40_001):
         check_adam(cpu, numel)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_what_is_decoded_is_added_to_another_tensor(format):
+    spec = Spec(format, block=64)
+    payload = torch.empty(spec.encoded_bytes(645), dtype=torch.uint8)
+    given, _ = kernels.quantize(awkward(645), spec, payload=payload)
+    assert given is payload
+    check_add_decoded(dispatch, payload, 645, spec)
+
+
+def test_formats_and_payloads_that_do_not_fit_are_refused():
+    values, spec = torch.zeros(64), Spec("int4")
+    with pytest.raises(ValueError, match="add_decoded: format 'bf16' is not one of int8, int4, e3m0, e2m1"):
+        kernels.add_decoded(torch.zeros(128, dtype=torch.uint8), values, values, Spec("bf16"), 1.0)
+    with pytest.raises(
+        ValueError, match=r"quantize: payload must be 48 bytes \(uint8\) on cpu, is uint8 of shape \(7,\)"
+    ):
+        kernels.quantize(values, spec, payload=torch.zeros(7, dtype=torch.uint8))

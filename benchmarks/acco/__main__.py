@@ -33,7 +33,7 @@ from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 from geotrain.parallelism.acco_forms import FORMS
 
 DEFAULT = AccoConfig().prediction
-ZEROS = ("zero1", "zero1-reduce", "zero1-overlap")  # DeepSpeed's, with and without its own overlap
+ZEROS = ("zero1", "zero1-overlap")  # the plain engine's, and DeepSpeed's with its own overlap
 PARTS = ("time", "memory", "sweep", "unequal", "loss")
 SWEPT = (DEFAULT, "stale", "exact")  # the default, the fastest that predicts, the published one
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
@@ -45,8 +45,7 @@ LOSS_GOAL = 1.005  # the default form's loss over ZeRO-1's, at most
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, one seed: to see that everything works")
+    parser = command_line(__doc__, quick={"rounds": 2, "steps": 60, "seeds": 1})
     parser.add_argument("--hold", type=float, default=0.0, help="seconds that a micro-batch takes at least")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
     parser.add_argument("--steps", type=int, default=1200, help="of the runs that loss is taken from")
@@ -55,8 +54,6 @@ def main() -> None:
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
     parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
     args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.steps, args.seeds = 2, 60, 1
     if args.long:
         found = long_run(args.long, args.seeds, tuple(args.variants))
         report("acco", {"long": found}, args, UNIT, f"{args.long / 1e6:g} M tokens, {args.seeds} seeds")
@@ -189,11 +186,11 @@ def plot_sweep(found: dict[str, Any]) -> None:
 
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
     """One rank several times slower, the other takes more of each batch: tokens a second, loss at equal tokens."""
-    variants = ("zero1-reduce", DEFAULT)
+    variants = ("zero1", DEFAULT)
     shared = {"hold_s": args.hold, "slower": SLOWER, "bf16": multiplies_bf16()}
     job = Job("unequal", SMALL, variants, steps=args.steps // 4, **shared)
     seen = run(job, link)
-    zero, ours = seen["zero1-reduce"], seen[DEFAULT]
+    zero, ours = seen["zero1"], seen[DEFAULT]
     return {
         "slower": SLOWER,
         "tokens_per_s_over_zero1": ours["tokens_per_s"] / zero["tokens_per_s"],

@@ -9,6 +9,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +46,7 @@ class Job:
 
     folder: of a long run's checkpoints and of the points of its curve so far; one that was cut off goes on there."""
 
-    what: Literal["compute", "time", "unequal", "loss", "curves"]
+    what: Literal["compute", "time", "unequal", "loss", "curves", "hidden"]
     size: Size
     variants: tuple[str, ...] = ()
     rounds: int = 0
@@ -137,11 +138,14 @@ class Rank:
         from geotrain.acco.engine import AccoEngine
         from geotrain.config import AccoConfig, ParallelConfig, architecture_from_hf
         from geotrain.inner import platform
-        from geotrain.inner.build import build_adamw, complete_block, parameter_groups
+        from geotrain.inner.build import build_adamw, complete_block
         from geotrain.inner.engine import GeoEngine
         from geotrain.inner.model import build_model, placements
+        from geotrain.inner.parallel import EXPERTS
         from geotrain.layout import parameter_count
+        from geotrain.optimizers.groups import parameter_groups
         from geotrain.parallelism.acco_forms import FORMS
+        from geotrain.parallelism.checks import reduction_bucket
 
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
         settings = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -151,10 +155,10 @@ class Rank:
             if variant == "zero1-overlap":
                 for parameter, place in placed:
                     parameter.data.normal_(0, 0.02) if place.decays else parameter.data.fill_(1)
-                return Overlapping(
-                    self, model, build_adamw(parameter_groups(placed, settings), settings, False), block
-                )
-            optimizer = build_adamw(parameter_groups(placed, settings), settings, False)
+                groups = parameter_groups(placed, settings, EXPERTS)
+                return Overlapping(self, model, build_adamw(groups, settings, False), block)
+            bucket = None if variant in FORMS else reduction_bucket(block, parameter_count(a))
+            optimizer = build_adamw(parameter_groups(placed, settings, EXPERTS, bucket), settings, False)
             config = complete_block(block, parameter_count(a))
             parts = (model, optimizer, config, self.mesh, placed, a, self.job.size.sequence)
             if variant in FORMS:
@@ -182,10 +186,8 @@ class Rank:
     def block(self, variant: str, steps: int) -> dict[str, Any]:
         size = self.job.size
         zero: dict[str, Any] = {"stage": 1}
-        if variant in ("zero1-reduce", "zero1-overlap"):  # each gradient to its owner only: half the bytes over gloo
-            zero["use_multi_rank_bucket_allreduce"] = False
-        if variant == "zero1-overlap":
-            zero["overlap_comm"] = True
+        if variant == "zero1-overlap":  # DeepSpeed's; each gradient to its owner only: half the bytes over gloo
+            zero |= {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}
         return {
             "train_batch_size": 2 * size.samples * size.micro_batches,
             "train_micro_batch_size_per_gpu": size.samples,
@@ -249,6 +251,48 @@ class Rank:
         for variant in self.job.variants if self.job.rounds else ():
             found[variant]["sent_bytes"] = statistics.median(found[variant]["sent_bytes"])
         return found
+
+    def hidden(self) -> dict[str, list[float]]:
+        """Seconds of a step in every round, with ZeRO-1's communication after the compute, beside it, and without."""
+        engine = self.engine("zero1", 10_000)
+        optimizer = engine.optimizer
+        launch = optimizer._launch
+        buckets = {bucket: bucket._ranks for bucket in optimizer._forward}
+
+        def step_after() -> None:
+            optimizer._launch = lambda all_of_them=False: launch(True) if all_of_them else None
+            self.steps(engine, 1)
+            optimizer.wait_for_weights()
+            optimizer._launch = launch
+
+        def step_without() -> None:
+            for bucket in buckets:
+                bucket._ranks = 1
+            self.steps(engine, 1)
+            optimizer.wait_for_weights()
+            for bucket, ranks in buckets.items():
+                bucket._ranks = ranks
+
+        def step_beside() -> None:
+            self.steps(engine, 1)
+
+        ways = {"after": step_after, "beside": step_beside, "without": step_without}
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(self.job.rounds + 1):
+            for name, way in ways.items():
+                found[name].append(self.timed(way, 3))
+            optimizer.wait_for_weights()
+        return {name: seconds[1:] for name, seconds in found.items()}
+
+    def timed(self, step: Callable[[], None], steps: int) -> float:
+        import torch.distributed as dist
+
+        step()  # what it leaves behind, the first of the block finds
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return (time.perf_counter() - begin) / steps
 
     def timed_block(self, engine: Any) -> tuple[float, float]:
         import torch.distributed as dist

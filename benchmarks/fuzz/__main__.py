@@ -71,7 +71,7 @@ def run(seconds: float, seed: int, folder: Path) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"seconds": 20.0})
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -80,7 +80,9 @@ def main() -> None:
     totals = {key: sum(kind[key] for kind in kinds.values()) for key in kinds["messages"]}
     per_minute = round(kinds["messages"]["inputs"] / (options.seconds * SHARES["messages"]) * 60)
     results = {**totals, "messages_per_minute": per_minute, "kinds": kinds}
-    report("fuzz", results, options, units_by_ending({"minute": "1/min"}, "count"), f"seed {options.seed}")
+    report(
+        "fuzz", results, options, units_by_ending({"minute": "1/min"}, "count"), f"seed {options.seed}", timed=False
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command_line, report
+from benchmarks.common import command_line, report, spread
 from benchmarks.monitoring.chromium import Chromium
 from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
 from benchmarks.overhead import by_turns, joined, only_rank, servers, speeds
@@ -56,7 +56,7 @@ LINGER_S = 0.3  # stopped servers are given this long to catch up before a job i
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={"pairs": 2, "regions": 4, "hours": 1.0})
     parser.add_argument("--pairs", type=int, default=24, help="jobs timed with and without monitoring")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
     parser.add_argument("--regions", type=int, default=64)
@@ -64,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"overhead": overhead(args.pairs, args.local_steps)}
     result["page"] = page(args.regions, args.hours)
-    result = {"overhead_ratio": result["overhead"]["ratio"], **result}
+    result = {f"overhead_{name}": result["overhead"][name] for name in ("ratio", "ratio_low", "ratio_high")} | result
     report("monitoring", result, args, unit)
 
 
@@ -165,11 +165,8 @@ def _measure(worlds: dict[bool, World], pairs: int) -> dict[str, float]:
         for world in worlds.values():
             world.send(signal.SIGCONT)
     ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return {
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_lower_quartile": round(quartiles[0], 4),
-        "ratio_upper_quartile": round(quartiles[2], 4),
+        **{name: round(value, 4) for name, value in spread("ratio", ratios).items()},
         "ratio_of_totals": round(sum(seconds[False][1:]) / sum(seconds[True][1:]), 4),
         **speeds(seconds, run),
         "pairs": len(ratios),

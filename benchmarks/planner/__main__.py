@@ -27,12 +27,9 @@ def main() -> None:
     from benchmarks.planner import placements, runs
     from geotrain.emulate.wan import cannot_emulate
 
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick={})
     parser.add_argument("--only", choices=("search", "runs"))
-    parser.add_argument("--quick", action="store_true", help="of the runs one only, to see that it works")
     args = parser.parse_args()
-    if args.quick and args.record:
-        parser.error("--quick gives no figures to --record")
     if args.only != "search" and (reason := cannot_emulate()):
         sys.exit(f"links cannot be emulated here: {reason}; --only search works without")
     found: dict[str, Any] = {}

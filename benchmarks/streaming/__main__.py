@@ -65,9 +65,11 @@ OUTER = {
     **{link: {"name": "fp32"} for link in ("up", "down", "local")},
 }
 
+QUICK = {"seeds": 1, "rounds": 2, "alone_s": 1.0, "settings": ["blocking_fp32", "streaming_overlap_4bit"]}
+
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, quick=QUICK)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each worker; the first is not timed")
     parser.add_argument("--alone-s", type=float, default=3.0, help="seconds without communication between runs")

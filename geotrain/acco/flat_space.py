@@ -4,10 +4,12 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from geotrain.parallelism.acco_forms import CODE_BLOCK
 from geotrain.parallelism.whole_matrices import merged_spans
@@ -58,24 +60,41 @@ class FlatLayout:
 
 
 class RotatingBuffers:
-    """Three flat tensors that exchange roles: the weights, their gradients, and what is being communicated.
+    """Three flat tensors: the weights, their gradients, and what is being communicated.
 
-    The parameters and their gradients are views of the first two. The tensors are allocated once and nothing is
-    copied between them; a rotation only lets the parameters view other tensors.
+    The parameters are views of the weights, and what accumulates their gradients are views of the second. Where
+    gradients are accumulated in the type of the weights, the tensors exchange roles and nothing is copied between
+    them; where in a wider one, gradients have a tensor of their own, and are rounded where they are sent. The tensors
+    are allocated once.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], total: int) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], total: int, accumulated: torch.dtype
+    ) -> None:
+        """accumulated: the type in which gradients are."""
         first = parameters[0]
-        flats = [torch.zeros(total, dtype=first.dtype, device=first.device) for _ in range(3)]
-        self.weights, self.gradients, self.in_flight = flats
+        self._wide = accumulated != first.dtype
+        self.weights, self.in_flight = (torch.zeros(total, dtype=first.dtype, device=first.device) for _ in "ab")
+        self.gradients = torch.zeros(total, dtype=accumulated, device=first.device)
         self._parameters = parameters
-        self._views = {
-            id(flat): [flat[o : o + p.numel()].view(p.shape) for p, o in zip(parameters, offsets, strict=True)]
-            for flat in flats
-        }
+        self._views = {id(flat): _views(flat, parameters, offsets) for flat in (self.weights, self.in_flight)}
+        self._sums = _views(self.gradients, parameters, offsets)
+        # Between windows the gradients are zero, and their memory serves for weights.
+        self._spare = self.gradients.view(first.dtype)[:total] if self._wide else self.gradients
+        self._views[id(self._spare)] = _views(self._spare, parameters, offsets)
+        self._hooks: list[RemovableHandle] = []
         for parameter, view in zip(parameters, self._views[id(self.weights)], strict=True):
             view.copy_(parameter.data)
+        if self._wide:
+            for parameter, view in zip(parameters, self._sums, strict=True):
+                parameter._hp_grad = view  # type: ignore[attr-defined]  # DeepSpeed's name for it
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add, view)))
         self._point()
+
+    @property
+    def spare(self) -> Tensor:
+        """Memory for other weights, to be zeroed before the next window begins."""
+        return self._spare if self._wide else self.gradients
 
     def use_arrived_weights(self) -> None:
         """Compute at the weights that arrived in `in_flight`, and free the buffer of the old ones."""
@@ -83,17 +102,36 @@ class RotatingBuffers:
         self._point()
 
     def send_gradients(self) -> None:
-        """Hand the gradients to communication; new ones accumulate from zero in the buffer that was free."""
-        self.gradients, self.in_flight = self.in_flight, self.gradients
+        """Hand the gradients to communication; new ones accumulate from zero."""
+        if self._wide:
+            self.in_flight.copy_(self.gradients)
+        else:
+            self.gradients, self.in_flight = self.in_flight, self.gradients
         self.gradients.zero_()
         self._point()
 
     def compute_at(self, flat: Tensor) -> None:
-        """Let the parameters view another of the three tensors, until the next rotation or call."""
+        """Let the parameters view another of the tensors, until the next rotation or call."""
         for parameter, view in zip(self._parameters, self._views[id(flat)], strict=True):
             parameter.data = view
 
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
     def _point(self) -> None:
         self.compute_at(self.weights)
-        for parameter, view in zip(self._parameters, self._views[id(self.gradients)], strict=True):
-            parameter.grad = view
+        if not self._wide:
+            for parameter, view in zip(self._parameters, self._views[id(self.gradients)], strict=True):
+                parameter.grad = view
+
+
+def _views(flat: Tensor, parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> list[Tensor]:
+    return [flat[o : o + p.numel()].view(p.shape) for p, o in zip(parameters, offsets, strict=True)]
+
+
+def _add(total: Tensor, parameter: Tensor) -> None:
+    """The hook of a parameter whose gradient of one micro-batch is computed."""
+    assert parameter.grad is not None
+    total.add_(parameter.grad)
+    parameter.grad = None

@@ -22,19 +22,21 @@ from geotrain.acco.communication_thread import AccoError, CommunicationJob, Comm
 from geotrain.acco.flat_space import FlatLayout, RotatingBuffers
 from geotrain.acco.prediction import WeightPrediction
 from geotrain.inner import platform
-from geotrain.inner.parallel import RankMesh, first_line
-from geotrain.inner.shards import set_step_count, step_count
+from geotrain.inner.parallel import first_line
 from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments
+from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
 from geotrain.parallelism.acco_forms import Form
 from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.utils import link_hp_params
 
 T = TypeVar("T")
-_PIECE = 1 << 20  # elements of a shard that are coded at once; a multiple of CODE_BLOCK
+# Elements of a shard that are coded at once; a multiple of CODE_BLOCK. Each piece costs some launches, and an fp32
+# scratch of three times its size.
+_PIECE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class AccoOptimizer(ZeROOptimizer):
         mesh: RankMesh,
         form: Form,
         clip: float,
+        accumulated: torch.dtype,
         synchronous_steps: int,
         timeout_s: float,
         on_commit: Callable[[CommitResult], None],
@@ -75,9 +78,10 @@ class AccoOptimizer(ZeROOptimizer):
         itself. Of Muon's, the last group is that of the matrices, laid out so that no shard cuts one.
 
         placed: the parameters with their places. form: how the next weights are predicted. clip: the largest gradient
-        norm; 0 for no clipping. synchronous_steps: so many steps at the start wait for their own commit.
-        timeout_s: the longest that each collective may wait. on_commit: called with each commit's numbers, on the
-        thread that waits for it.
+        norm; 0 for no clipping. accumulated: the type in which a window's gradients are summed; they travel in that
+        of the weights. synchronous_steps: so many steps at the start wait for their own commit. timeout_s: the
+        longest that each collective may wait. on_commit: called with each commit's numbers, on the thread that waits
+        for it.
         """
         super().__init__()
         self.form, self._clip, self._synchronous_steps, self._on_commit = form, clip, synchronous_steps, on_commit
@@ -93,7 +97,7 @@ class AccoOptimizer(ZeROOptimizer):
         parameters = [p for group in self.bit16_groups for p in group]
         offsets = [o for group in layout.offsets for o in group]
         device = parameters[0].device
-        self._buffers = RotatingBuffers(parameters, offsets, layout.numel)
+        self._buffers = RotatingBuffers(parameters, offsets, layout.numel, accumulated)
         # [begin, end) of each parameter group in this rank's shard.
         self._owned = [layout.owned(mesh.dp_rank, *group) for group in layout.groups]
         self._masters = self._take_over(basic, device)
@@ -246,8 +250,11 @@ class AccoOptimizer(ZeROOptimizer):
         """
         self.communication.reduce_scatter(flat)
         own = self.communication.own(flat)
-        squares = [torch.linalg.vector_norm(own[b:e], dtype=torch.float32).square() for b, e in self._counted]
-        square, loss_sum, total = self.communication.sum(float(sum(squares)), of_replicas=(float(loss), count))
+        counted = [own[b:e] for b, e in self._counted]
+        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [torch.zeros_like(loss)]
+        # Both numbers go to the host in one copy, because each copy waits for the device.
+        of_rank, of_replica = torch.stack((torch.stack(norms).square().sum(), loss)).tolist()
+        square, loss_sum, total = self.communication.sum(of_rank, of_replicas=(of_replica, count))
         # Gradients are sums over micro-batches: divided by the number that all replicas computed, they are the mean.
         norm = math.sqrt(square) / total
         factor = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
@@ -260,7 +267,7 @@ class AccoOptimizer(ZeROOptimizer):
         # Counted before the gathering: the masters hold this step even if the gathering fails.
         self._steps_committed = step
         self.communication.all_gather(flat)
-        return CommitResult(loss_sum / total, norm, int(total))
+        return CommitResult(loss_sum / total, norm, int(total) // self._mesh.cp_size)
 
     def _estimate(self, gradients: Tensor, scale: float, begin: int, out: Tensor) -> None:
         """Write to `out` what a step would make of the shard's part from `begin` on; masters and moments stay
@@ -301,7 +308,7 @@ class AccoOptimizer(ZeROOptimizer):
     def committed(self) -> Iterator[None]:
         """Inside it the parameters are the committed weights. All ranks must enter it, and only between windows."""
         self.settle()
-        spare = self._buffers.gradients  # nothing is accumulated there between windows
+        spare = self._buffers.spare
         self._gather(spare, self._masters)
         self._buffers.compute_at(spare)
         try:
@@ -396,10 +403,11 @@ class AccoOptimizer(ZeROOptimizer):
 
         It loaded them into the parameters, which since `checkpoint_event_prologue` view the buffer for gradients.
         """
-        self._masters.copy_(self.communication.own(self._buffers.gradients))
+        self._masters.copy_(self.communication.own(self._buffers.spare))
         self.update_lp_params()
 
     refresh_fp32_params = _restore_from_bit16_weights
 
     def destroy(self) -> None:
+        self._buffers.close()
         self.communication.close()

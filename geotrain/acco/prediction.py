@@ -55,7 +55,7 @@ class WeightPrediction:
             parts = gradients.view(self._communication.ranks, -1)
             for row, part, pieces in zip(outgoing, parts, self._pieces, strict=True):
                 for elements, coded in pieces:
-                    row[coded] = kernels.quantize(part[elements], _SPEC)[0]
+                    kernels.quantize(part[elements], _SPEC, payload=row[coded])
         else:
             self._encode_change(weights, self._communication.own(gradients), 1 / count)
 
@@ -79,10 +79,8 @@ class WeightPrediction:
         rows = (self._all_codes(weights), weights.view(ranks, -1), in_flight.view(ranks, -1), self._pieces)
         for row, before, after, pieces in zip(*rows, strict=True):
             for elements, coded in pieces:
-                predicted = before[elements].to(torch.float32, copy=True)
                 # A code holds a delta, before − predicted, as everywhere; hence the minus.
-                kernels.dequantize(row[coded], predicted, _SPEC, weight=-1.0)
-                after[elements] = predicted
+                kernels.add_decoded(row[coded], before[elements], after[elements], _SPEC, weight=-1.0)
 
     # -------------------------------------------------------------------------------------------------- codes
 
@@ -111,11 +109,11 @@ class WeightPrediction:
         for elements, coded in self._pieces[self._communication.rank]:
             before = own[elements].float()
             if gradients.dtype == torch.uint8:
-                summed = torch.zeros_like(before)
-                for codes in gradients:
-                    kernels.dequantize(codes[coded], summed, _SPEC, weight=1.0)
+                summed = torch.empty_like(before)
+                for rank, codes in enumerate(gradients):
+                    kernels.dequantize(codes[coded], summed, _SPEC, weight=1.0 if rank else None)
             else:
                 summed = gradients[elements]
             predicted = before.clone()  # `_estimate` leaves out padding, whose change must be zero
             self._estimate(summed, scale, elements.start, predicted)
-            row[coded] = kernels.quantize(predicted, _SPEC, anchor=before)[0]
+            kernels.quantize(predicted, _SPEC, anchor=before, payload=row[coded])

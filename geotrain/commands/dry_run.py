@@ -8,13 +8,9 @@ from rich.console import Console
 
 from geotrain.config import ClusterConfig, CodecConfig, ParallelConfig, RunConfig, WorkerSetup
 from geotrain.launch.check import check_together
-from geotrain.launch.preflight import (
-    cautions,
-    hosts_that_do_not_answer,
-    obstacles,
-    port_obstacles,
-    sites_here,
-)
+from geotrain.launch.host_check import check_far_sites, check_hosts, hosts_of
+from geotrain.launch.host_check import show as show_hosts
+from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.site_processes import ssh_hosts
 from geotrain.launch.terminal import size, table_of
 from geotrain.layout import Layout, layout_of
@@ -77,12 +73,13 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         setup = WorkerSetup.of(run, worker)
         parallel, dp, zero = setup.parallel, sizes[worker.name], zero_stage(setup.deepspeed)
         sequence = " + sequence" if parallel.sequence else ""
+        context = f" × CP {parallel.context}" if parallel.context > 1 else ""
         expert = f" (EP {parallel.expert})" if parallel.expert > 1 else ""
         workers.append(
             WorkerNeeds(
                 worker.name,
                 home,
-                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline} × DP {dp}{expert}, ZeRO {zero}",
+                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline}{context} × DP {dp}{expert}, ZeRO {zero}",
                 worker.ranks,
                 check_shards(layout, run, parallel),
                 rank_memory(run, run.architecture, worker),
@@ -109,18 +106,18 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
     """What `geotrain dry-run` shows after the figures: all that `launch` would refuse here, and what is seldom meant.
     Gives whether nothing would be refused.
 
-    ask_hosts: also ask each host behind ssh whether it lets this user in.
+    ask_hosts: also look at all other hosts, as a launch would reach them.
     """
     here = sites_here(cluster)
     refused = [str(obstacle) for obstacle in (*obstacles(run, cluster, here), *port_obstacles(run, cluster, here))]
-    hosts = sorted({host for host in ssh_hosts(cluster).values() if host is not None})
-    if ask_hosts:
-        refused += hosts_that_do_not_answer(cluster)
+    hosts = {host for host in ssh_hosts(cluster).values() if host is not None}
+    hosts |= {host for launcher, host in hosts_of(run, cluster, here) if launcher != "local"}
     told = cautions(run, cluster)
     if hosts and not ask_hosts:
-        told.append(f"not asked: {', '.join(hosts)}; --ask-hosts tries whether ssh reaches them")
-    if hosts:
-        told.append("data on those machines is checked there, by `geotrain launch`")
+        told.append(f"not asked: {', '.join(sorted(hosts))}; --ask-hosts looks at them")
+    wrong = check_hosts(run, cluster, here, ask=ask_hosts)
+    if ask_hosts:
+        wrong += check_far_sites(run, cluster)
     if (run.run_folder / "servers").exists():
         told.append(f"{run.run_folder} holds a run already: only --resume goes on from it")
     for title, lines, style in (("note", told, "yellow"), ("geotrain launch would refuse", refused, "red")):
@@ -128,7 +125,8 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
             console.print(f"\n{title}", style=f"bold {style}")
             for line in dict.fromkeys(lines):
                 console.print(f"  {line}", style=style, highlight=False, markup=False, soft_wrap=True)
-    return not refused
+    show_hosts(wrong, console)
+    return not refused and not any(each.refuses for each in wrong)
 
 
 def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> int:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from geotrain.config import ConfigError, RunConfig
+from geotrain.data.dataset import end_of_documents
 from geotrain.data.loader import open_source
 from geotrain.data.tokens import DataError
 from geotrain.hf_checkpoint import HFCheckpointError
+from geotrain.inner.documents import cu_seqlens, inside_documents
 from geotrain.kernels.devices import cuda_devices
 
 USUAL_LENGTH = 1024  # tokens of a sample, when none are asked for
@@ -29,15 +31,16 @@ def measure(
     limit: int | None,
     batch: int,
     task_folder: Path | None = None,
+    inside: bool = False,
 ) -> dict[str, Any]:
     """What `geotrain eval` prints. tasks: names, separated by commas. sequence_length: None takes the model's, see
-    `usual_length`. Raises ConfigError and as its parts do."""
+    `usual_length`. inside: see `evaluate`. Raises ConfigError and as its parts do."""
     if validation is None and not tasks:
         raise ConfigError("say what to measure: --data PREFIX, --tasks TASK,…, or both")
     said: dict[str, Any] = {}
     if validation is not None:
         length = sequence_length or usual_length(folder)
-        said |= {"loss": evaluate(folder, validation, limit, length, batch), "sequence_length": length}
+        said |= {"loss": evaluate(folder, validation, limit, length, batch, inside), "sequence_length": length}
     if tasks:
         said["tasks"] = run_tasks(folder, tasks.split(","), limit, batch, task_folder)
     return said
@@ -68,12 +71,15 @@ def load_checkpoint(folder: Path, auto_class: str, **settings: Any) -> Any:
         ) from None
 
 
-def evaluate(folder: Path, validation: Path, samples: int | None, sequence_length: int, batch: int = 16) -> float:
+def evaluate(
+    folder: Path, validation: Path, samples: int | None, sequence_length: int, batch: int = 16, inside: bool = False
+) -> float:
     """Mean loss in nats a token over the first `samples` samples (None: all) of a prepared data set, in fp32.
 
     validation: prefix of its .bin/.idx pair. A sample is `sequence_length` tokens and the one that follows, as in
-    training. Runs on CUDA when there is one. Raises HFCheckpointError, DataError; ConfigError if the model has fewer
-    positions: it would compute on, and worse.
+    training. inside: attention stays inside documents, as with `data.attention` = "document". Runs on CUDA when there
+    is one. Raises HFCheckpointError, DataError; ConfigError if the model has fewer positions: it would compute on,
+    and worse.
     """
     model = load_checkpoint(folder, "AutoModelForCausalLM", dtype=torch.float32)
     if sequence_length > _positions(model.config):
@@ -81,7 +87,7 @@ def evaluate(folder: Path, validation: Path, samples: int | None, sequence_lengt
             f"{folder}: the model has {_positions(model.config)} positions, samples of {sequence_length} tokens do "
             f"not fit; use --sequence-length {_positions(model.config)}, or what it was trained with"
         )
-    return loss_of_model(model, validation, samples, sequence_length, batch)
+    return loss_of_model(model, validation, samples, sequence_length, batch, inside)
 
 
 def loss_of_weights(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on: Callable[[], bool]) -> float:
@@ -97,9 +103,9 @@ def loss_of_weights(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on
     model.load_state_dict(
         {name: tensor.bfloat16() for name, tensor in weights}, strict=False
     )  # a tied head is left out
-    length = run.data.sequence_length
+    length, inside = run.data.sequence_length, run.data.attention == "document"
     batch = max(1, TOKENS_AT_ONCE // length)
-    return loss_of_model(model, Path(run.data.validation), run.data.validation_samples, length, batch, go_on)
+    return loss_of_model(model, Path(run.data.validation), run.data.validation_samples, length, batch, inside, go_on)
 
 
 def loss_of_model(
@@ -108,10 +114,12 @@ def loss_of_model(
     samples: int | None,
     sequence_length: int,
     batch: int,
+    inside: bool,
     go_on: Callable[[], bool] = lambda: True,
 ) -> float:
     """As `evaluate`, of a model of transformers. go_on: asked before each batch; when it says no, TimeoutError is
     raised. Raises DataError."""
+    end = end_of_documents([str(validation)]) if inside else None
     source = open_source(validation, sequence_length, model.config.vocab_size, None)
     samples = source.samples_per_epoch if samples is None else samples
     if samples > source.samples_per_epoch:
@@ -124,11 +132,20 @@ def loss_of_model(
             if not go_on():
                 raise TimeoutError(f"{start} of {samples} samples were evaluated in the time there was")
             tokens = source.batch(np.arange(start, min(start + batch, samples))).to(device)
-            logits = model(tokens[:, :-1]).logits.float()
+            seen = tokens[:, :-1]
+            logits = model(seen, attention_mask=None if end is None else _mask(model, seen, end)).logits.float()
             total += torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
             ).item()
     return total / (samples * sequence_length)
+
+
+def _mask(model: Any, tokens: Tensor, end_of_document: int) -> Tensor:
+    """What each token sees, bool [batch, 1, length, length], as training has it with attention inside documents. A
+    mask of four dimensions replaces transformers' own, so a sliding window is in it, too."""
+    mask = inside_documents(cu_seqlens(tokens, end_of_document), *tokens.shape)
+    window = getattr(model.config, "sliding_window", None)
+    return mask if window is None else mask.triu(1 - window)
 
 
 def run_tasks(

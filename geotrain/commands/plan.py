@@ -65,7 +65,8 @@ def plan(
 
 
 def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[str, Any]:
-    """A run file for a bare model: bf16, ZeRO 1, Muon with a warmed-up cosine, batches of about a million tokens."""
+    """A run file for a bare model: bf16 with gradients summed in fp32, ZeRO 1, Muon with a warmed-up cosine, batches
+    of about a million tokens."""
     architecture = architecture_from_hf(model)
     sequence = min(SEQUENCE, architecture.max_positions)
     batch = max(1, BATCH_TOKENS // sequence)
@@ -80,6 +81,7 @@ def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[
             "train_batch_size": batch,
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": {"stage": 1},
             "gradient_clipping": 1.0,
             "optimizer": {"type": "Muon", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},

@@ -14,6 +14,9 @@ from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server_process import serve_global, serve_region
 from geotrain.outer.messages import GLOBAL
 
+# Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
+FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
+
 
 def run_server(region: str | None, run_path: Path, cluster_path: Path | None, resume: bool) -> int:
     """The server of a region, or the global one (None). Gives the exit code. Raises ConfigError."""
@@ -23,12 +26,16 @@ def run_server(region: str | None, run_path: Path, cluster_path: Path | None, re
         LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
     servers = run.run_folder / "servers"
     if region is None:
-        # A loop of the user's own validates by itself, and documents that are apart look so to GeoTrain's model only.
-        apart = run.data.attention == "document" or run.model.weights is not None
-        validates = run.monitor.validate_every_samples is not None and run.data.validation and not apart
-        return serve_global(run, cluster, servers / GLOBAL, resume, partial(_loss, run) if validates else None)
+        return serve_global(run, cluster, servers / GLOBAL, resume, final_validation(run))
     cluster.region(region)
     return serve_region(run, cluster, region, servers / region, resume)
+
+
+def final_validation(run: RunConfig) -> FinalValidation | None:
+    """How the global server validates the run's final weights; None: it does not. Of a model of the user's own, only
+    the weights are known here: its loop validates it."""
+    wanted = run.monitor.validate_every_samples is not None and run.data.validation
+    return partial(_loss, run) if wanted and run.model.weights is None else None
 
 
 def _loss(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on: Callable[[], bool]) -> float:

@@ -201,10 +201,13 @@ def local_files(prefix: str) -> list[str]:
 
 def end_of_document(data: DataConfig) -> int | None:
     """The id behind which a run's attention begins anew; None: it does not. Raises DataError: the data do not say."""
-    if data.attention == "sample" or not data.train:
-        return None
-    found = {prefix: read_manifest(prefix).end_of_document for prefix in data.prefixes}
-    first = found[data.train[0].prefix]
+    return None if data.attention == "sample" or not data.train else end_of_documents(data.prefixes)
+
+
+def end_of_documents(prefixes: Sequence[str]) -> int:
+    """The id with which all documents of these data sets end. Raises DataError: there is no such id."""
+    found = {prefix: read_manifest(prefix).end_of_document for prefix in prefixes}
+    first = found[prefixes[0]]
     for prefix, end in found.items():
         if end is None:
             raise DataError(
@@ -213,9 +216,10 @@ def end_of_document(data: DataConfig) -> int | None:
             )
         if end != first:
             raise DataError(
-                f"{prefix}: its documents end with the id {end}, those of {data.train[0].prefix} with {first}; "
+                f"{prefix}: its documents end with the id {end}, those of {prefixes[0]} with {first}; "
                 "data.attention = 'document' needs sets of one tokenizer"
             )
+    assert first is not None
     return first
 
 

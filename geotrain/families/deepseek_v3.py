@@ -103,7 +103,7 @@ class DeepseekV3(Family):
         router, *experts = routed_experts(a)
         yield router
         name, within = "mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"
-        yield Weight(name, (a.experts.count,), within, "zeros", "whole", decays=False, counted=True)
+        yield Weight(name, (a.experts.count,), within, "zeros", "whole", decays=False, untrained=True)
         yield from experts
         yield from shared_expert(a, "mlp.shared_experts")
 

@@ -28,7 +28,7 @@ class Weight:
     summed: when each tensor rank computes only a part of its gradient: under sequence parallelism, since each then
         sees a part of the tokens only, or always.
     expert: the number of the expert that it belongs to; None: to none.
-    counted: it is changed by counts of what the model did, not by gradients, and is kept in fp32 everywhere.
+    untrained: it is changed by counts of what the model did, not by gradients, and is kept in fp32 everywhere.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Weight:
     pieces: int | None = None
     summed: Literal["never", "sequence", "always"] = "never"
     expert: int | None = None
-    counted: bool = False
+    untrained: bool = False
 
     @property
     def numel(self) -> int:

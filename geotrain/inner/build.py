@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+import importlib
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,16 +18,17 @@ from geotrain.config.deepspeed import completed
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
 from geotrain.inner.model import build_model, placements
-from geotrain.inner.parallel import EXPERTS, RankMesh, group_like, initialize, join
+from geotrain.inner.parallel import EXPERTS, group_like, initialize, join
+from geotrain.optimizers.groups import parameter_groups
 from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
 from geotrain.parallelism.acco_forms import check_acco
-from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.local_parameters import tied_copies
+from geotrain.parallelism.mesh import RankMesh
 from geotrain.parallelism.optimizer_settings import (
     AdamWSettings,
     MuonSettings,
-    OptimizerSettings,
     PluggedOptimizer,
     optimizer_settings,
 )
@@ -59,16 +61,21 @@ def build_engine(
         shape = architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed
         model = build_model(*shape, packed=end_of_document is not None)
         placed = placements(model, architecture, parallel, mesh)
-        groups = parameter_groups(placed, settings)
+        numel = sum(place.numel for _, place in placed)
+        buckets: dict[str, Any] = {}
+        if run.acco is None and checks.overlaps_reduction(deepspeed_block):
+            late = tied_copies(architecture, mesh.pp_size)
+            buckets = {"bucket": checks.reduction_bucket(deepspeed_block, numel), "late": late}
+        groups = parameter_groups(placed, settings, EXPERTS, **buckets)
         if isinstance(settings, MuonSettings):
             if checks.zero_stage(deepspeed_block):
-                keep_matrices_whole(groups, dp, dp // parallel.expert, run.acco is not None, model)
+                keep_matrices_whole(groups, mesh, run.acco is not None, model)
             optimizer: torch.optim.Optimizer = Muon(groups, settings)
         elif isinstance(settings, PluggedOptimizer):
             optimizer = settings.optimizer([{**group, "moments": settings.moments} for group in groups])
         else:
             optimizer = build_adamw(groups, settings, offloaded)
-        config = complete_block(deepspeed_block, sum(place.numel for _, place in placed))
+        config = complete_block(deepspeed_block, numel)
         parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
         engine = GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
         engine.end_of_document = end_of_document
@@ -97,8 +104,8 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
         config["bf16"]["immediate_grad_update"] = True
     stage = checks.zero_stage(config)
     if stage == 1:
-        # Gradients are reduced once a step, after Megatron's schedule. With overlap_comm DeepSpeed expects to have
-        # reduced them during a backward of its own, and would reduce nothing.
+        # With overlap_comm DeepSpeed's own ZeRO-1, which is left where the optimizer is offloaded, expects to have
+        # reduced gradients during a backward of its own, and would reduce nothing.
         config["zero_optimization"]["overlap_comm"] = False
     if stage > 0:
         # DeepSpeed allocates the whole bucket, by default of 5e8 elements, however small the model is.
@@ -107,40 +114,15 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
     return config
 
 
-def parameter_groups(
-    placed: Iterable[tuple[nn.Parameter, LocalParameter]], settings: OptimizerSettings
-) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, none of them empty.
-
-    Apart are: norms, which do not decay; what is marked `sums_over_tp`, since each tensor rank sees only a part of
-    the tokens or heads, so that gradients must be summed; experts that data-parallel ranks divide, marked `moe` and
-    with DeepSpeed's name of the ranks that have the same; with Muon, at the end, hidden matrices (`is_matrices`).
-    """
-    muon = isinstance(settings, MuonSettings)
-    groups: dict[tuple[bool, ...], dict[str, Any]] = {}
-    for parameter, place in placed:
-        if place.counted:
-            continue
-        matrix = muon and place.is_hidden_matrix
-        key = (matrix, place.expert, not place.decays, place.sums_over_tp)
-        lr, decay = settings.lr if matrix else settings.rate_of_the_rest, settings.weight_decay * place.decays
-        marks: dict[str, Any] = {"sums_over_tp": place.sums_over_tp, "is_matrices": matrix}
-        if place.expert:
-            marks |= {"moe": True, "name": EXPERTS}
-        group = groups.setdefault(key, {"params": [], "lr": lr, "weight_decay": decay, **marks})
-        group["params"].append(parameter)
-    return [group for _, group in sorted(groups.items(), key=lambda item: item[0])]
-
-
-def keep_matrices_whole(groups: list[dict[str, Any]], dp: int, expert_dp: int, acco: bool, model: nn.Module) -> None:
+def keep_matrices_whole(groups: list[dict[str, Any]], mesh: RankMesh, acco: bool, model: nn.Module) -> None:
     """Arrange the groups of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
-    ACCO all groups as one sequence. expert_dp: data-parallel ranks that have the same experts."""
+    ACCO all groups as one sequence."""
     others = [[p.numel() for p in group["params"]] for group in groups if not group["is_matrices"]]
     head = FlatLayout(others, 1).numel if acco else 0
     for group in groups:
         if group["is_matrices"]:
             sizes = [parameter.numel() for parameter in group["params"]]
-            ranks = expert_dp if "moe" in group else dp
+            ranks = mesh.dp_size // mesh.ep_size if "moe" in group else mesh.dp_size
             group["params"] = with_gaps(group["params"], pack(sizes, ranks, head, ALIGNED), model)
 
 
@@ -158,17 +140,10 @@ def build_adamw(groups: list[dict[str, Any]], settings: AdamWSettings, on_cpu: b
     on_cpu: the masters are offloaded to host memory, where of the three only torch's works.
     """
     common: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    if platform.HAS_CUDA and not on_cpu:
-        try:
-            from apex.optimizers import FusedAdam
-
-            return FusedAdam(groups, adam_w_mode=True, **common)
-        except ImportError:  # not installed, or PyPI's unrelated `apex`
-            pass
-        try:
-            from deepspeed.ops.adam import FusedAdam
-
-            return FusedAdam(groups, adam_w_mode=True, **common)
-        except Exception:  # it compiles its kernel here, which can fail in many ways
-            pass
+    for module in ("apex.optimizers", "deepspeed.ops.adam") if platform.HAS_CUDA and not on_cpu else ():
+        # Not installed, PyPI's unrelated `apex`, one without its extensions, a kernel that does not compile: each
+        # fails in its own way, and may have written its defaults into the groups before.
+        with contextlib.suppress(Exception):
+            fused = importlib.import_module(module).FusedAdam
+            return cast(torch.optim.Optimizer, fused([{**group} for group in groups], adam_w_mode=True, **common))
     return torch.optim.AdamW(groups, fused=True, **common)

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.config import Architecture
+from geotrain.context_parallel import part_of
 from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
-from geotrain.inner.parallel import EXPERTS, RankMesh
+from geotrain.inner.parallel import EXPERTS
 from geotrain.inner.router_bias import update_biases
 from geotrain.inner.shards import OwnedShard, owned_shards
-from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
+from geotrain.parallelism.mesh import RankMesh, SampleRanks
+from geotrain.zero.optimizer import OverlappedZero1
 
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -27,13 +30,10 @@ with platform.quiet_imports():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-# The two names of a tied embedding: as the first pipeline stage uses it, and as the last.
-_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
-
 
 class StepReader(Protocol):
-    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all tensor and pipeline
-    ranks of a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
+    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all ranks of
+    a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
 
     @property
     def own(self) -> Sequence[Tensor]:
@@ -104,7 +104,7 @@ class GeoEngine(DeepSpeedEngine):
         # These are set before DeepSpeed's __init__, because it calls _configure_zero_optimizer, which AccoEngine
         # overrides and which needs them.
         self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
-        self._placed = [(parameter, place) for parameter, place in placed if not place.counted]  # what is trained
+        self._placed = [(parameter, place) for parameter, place in placed if not place.untrained]  # what is trained
         super().__init__(
             args=None,
             model=model,
@@ -112,9 +112,9 @@ class GeoEngine(DeepSpeedEngine):
             mpu=mesh,
             dist_init_required=False,
             config=config,
-            config_class=DeepSpeedConfig(config, mesh),
+            config_class=DeepSpeedConfig(config, SampleRanks(mesh.replicas)),
         )
-        self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.dp_rank, mesh.dp_size
+        self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.replica, mesh.replicas  # of samples
         self.is_metrics_rank = mesh.rank == 0  # the one that reports for the worker
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
         self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh)
@@ -128,6 +128,17 @@ class GeoEngine(DeepSpeedEngine):
             groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = self.mesh.expert_dp_group
         super()._configure_distributed_model(model)
 
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        if self.zero_optimization_stage() != 1 or self.zero_cpu_offload():
+            return super()._configure_zero_optimizer(optimizer)
+        clip, accumulated, wire = self.gradient_clipping(), self.get_data_types()[1], self.communication_data_type
+        how = clip, accumulated, wire, self.zero_reduce_bucket_size(), self.has_moe_layers
+        return OverlappedZero1(optimizer, self.module, self._placed, self.mesh, self.param_names, *how)
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """DeepSpeed asks for it instead where bf16 weights' gradients are accumulated in fp32."""
+        return self._configure_zero_optimizer(optimizer)
+
     # ------------------------------------------------------------------------------------ train, evaluate
 
     def train_step(self, batch: StepReader, schedule_step: int) -> StepResult:
@@ -140,6 +151,12 @@ class GeoEngine(DeepSpeedEngine):
         lr = self._begin_step(schedule_step)
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
+        elif isinstance(self.optimizer, OverlappedZero1):
+            self.optimizer.begin_step(len(micro_batches))
+            loss = self._run_schedule(micro_batches, forward_only=False)
+            self._sum_partial_gradients()
+            self.optimizer.finish_reduction()
+            self.set_gradient_accumulation_boundary(True)
         else:
             # DeepSpeed's hooks reduce gradients during the backward of the micro-batch that it takes for the last
             # one. It is told that none is, until the partial gradients below are complete.
@@ -229,11 +246,12 @@ class GeoEngine(DeepSpeedEngine):
         return micro_batches
 
     def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Each token's loss [micro_batch, sequence_length] on the last pipeline stage; else the stage's output."""
+        """Losses of this rank's tokens [micro_batch, sequence_length / context] on the last pipeline stage; on others
+        the stage's output."""
         boundaries = None
         if self.end_of_document is not None:  # found before the copy: on a device it would have to be waited for
             boundaries = cu_seqlens(tokens[:, :-1], self.end_of_document).to(self.device, non_blocking=True)
-        tokens = tokens.to(self.device, non_blocking=True)
+        tokens = part_of(tokens, self.mesh.cp_rank, self.mesh.cp_size).to(self.device, non_blocking=True)
         # No position ids and no mask: the positions are rotary, and the attention is causal by itself.
         return model(tokens[:, :-1], None, boundaries, labels=tokens[:, 1:])
 
@@ -248,9 +266,9 @@ class GeoEngine(DeepSpeedEngine):
 
         def loss_of(losses: Tensor) -> tuple[Tensor, Tensor]:
             mean = losses.mean()
-            # Megatron-core divides the first by the number of micro-batches, in place. The multiplication gives the
-            # second memory of its own, which `detach` alone would not, so that it is not divided too.
-            return mean * factor, mean.detach() * factor
+            # Megatron-core divides the first by the number of micro-batches and multiplies it by that of context
+            # ranks, in place. The multiplication gives the second memory of its own, which `detach` alone would not.
+            return mean * (factor / self.mesh.cp_size), mean.detach() * factor
 
         def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(model, next(batches)), loss_of
@@ -292,8 +310,8 @@ class GeoEngine(DeepSpeedEngine):
         embedding and the last as head. Then those to be summed over all tensor ranks: of norms that see only a part
         of the tokens or heads on each.
         """
-        tied = self.mesh.pp_size > 1 and self.architecture.tied_embeddings
-        ends = [_gradient(p) for p, place in self._placed if tied and place.name in _TIED]
+        tied = tied_copies(self.architecture, self.mesh.pp_size)
+        ends = [_gradient(p) for p, place in self._placed if place.name in tied]
         return ends, [_gradient(p) for p, place in self._placed if place.sums_over_tp]
 
     def _sum_partial_gradients(self) -> None:

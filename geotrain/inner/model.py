@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from geotrain.config import Architecture, ParallelConfig
+from geotrain.context_parallel import ContextAttention, use_own_positions
 from geotrain.families import family_of
 from geotrain.inner import latent_attention, platform
 from geotrain.inner.documents import PackedAttention, inside_documents
-from geotrain.inner.parallel import EXPERTS, RankMesh
+from geotrain.inner.parallel import EXPERTS
 from geotrain.inner.router_bias import biased_routers, keep_counts_wide
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
+from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -135,6 +137,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,  # waiting for the device after each message serves old versions of torch only
@@ -150,15 +153,20 @@ def transformer_config(
     return kind(**{**common, **family_of(architecture.model_type).megatron(architecture)})
 
 
-def _block_spec(architecture: Architecture, layers: range, packed: bool) -> Any:
+def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: range, packed: bool) -> Any:
     """layers: those of the stage."""
+
+    def around(attention: Any) -> Any:
+        spec = ModuleSpec(module=ContextAttention, params={"around": attention})
+        return spec if parallel.context > 1 else attention
+
     if HAS_TRANSFORMER_ENGINE and architecture.latent is None:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=architecture.experts.count if architecture.experts else None,
             qk_layernorm=architecture.qk_norm,
         )
-        if packed:
-            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = around(PackedAttention if packed else attention.core_attention)
         return spec
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     dense = ModuleSpec(module=MLP, submodules=linear)
@@ -175,7 +183,7 @@ def _block_spec(architecture: Architecture, layers: range, packed: bool) -> Any:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CausalAttention,
+            core_attention=around(CausalAttention),
             linear_proj=RowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -225,7 +233,7 @@ def build_model(
         model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
             config=transformer_config(architecture, parallel, bf16, recompute),
-            transformer_layer_spec=_block_spec(architecture, mine, packed),
+            transformer_layer_spec=_block_spec(architecture, parallel, mine, packed),
             vocab_size=architecture.vocab_size,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,
@@ -235,9 +243,10 @@ def build_model(
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
         )
-    if (
-        architecture.rope_scaling
-    ):  # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere
+    if parallel.context > 1:
+        use_own_positions(model.rotary_pos_emb, mesh.cp_rank, mesh.cp_size)
+    # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere.
+    if architecture.rope_scaling:
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geotrain.inner.parallel import RankMesh
 from geotrain.layout import StridedSlice, clip_runs
-from geotrain.optimizers.updates import moments
 from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.mesh import RankMesh
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def owned_shards(
             runs = tuple(clip_runs(place.runs, start, start + master.numel()))
             shards.append(OwnedShard(runs, master, place.pushes and mine, owner, offset))
 
-        if partitioned and not place.counted:
+        if partitioned and not place.untrained:
             # DeepSpeed links a parameter to its piece of this rank's fp32 partition. The link is None where the
             # parameter lies wholly in the partitions of other data-parallel ranks.
             link: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -90,27 +89,3 @@ def replica_parts(numel: int, rank: int, size: int) -> Iterator[tuple[int, int, 
     for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
         if begin < end:
             yield begin, end, mine
-
-
-def step_count(optimizer: torch.optim.Optimizer) -> int:
-    """How many steps the optimizer took.
-
-    torch's AdamW counts at each tensor, DeepSpeed's only at the last tensor of a group, apex's at the group. Counts
-    that an implementation does not advance stay behind, so the largest is the right one.
-    """
-    counts = [group.get("step", 0) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        counts += [optimizer.state.get(tensor, {}).get("step", 0) for tensor in group["params"]]
-    return max(map(int, counts), default=0)
-
-
-def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of AdamW's bias correction wherever the implementation reads it (see `step_count`)."""
-    for group in optimizer.param_groups:
-        fused = not isinstance(optimizer, torch.optim.AdamW)
-        if fused:
-            group["step"] = steps
-        for tensor in group["params"]:
-            moments(optimizer, tensor)  # an optimizer that finds a step count expects the moments beside it
-            count = torch.tensor(float(steps), device=tensor.device)
-            optimizer.state[tensor]["step"] = steps if fused else count

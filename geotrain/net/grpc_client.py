@@ -4,6 +4,7 @@ restarts."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -29,10 +30,12 @@ from geotrain.outer.messages import (
     Welcome,
 )
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 REPLY_S = 30.0  # for a small call, in addition to the time for which the server may hold it
+TELL_S = 30.0  # people are told of trouble that lasts so long, and again whenever that time has doubled
 ANSWER_S = 600.0  # from an update's last frame to its acknowledgement; keepalive notices a dead server much earlier
 MAX_HALF_ANSWERS = 4  # so many answers that broke off are kept, to go on with
 CHANNEL_OPTIONS = (
@@ -234,7 +237,8 @@ class GrpcClient:
         Raises Refused if the refusal is final, wire.WireError, and Unreachable when `deadline_s` is over.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
+        since = loop.time()  # of the trouble, if there is any
+        deadline, tell_s = since + deadline_s, TELL_S
         pause_s, trouble = FIRST_BACKOFF_S, "it has not answered yet"
         must_join, joined = False, False
         while True:
@@ -247,6 +251,7 @@ class GrpcClient:
                     if value is not None:
                         return value
                     pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
+                    since, tell_s = loop.time(), TELL_S
                     deadline = loop.time() + deadline_s if patient else deadline
                     continue
             except (ConnectionLost, wire.DamagedError) as lost:
@@ -269,6 +274,10 @@ class GrpcClient:
                 raise self.unreachable(deadline_s, trouble) from None
             if loop.time() + wait_s >= deadline:
                 raise self.unreachable(deadline_s, trouble)
+            if loop.time() - since >= tell_s:
+                tell_s *= 2
+                told = "%s: for %.0f s, the server at %s has not taken what it is told: %s; it is told again"
+                log.warning(told, self.member, loop.time() - since, self.address, trouble)
             await asyncio.sleep(wait_s)
 
     def unreachable(self, after_s: float, trouble: str) -> Unreachable:

@@ -250,8 +250,15 @@ class WorkerClient:
                 pass
 
     async def _push(self, pushed: _Pushed) -> None:
+        async def attempt(link: GrpcClient) -> int | None:
+            lives = self._lives
+            applied = await link.push(pushed.part)
+            # If this client has joined again meanwhile, an earlier life of the server has acknowledged. Unless all
+            # parts had come, that life has taken the part with it.
+            return applied if lives == self._lives else None
+
         try:
-            applied = await self._persist(lambda link: link.push(pushed.part))
+            applied = await self._persist(attempt)
         except Exception as error:
             self._parts.remove(pushed)
             pushed.settle(error)

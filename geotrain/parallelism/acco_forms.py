@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from geotrain.config import AccoConfig, Architecture, ConfigError
-from geotrain.parallelism.checks import trains_in_bf16, zero_stage
+from geotrain.parallelism.checks import zero_stage
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer, optimizer_settings
 from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
 
@@ -121,17 +121,11 @@ def check_acco(
         raise ConfigError(
             "acco does not go with deepspeed.zero_optimization.offload_optimizer; take out one of the two"
         )
-    wide = str(block.get("data_types", {}).get("grad_accum_dtype", ""))
-    if trains_in_bf16(block) and wide not in ("", "bf16", "bfloat16"):
-        raise ConfigError(
-            f"acco accumulates gradients in the weights' type, bf16, not in deepspeed.data_types.grad_accum_dtype = "
-            f"{wide!r}; leave it out"
-        )
     first_part(acco, micro_batches)
 
 
-def flat_bytes(prediction: str, shard: ShardSize, weight_bytes: int) -> int:
-    """Bytes that ACCO keeps on a rank beside its optimizer's shard: weights, gradients and one buffer for what
-    travels, of `weight_bytes` an element each; with codes, those of all ranks."""
+def flat_bytes(prediction: str, shard: ShardSize, weight_bytes: int, gradient_bytes: int) -> int:
+    """Bytes that ACCO keeps on a rank beside its optimizer's shard: weights and one buffer for what travels, of
+    `weight_bytes` an element each, and gradients; with codes, those of all ranks."""
     codes = CODE_BITS / 8 if FORMS[prediction].gathers == "codes" else 0.0
-    return round(shard.total * (3 * weight_bytes + codes))
+    return round(shard.total * (2 * weight_bytes + gradient_bytes + codes))

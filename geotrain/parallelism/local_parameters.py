@@ -30,7 +30,7 @@ class LocalParameter:
     decays: whether weight decay applies.
     is_hidden_matrix: whether Muon trains it: a layer's matrix, not the embedding or the head, whose rows are words.
     expert: whether expert parallelism gives data-parallel ranks different ones of its kind.
-    counted: whether counts change it and no gradient does; every data-parallel rank then has a copy, in fp32.
+    untrained: whether counts change it and no gradient does; every data-parallel rank then has a copy, in fp32.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LocalParameter:
     decays: bool
     is_hidden_matrix: bool
     expert: bool
-    counted: bool
+    untrained: bool
 
     @property
     def numel(self) -> int:
@@ -102,7 +102,7 @@ def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank
         decays=one.decays,
         is_hidden_matrix=one.decays and min(one.shape) > 1 and name.startswith("decoder."),
         expert=one.expert is not None and parallel.expert > 1,
-        counted=one.counted,
+        untrained=one.untrained,
     )
 
 
@@ -132,3 +132,9 @@ def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple
 def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of any rank of a pipeline stage: tensor and expert ranks hold equally many."""
     return sum(p.numel for p in any_of_stage(a, parallel, stage))
+
+
+def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
+    """The names of an embedding that first and last pipeline stage each have a copy of, if they do."""
+    tied = stages > 1 and architecture.tied_embeddings
+    return ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ()

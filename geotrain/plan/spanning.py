@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from geotrain.config import ParallelConfig
-from geotrain.parallelism.checks import trains_in_bf16
+from geotrain.parallelism.checks import overlaps_reduction, trains_in_bf16
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.plan.inventory import Host, PlanTask
 from geotrain.plan.layouts import Refusals, WorkerLayout, evaluated, fitting, least_step_s, micro_batches, parallels
@@ -115,6 +115,8 @@ def placement_problem(task: PlanTask, shape: PipelineShape, links: Links) -> Pro
     run, a, parallel = task.run, task.architecture, shape.parallel
     chosen = [links.place[host.region, host.host] for host in shape.hosts]
     size = 2 if trains_in_bf16(run.deepspeed) else 4
+    # DT-FM's is one reduce-scatter and one all-gather. DeepSpeed's own ZeRO gathers weights besides.
+    rounds = 1.0 if run.acco is not None or overlaps_reduction(run.deepspeed) else 1.5
     stages = range(parallel.pipeline)
     parameters = max(stage_parameters(a, parallel, s) for s in stages) * parallel.tensor
     sequence = run.data.sequence_length
@@ -126,7 +128,7 @@ def placement_problem(task: PlanTask, shape: PipelineShape, links: Links) -> Pro
         links.gbps[np.ix_(chosen, chosen)],
         stages=parallel.pipeline,
         replicas=shape.columns,
-        gradient_gigabytes=1.5 * parameters * size / 1e9,  # reduced and gathered, and new weights gathered
+        gradient_gigabytes=rounds * parameters * size / 1e9,
         activation_gigabytes=tokens * a.hidden_size * size * copies / 1e9,
         compute_s=[
             tokens * flops / (1e12 * s.device.tflops * s.device.efficiency * shape.slots) for s in shape.hosts

@@ -18,12 +18,15 @@ from tests.support.expert_models import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 
 
-def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False, expert: int = 1) -> ParallelConfig:
-    return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
+def layout(
+    tensor: int = 1, pipeline: int = 1, sequence: bool = False, expert: int = 1, context: int = 1
+) -> ParallelConfig:
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert, context=context)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "ranks", "dp"), [(layout(), 4, 4), (layout(2, 2), 4, 1), (layout(2, 1, True), 4, 2)]
+    ("parallel", "ranks", "dp"),
+    [(layout(), 4, 4), (layout(2, 2), 4, 1), (layout(2, 1, True), 4, 2), (layout(pipeline=2, context=2), 16, 4)],
 )
 def test_what_runs(parallel: ParallelConfig, ranks: int, dp: int) -> None:
     assert check_layout(architecture(LLAMA), parallel, ranks, deepspeed_block(1), 16) == dp
@@ -64,6 +67,26 @@ def block(**changes: Any) -> dict[str, Any]:
         ({}, layout(), 3, block(), 16, ["train_batch_size = 8", "data-parallel size 3"]),
         ({}, layout(), 8, block(), 16, ["train_batch_size = 8", "data-parallel size 8"]),
         ({}, layout(), 1, block(gradient_accumulation_steps=2), 16, ["gradient_accumulation_steps = 2"]),
+        ({}, layout(1, 2, context=2), 6, block(), 16, ["pipeline 2 × context 2 = 4", "6 ranks", "parallel.context"]),
+        ({}, layout(context=2), 2, block(), 15, ["sequence_length = 15", "parallel.context = 2", "use 16"]),
+        (
+            {},
+            layout(context=4),
+            4,
+            block(),
+            16,
+            ["num_key_value_heads = 2", "context = 4:", "use parallel.context = 2"],
+        ),
+        ({}, layout(2, context=2), 4, block(), 16, ["context = 2 × parallel.tensor = 2", "use parallel.context = 1"]),
+        (
+            {"kv_heads": 4},
+            layout(2, 1, True, context=2),
+            4,
+            block(),
+            18,
+            ["= 18", "tensor = 2 × parallel.context = 2"],
+        ),
+        ({}, layout(context=2), 16, block(), 16, ["train_batch_size = 8", "data-parallel size 8"]),
     ],
 )
 def test_what_does_not_run_is_told_clearly(
@@ -91,6 +114,7 @@ def expert_block(**zero: Any) -> dict[str, Any]:
         (LLAMA, layout(expert=2), 2, block(), ["parallel.expert = 2", "llama", "no experts"]),
         (MIXTRAL, layout(expert=4), 2, block(), ["parallel.expert = 4", "2 data-parallel ranks", "slots"]),
         ({**MIXTRAL, "num_local_experts": 6}, layout(expert=4), 4, block(), ["6 experts", "parallel.expert = 4"]),
+        (MIXTRAL, layout(context=2, expert=4), 2, block(), ["2 data-parallel ranks (data × context)"]),
         (MIXTRAL, layout(2), 2, block(), ["parallel.tensor = 2", "parallel.sequence = true"]),
         (MIXTRAL, layout(), 2, deepspeed_block(2), ["stage = 2", "experts", "stage 1"]),
         (MIXTRAL, layout(expert=2), 2, expert_block(reduce_scatter=False), ["reduce_scatter", "leave it out"]),

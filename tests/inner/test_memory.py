@@ -52,6 +52,8 @@ CASES: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [
     ({**QWEN_MOE, **WIDE, "moe_intermediate_size": 320}, ParallelConfig(expert=2), deepspeed_block(1, **BF16)),
     ({**QWEN_MOE, **WIDE, "moe_intermediate_size": 320}, ParallelConfig(expert=2), deepspeed_block(1, **MUON)),
     ({**DEEPSEEK, **WIDE, **LATENT}, ParallelConfig(expert=2), deepspeed_block(1)),
+    ({**LLAMA, **WIDE}, ParallelConfig(context=2), deepspeed_block(1)),
+    ({**QWEN, **WIDE}, ParallelConfig(context=2), deepspeed_block(0)),
 ]
 
 
@@ -67,7 +69,7 @@ def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), platform.megatron_runtime():
-        engine.module(tokens[:, :-1], None, None, labels=tokens[:, 1:])
+        engine._losses(engine.module, tokens)
     return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
 
 
@@ -121,7 +123,8 @@ def test_the_estimate_is_what_engines_use() -> None:
         assert measured["weights"] == pytest.approx(memory.weights_bytes, rel=1e-3)  # DeepSpeed pads a little
         assert measured["optimizer"] == pytest.approx(memory.optimizer_bytes, rel=1e-3)
         if parallel.pipeline == 1 and "bf16" not in block:
-            expected = activation_bytes(a, parallel, 2 * 16, 4, "none", 0, 1) + unfused_bytes(model, parallel, 2 * 16)
+            tokens = 2 * 16 // parallel.context
+            expected = activation_bytes(a, parallel, tokens, 4, "none", 0, 1) + unfused_bytes(model, parallel, tokens)
             kept = measured["activations"]
             if a.experts:  # ranks have as many tokens as their experts were chosen for
                 kept = sum(by_rank[rank][i]["activations"] for rank in range(2)) / 2

@@ -215,18 +215,26 @@ def test_servers_that_others_reach_without_certificates(place: Path) -> None:
 def test_hosts_are_asked_where_wanted(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ssh is a program here that knows one host."""
+    """ssh is a program here that knows one host, which is this machine with another folder's data."""
     ssh = place / "bin/ssh"
     ssh.parent.mkdir()
-    ssh.write_text('#!/bin/sh\ncase "$*" in *" near true") exit 0;; esac\necho "no route to it" >&2\nexit 255\n')
+    ssh.write_text(
+        '#!/bin/sh\ncase "$*" in *"-- near cd"*) while [ $# -gt 1 ]; do shift; done; exec sh -c "$1";; esac\n'
+        'echo "no route to it" >&2\nexit 255\n'
+    )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     change("cluster.json", regions__0__ssh="far", regions__0__server={"host": "far", "port": 7071}, global_ssh="near")
-    change("cluster.json", global_server={"host": "near", "port": 7070})
+    change("cluster.json", global_server={"host": "near", "port": 7070}, global_folder=str(place / "near"))
+    (place / "near").mkdir()
     code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
     assert code == 0 and "not asked: far, near; --ask-hosts" in text
+    monkeypatch.setattr("rich.console.Console.width", 400)  # cells are not broken
     code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json", "--ask-hosts")
-    assert code == 2 and "far: cannot be reached by ssh: no route to it" in text and "near: cannot" not in text
+    assert code == 2 and "refused far cannot be looked at by ssh: no route to it `ssh far true` must work" in text
+    # near has answered for itself: the server's address is no address of this machine
+    assert "refused near the server of 'global': cannot listen on near:7070" in text
+    assert "near cannot be looked at" not in text
 
 
 def test_a_schedule_that_ends_before_the_data_is_warned_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import shutil
 import socket
 import threading
@@ -14,11 +15,11 @@ import pytest
 import torch
 
 from geotrain.config import Address
-from geotrain.net import wire
+from geotrain.net import grpc_client, wire
 from geotrain.net.grpc_client import GrpcClient, Unreachable
 from geotrain.net.rpc import ListenError
 from geotrain.net.worker_client import ServerForgot, WorkerClient
-from geotrain.outer.messages import Join, Refused
+from geotrain.outer.messages import Join, Refused, UpdatePart
 from tests.support.net_worlds import Cluster, FakeWorker, clusters, halves, outer, status_of, wait_for, whole
 
 
@@ -123,7 +124,8 @@ def test_a_worker_of_another_run_is_told_both_digests(make):
     worker.close()
 
 
-def test_an_unreachable_server_is_named_within_the_deadline():
+def test_an_unreachable_server_is_named_within_the_deadline(monkeypatch, caplog):
+    monkeypatch.setattr(grpc_client, "TELL_S", 0.1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -132,6 +134,7 @@ def test_an_unreachable_server_is_named_within_the_deadline():
     with pytest.raises(Unreachable, match=rf"127\.0\.0\.1:{port} gave no answer within 0\.7 s .*refused.*firewall"):
         client.join(Join("r", "c", "l", "m", "a", "1", 0, 1, (), ()))
     assert time.monotonic() - began < 3
+    assert re.search(rf"the server at 127.0.0.1:{port} has not taken .*refused.*; it is told again", caplog.text)
     client.close()
 
 
@@ -245,4 +248,35 @@ def test_a_status_is_answered_while_tensors_are_worked_on(make):
     assert not slow.done()
     answered.set()
     assert slow.result(5) is True
+    worker.close()
+
+
+def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
+    """The acknowledgement of a part is late: it arrives when the server, which died with the part before the other
+    came, was joined again already. Without the part the update would never be whole, nor any after it be taken."""
+    cluster = make(outer(), {"eu": {"a": halves}})
+    worker = cluster.worker("a")
+    worker.join()
+    lease = worker.lease()
+    part, other = worker.parts(lease, (0,))
+    client = worker.clients[0]
+    link, real, sent = client._link, client._link.push, threading.Event()
+
+    async def late(part: UpdatePart) -> int:
+        lives, applied = client._lives, await real(part)
+        sent.set()
+        while client._lives == lives:
+            await asyncio.sleep(0.01)
+        link.push = real
+        return applied
+
+    link.push = late
+    pushed = [client.push(part)]
+    assert sent.wait(30)
+    cluster.restart("eu")
+    worker.lease()  # the server does not know it: both ranks join again
+    pushed.append(worker.clients[1].push(other))
+    for push in pushed:
+        push.result(30)
+    wait_for(lambda: cluster.regions["eu"].server.members["a"].sequence == other.sequence)
     worker.close()

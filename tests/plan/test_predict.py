@@ -73,13 +73,14 @@ def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
     assert seconds == pytest.approx(6 * met * 64 * 2048 / 50e12)
 
 
-def test_divided_experts_are_refused_by_name() -> None:
-    run = small_run(model={"config": EXPERTS}, parallel={"expert": 2})
+@pytest.mark.parametrize("key", ["expert", "context"])
+def test_what_the_planner_does_not_know_is_refused_by_name(key: str) -> None:
+    run = small_run(model={"config": EXPERTS}, parallel={key: 2})
     for refused in (
-        lambda: on(run, [[host("a", 2)]], expert=2),
+        lambda: on(run, [[host("a", 2)]], **{key: 2}),
         lambda: task_of(run, Pins(), inventory({"eu": [(2, "d")]})),
     ):
-        with pytest.raises(ConfigError, match=r"parallel\.expert = 2: the planner's model"):
+        with pytest.raises(ConfigError, match=rf"parallel\.{key} = 2: the planner's model"):
             refused()
 
 
@@ -96,7 +97,8 @@ def test_one_accelerator_computes_and_nothing_else() -> None:
 
 
 def test_replicas_reduce_at_the_cost_that_dt_fm_gives() -> None:
-    """With equal links a ring costs what DT-FM counts, for gradients reduced and gathered and weights gathered."""
+    """With equal links a ring costs what DT-FM counts, for gradients reduced and weights gathered. Of these, the last
+    micro-batch's backward hides the one, and the first one's forward the other, but for a bucket each."""
     run = small_run()
     found = on(run, [[host(f"h{i}") for i in range(4)]]).workers["eu-0"]
     gigabytes = parameter_count(run.architecture) * 2 / 1e9
@@ -106,7 +108,14 @@ def test_replicas_reduce_at_the_cost_that_dt_fm_gives() -> None:
         gradient_gigabytes=gigabytes, activation_gigabytes=0.0,
     )  # fmt: skip
     dt_fm = stage_cost(problem, list(n))
-    assert found.step.reduction_s == pytest.approx(1.5 * dt_fm, rel=1e-6)
+    forward, backward = (2048 * f / 50e12 for f in stage_flops(run.architecture, 2048, 0, 1, "none"))
+    buckets = -(-parameter_count(run.architecture) // 40_000_000)
+    assert dt_fm / 2 > backward > forward, "so that something is left to be seen"
+    hidden = (forward + backward) * (1 - 1 / buckets)
+    assert found.step.reduction_s == pytest.approx(dt_fm - hidden, rel=1e-6)
+    # Of a fast link only one bucket each way is left.
+    near = on(run, [[host("h", 4)]]).workers["eu-0"].step.reduction_s
+    assert near == pytest.approx(2 * 3 / 4 * 8 * gigabytes / DEVICE["host_gbps"] / buckets, rel=1e-6)
     whole = on(run, [[host("a")]]).workers["eu-0"].compute_s
     assert found.step.compute_s == pytest.approx(whole / 4)
 

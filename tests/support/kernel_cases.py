@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geotrain import kernels
 from geotrain.kernels import reference
-from geotrain.kernels.layout import FORMATS, SQUARES_BLOCK, Spec
+from geotrain.kernels.layout import FORMATS, GRIDS, SQUARES_BLOCK, Spec
 from geotrain.kernels.steps import AdamStep, OuterStep
 
 SPECS = [
@@ -85,6 +85,20 @@ def _check_dequantize(ops: ModuleType, payload: Tensor, numel: int, spec: Spec, 
         reference.dequantize(payload.cpu(), wanted[5 : 5 + numel], spec, weight, wanted_squares)
         assert_same_bits(whole, wanted)
         assert_same_bits(squares, wanted_squares)
+    if measured and spec.format in GRIDS:
+        check_add_decoded(ops, payload, numel, spec, device)
+
+
+def check_add_decoded(ops: ModuleType, payload: Tensor, numel: int, spec: Spec, device: str = "cpu") -> None:
+    """The reference's bits, rounded once; also where the sum takes the place of its base."""
+    for dtype in (torch.bfloat16, torch.float32):
+        base = awkward(numel, 4).to(dtype)
+        wanted = torch.empty(numel)
+        reference.add_decoded(payload.cpu(), base, wanted, spec, -0.7)
+        there = base.to(device, copy=True)
+        for out in (torch.zeros(numel, dtype=torch.bfloat16, device=device), there):
+            ops.add_decoded(payload, there, out, spec, -0.7)
+            assert_same_bits(out, wanted.to(out.dtype))
 
 
 OUTER_STEPS = [

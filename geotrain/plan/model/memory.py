@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup
 from geotrain.parallelism.acco_forms import flat_bytes
-from geotrain.parallelism.checks import trains_in_bf16
+from geotrain.parallelism.checks import accumulates_in_fp32, trains_in_bf16
 from geotrain.parallelism.memory import memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parallelism.whole_matrices import shard_size
@@ -31,11 +31,11 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     }
     shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
     if run.acco is not None:
-        size = 2 if trains_in_bf16(block) else 4
-        flat = size * shard.total
-        state.update(weights=flat, gradients=flat)
+        size, summed = 2 if trains_in_bf16(block) else 4, 4 if accumulates_in_fp32(block) else 2
+        state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
-        state["buffers"] = flat_bytes(run.acco.prediction, shard, size) - 2 * flat
+        flat = flat_bytes(run.acco.prediction, shard, size, summed)
+        state["buffers"] = flat - state["weights"] - state["gradients"]
     up, _ = run.outer.worker_codecs
     each = 8 + (4 if up.name != "fp32" else 0)
     offloaded = "offload_optimizer" in block.get("zero_optimization", {})

@@ -1,10 +1,11 @@
 """How long one inner step of one worker takes, and why.
 
 A step is the pipeline's timetable with tensor-parallel communication inside its stages, then the reduction of the
-gradients over the data-parallel replicas, then a few small collectives over all ranks. Nothing of this overlaps, as
-`geotrain.inner` configures DeepSpeed and Megatron-core. ACCO overlaps the reduction with the computation, but not at
-an exchange of the outer loop (`StepTime.settle_s`, `refresh_s`). Left out are the optimizer's arithmetic (it moves
-some 30 bytes for each parameter of the shard through memory), kernel launches and input.
+gradients over the data-parallel replicas, then a few small collectives over all ranks. ZeRO-1 reduces by buckets
+during the last micro-batch's backward, and gathers so during the first one's forward (`geotrain.zero`). ACCO overlaps
+both with the whole computation, but not at an exchange of the outer loop (`StepTime.settle_s`, `refresh_s`). Nothing
+else overlaps, as `geotrain.inner` configures DeepSpeed and Megatron-core. Left out are the optimizer's arithmetic (it
+moves some 30 bytes for each parameter of the shard through memory), kernel launches and input.
 
 Where several flows use one line at the same time, each gets an equal share of it.
 """
@@ -19,7 +20,14 @@ from typing import Any
 
 from geotrain.config import AccoConfig, Architecture, ParallelConfig
 from geotrain.parallelism.acco_forms import FORMS, first_part
-from geotrain.parallelism.checks import accumulation_steps, trains_in_bf16, zero_stage
+from geotrain.parallelism.checks import (
+    accumulation_steps,
+    gradient_wire_bytes,
+    overlaps_reduction,
+    reduction_bucket,
+    trains_in_bf16,
+    zero_stage,
+)
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.pipeline import Stages, claimed_shares, even_shares, pipeline_seconds
@@ -105,9 +113,12 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
     # ACCO divides a step: the first part's micro-batches are computed while the last step's commit travels.
     first = micro_batches if work.acco is None else first_part(work.acco, micro_batches)
     sent: Sent = defaultdict(float)
-    part_s, compute_s, tensor_s = _pipelines(work, table, network, (first, micro_batches - first), sent)
+    part_s, compute_s, tensor_s, one_s = _pipelines(work, table, network, (first, micro_batches - first), sent)
     reduction_s, reduced, refresh_s, gathered = _between_replicas(work, table, network)
     exposed_s, settle_s, ahead = reduction_s, 0.0, 0.0
+    if work.acco is None and overlaps_reduction(work.deepspeed):
+        buckets = _buckets(work)
+        exposed_s = _exposed(refresh_s, one_s[0], buckets) + _exposed(reduction_s - refresh_s, one_s[1], buckets)
     if work.acco is not None:
         # The reduction hides behind the first part, what is sent ahead of it behind the second.
         ahead = FORMS[work.acco.prediction].prediction_traffic(work.bytes_per_weight)
@@ -133,9 +144,10 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
 
 def _pipelines(
     work: Work, table: RankTable, network: LinkTable, parts: tuple[int, int], sent: Sent
-) -> tuple[tuple[float, ...], float, float]:
+) -> tuple[tuple[float, ...], float, float, tuple[float, float]]:
     """(seconds of the step's two parts until the slowest replica is done; of them, the arithmetic and the tensor
-    parallelism of its busiest stage). parts: micro-batches of a replica before and after ACCO's commit is adopted.
+    parallelism of its busiest stage; this stage's forward and backward of one micro-batch). parts: micro-batches of a
+    replica before and after ACCO's commit is adopted.
 
     An activation of a micro-batch has tokens · hidden elements; every tensor rank sends it whole to its peer, with
     sequence parallelism its part.
@@ -178,7 +190,21 @@ def _pipelines(
     busy_s = [f + b for f, b in zip(replicas[slowest].forward_s, replicas[slowest].backward_s, strict=True)]
     busiest = max(range(table.pp), key=lambda s: busy_s[s])
     tensor_s = counts[slowest] * tensors[slowest][busiest]
-    return shares.part_s, counts[slowest] * busy_s[busiest] - tensor_s, tensor_s
+    one_s = replicas[slowest].forward_s[busiest], replicas[slowest].backward_s[busiest]
+    return shares.part_s, counts[slowest] * busy_s[busiest] - tensor_s, tensor_s, one_s
+
+
+def _buckets(work: Work) -> int:
+    """In how many parts the gradients of the fullest stage travel."""
+    stages = range(work.parallel.pipeline)
+    parameters = max(stage_parameters(work.architecture, work.parallel, s) for s in stages)
+    return ceil(parameters / reduction_bucket(work.deepspeed, parameters))
+
+
+def _exposed(travel_s: float, compute_s: float, buckets: int) -> float:
+    """What is not hidden of travel in equal buckets beside compute that completes, or needs, them one by one: the
+    first can leave only when its part is computed, the last when all is."""
+    return max(travel_s / buckets, travel_s - compute_s * (1 - 1 / buckets))
 
 
 def _tensor_seconds(
@@ -201,19 +227,19 @@ def _between_replicas(
     """(seconds and bytes between regions of a step's gradients and new weights; the same of the weights alone), of
     all stages at once.
 
-    DeepSpeed all-reduces the gradients' buckets whatever the ZeRO stage (`use_multi_rank_bucket_allreduce`; without
-    it, each part goes to its owner only), in ZeRO 2 after every micro-batch, and all-gathers the new weights where
-    the optimizer is sharded. ACCO reduce-scatters and all-gathers. Rings: a rank hands 1/D of the tensor to the next,
-    D − 1 times for either, so the slowest hop decides; with equal links that is DT-FM's data-parallel cost.
+    ZeRO-1 and ACCO reduce-scatter gradients, DeepSpeed's other stages all-reduce their buckets
+    (`use_multi_rank_bucket_allreduce`; without it, each part goes to its owner only), ZeRO 2 after every micro-batch.
+    The new weights are all-gathered where the optimizer is sharded. Rings: a rank hands 1/D of the tensor to the
+    next, D − 1 times for either, so the slowest hop decides; with equal links that is DT-FM's data-parallel cost.
     """
     sent: Sent = defaultdict(float)
     if table.dp == 1:
         return 0.0, sent, 0.0, {}
     zero = work.deepspeed.get("zero_optimization", {})
     stage = zero_stage(work.deepspeed)
-    wide = str(work.deepspeed.get("data_types", {}).get("grad_accum_dtype")) in ("fp32", "float32")
-    gradient_bytes = 4 if wide or stage == 0 else work.bytes_per_weight
-    rounds = 2.0 if work.acco is None and zero.get("use_multi_rank_bucket_allreduce", True) else 1.0
+    gradient_bytes = work.bytes_per_weight if work.acco is not None else gradient_wire_bytes(work.deepspeed)
+    scattered = work.acco is not None or overlaps_reduction(work.deepspeed)
+    rounds = 1.0 if scattered or not zero.get("use_multi_rank_bucket_allreduce", True) else 2.0
     if stage == 2:
         rounds *= accumulation_steps(work.deepspeed, table.dp)
     gathered_bytes, gathers = (work.bytes_per_weight, 1) if stage else (0, 0)

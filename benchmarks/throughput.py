@@ -1,0 +1,217 @@
+"""The engine's speed over a plain PyTorch loop's, and how much of data parallelism's communication it hides.
+
+`dense_vs_torch`, `moe_vs_torch`: tokens a second of one rank of the engine (fp32, AdamW, no ZeRO) over those of
+transformers' own model of the same weights with torch's fused AdamW: in one process, on the same threads and batches,
+alternating. Their first losses must agree.
+
+`hidden_communication`: two ranks with ZeRO-1 in network namespaces joined by an emulated link (needs root) over which
+each direction takes a fourth of a micro-batch's compute. In seconds a step, (communication after the compute − beside
+it) over (after it − none at all): 1 is everything.
+
+    python -m benchmarks.throughput [--quick] [--only dense|moe|hidden] [--record]
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.acco.__main__ import run as run_ranks
+from benchmarks.acco.ranks import Job, Size
+from benchmarks.common import command_line, report, units_by_ending
+from geotrain.config import LinkConfig
+from geotrain.emulate.wan import cannot_emulate
+from geotrain.launch.check import free_ports
+
+SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 4, 2
+DENSE = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 64,
+    "max_position_embeddings": SEQUENCE,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+MOE = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+}
+MODELS = {"dense": DENSE, "moe": MOE}
+SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CLIP = 1.0
+HIDDEN = Size(192, 8, 512, 128, 8, 2)  # 3.6 M parameters, a micro-batch of 1,024 tokens
+SHARE = 0.25  # of a micro-batch's compute that gradients, and weights, take over the link
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that everything works")
+    parser.add_argument("--rounds", type=int, default=14, help="of each comparison")
+    parser.add_argument("--only", choices=(*MODELS, "hidden"), action="append")
+    args = parser.parse_args()
+    rounds = 3 if args.quick else args.rounds
+    parts = args.only or (*MODELS, "hidden")
+    result: dict[str, Any] = {}
+    if "hidden" in parts:
+        if reason := cannot_emulate():
+            sys.exit(f"the link cannot be emulated here: {reason}; --only dense --only moe works without")
+        result |= hidden(2 if args.quick else rounds // 2)
+    for name in MODELS:
+        if name in parts:
+            result |= against_torch(name, rounds)
+    units = units_by_ending({"tokens_per_s": "tokens/s", "_s": "s", "gbps": "Gbit/s"}, "ratio")
+    report("throughput", result, args, units)
+
+
+def hidden(rounds: int) -> dict[str, float]:
+    seen = run_ranks(Job("compute", HIDDEN, bf16=False))
+    micro_s = seen["compute_s"] / HIDDEN.micro_batches
+    one_way_bytes = 4 * seen["parameters"] / 2  # fp32: a rank of two sends half of it
+    link = LinkConfig(regions=("here", "there"), gbps=8e-9 * one_way_bytes / (SHARE * micro_s), rtt_ms=1.0)
+    seen = run_ranks(Job("hidden", HIDDEN, rounds=rounds, bf16=False), link)
+    after, beside, without = (seen[name] for name in ("after", "beside", "without"))
+    shares = [(a - b) / (a - w) for a, b, w in zip(after, beside, without, strict=True)]
+    low, high = interval(shares)
+    return {
+        "hidden_communication": statistics.median(shares),
+        "hidden_communication_low": low,
+        "hidden_communication_high": high,
+        "after_s": statistics.median(after),
+        "beside_s": statistics.median(beside),
+        "without_s": statistics.median(without),
+        "link_gbps": link.gbps,
+    }
+
+
+def against_torch(name: str, rounds: int) -> dict[str, float]:
+    import torch
+
+    if "RANK" not in os.environ:
+        port = str(free_ports(1)[0])
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    from geotrain.inner.parallel import shut_down
+
+    batches = [
+        torch.randint(0, DENSE["vocab_size"], (MICRO_BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(i))
+        for i in range(MICRO_BATCHES)
+    ]
+    engine, model = engine_and_model(MODELS[name])
+    ours, theirs = engine_step(engine, batches), torch_step(model, batches)
+    first = ours(), theirs()
+    if not math.isclose(*first, rel_tol=1e-4):
+        sys.exit(f"{name}: the engine's first loss is {first[0]}, torch's {first[1]}: these are not the same models")
+    ours(), theirs()
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for i in range(rounds):
+        for what, step in (("ours", ours), ("theirs", theirs))[:: 1 if i % 2 else -1]:
+            begin = time.perf_counter()
+            step()
+            times[what].append(time.perf_counter() - begin)
+    ratios = [b / a for a, b in zip(times["ours"], times["theirs"], strict=True)]
+    engine.close()
+    shut_down(leave_world=False)
+    low, high = interval(ratios)
+    tokens = MICRO_BATCHES * MICRO_BATCH * SEQUENCE
+    return {
+        f"{name}_vs_torch": statistics.median(ratios),
+        f"{name}_vs_torch_low": low,
+        f"{name}_vs_torch_high": high,
+        f"{name}_tokens_per_s": tokens / statistics.median(times["ours"]),
+        f"{name}_torch_tokens_per_s": tokens / statistics.median(times["theirs"]),
+    }
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % of the mean, by its standard error."""
+    mean = statistics.mean(values)
+    error = 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return mean - error, mean + error
+
+
+def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:
+    """GeoEngine and transformers' model, with the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from geotrain.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+    from geotrain.hf_checkpoint import write_checkpoint
+    from geotrain.inner.build import build_engine
+    from geotrain.layout import canonical_parameters
+
+    block = {
+        "train_batch_size": MICRO_BATCHES * MICRO_BATCH,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"])}},
+        "zero_optimization": {"stage": 0},
+    }
+    data = DataConfig(train="-", validation=None, tokenizer=None, sequence_length=SEQUENCE, train_samples=1 << 20)
+    model = ModelConfig(config=config, init_from=None, recompute="none")
+    run = RunConfig(name="throughput", model=model, data=data, deepspeed=block)
+    engine = build_engine(run, ParallelConfig(), block)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        p.name: torch.ones(p.shape) if p.init == "ones" else p.init_std * torch.randn(p.shape, generator=generator)
+        for p in canonical_parameters(engine.architecture)
+    }
+    for shard in engine.shards():
+        flats = [weights[run.parameter].view(-1) for run in shard.runs]
+        parts = [
+            torch.as_strided(flat, (run.count, run.length), (run.stride or run.length, 1), run.start).reshape(-1)
+            for flat, run in zip(flats, shard.runs, strict=True)
+        ]
+        shard.master.copy_(torch.cat(parts))
+    engine.refresh()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(weights.items(), config, Path(folder) / "out", None, "float32")
+        theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "out", dtype=torch.float32)
+    return engine, theirs.train()
+
+
+def engine_step(engine: Any, batches: list[Any]) -> Callable[[], float]:
+    from geotrain.data.loader import StepBatch
+
+    batch = StepBatch(batches, batches.__getitem__)
+    return lambda: float(engine.train_step(batch, 0).loss)
+
+
+def torch_step(model: Any, batches: list[Any]) -> Callable[[], float]:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS)
+
+    def step() -> float:
+        total = 0.0
+        for tokens in batches:
+            logits = model(tokens[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(batches)
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""ZeRO-1 whose communication overlaps with the compute of its own step."""

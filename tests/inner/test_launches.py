@@ -1,0 +1,88 @@
+"""How many kernels ACCO launches to predict the weights of a large model, counted without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from geotrain.config import ParallelConfig, architecture_from_hf
+from geotrain.parallelism.acco_forms import FORMS
+from geotrain.parallelism.local_parameters import local_parameters
+from tests.support.inner_worlds import run_world
+from tests.support.launches import counted_launches
+
+ROOT = Path(__file__).parents[2]
+RANKS = 8
+
+
+class AtOnce:
+    """An executor that runs a job where it is submitted: a mode of torch's dispatcher belongs to one thread."""
+
+    def submit(self, job: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(job())
+        return done
+
+
+def windows(*forms: str) -> list[tuple[int, Counter[str], Counter[str]]]:
+    """Of each form: elements of a rank's flat space, launches of a prediction and of a commit, but for
+    collectives."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from geotrain.inner import parallel
+
+    os.environ.update(RANK="0", WORLD_SIZE=str(RANKS))
+    start, new_group = dist.init_process_group, dist.new_group
+    fake = {"rank": 0, "world_size": RANKS, "store": FakeStore()}
+
+    def made(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
+        return new_group(ranks, timeout, "fake", **options)
+
+    with (
+        mock.patch.object(dist, "init_process_group", lambda *args, **options: start("fake", **fake)),
+        mock.patch.object(dist, "new_group", made),
+    ):
+        parallel.join(60)
+        mesh = parallel.initialize(ParallelConfig(), 60)
+        return [window(form, mesh) for form in forms]
+
+
+def window(form: str, mesh: Any) -> tuple[int, Counter[str], Counter[str]]:
+    from geotrain.acco.optimizer import AccoOptimizer
+
+    architecture = architecture_from_hf(json.loads((ROOT / "configs/models/llama-8b.json").read_text()))
+    places = local_parameters(architecture, ParallelConfig(), 0, 0)
+    meta: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    placed = [(torch.nn.Parameter(torch.empty(place.numel, **meta)), place) for place in places]
+    groups = [[p for p, place in placed if place.decays == decays] for decays in (True, False)]
+    adamw = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3)
+    optimizer = AccoOptimizer(adamw, placed, mesh, FORMS[form], 1.0, 0, 60.0, lambda outcome: None)
+    optimizer.communication._thread = AtOnce()  # type: ignore[assignment]
+    optimizer.count(torch.zeros((), device="meta"), 4)
+    with counted_launches() as prediction:
+        optimizer.predict()
+        optimizer.use_arrived_weights()
+    ours = mock.patch.object(optimizer.communication, "reduce_scatter")  # over gloo it copies through the host
+    numbers = mock.patch.object(torch.Tensor, "tolist", lambda tensor: [1.0] * len(tensor))
+    with counted_launches() as commit, ours, numbers:
+        optimizer.step()
+        optimizer.use_arrived_weights()
+    optimizer.communication._thread = mock.Mock()
+    return optimizer._buffers.weights.numel(), prediction.counts, commit.counts
+
+
+def test_a_window_of_a_large_model_takes_few_launches() -> None:
+    (seen,) = run_world(1, windows, "int4", "local")
+    for (elements, prediction, commit), budget in zip(seen, (0.08, 0.03), strict=True):
+        assert prediction["quantize_dense"] and prediction["dequantize_dense"] and prediction["adam_kernel"]
+        # Launches for each 2^20 elements of the model; it was 9 with pieces of 2^20.
+        assert elements > 8e9 and prediction.total() <= budget * elements / 2**20, prediction
+        assert commit["adam_kernel"] == 1 and commit.total() <= 9, commit  # whatever the size

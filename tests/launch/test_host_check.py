@@ -1,0 +1,156 @@
+"""Hosts are looked at before a launch, as the launch reaches them; what is wrong there refuses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from geotrain import cli
+from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.launch import host_check, host_facts
+from geotrain.launch.host_check import HERE, check_hosts, hosts_of, inquiries, parse_answers
+from geotrain.launch.host_facts import read_gpus, read_host
+from tests.support.small_runs import prepare_text, write_files
+
+# Hosts are this machine; "gone" is not there, and "bare" has no GeoTrain.
+SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
+host=$1; shift
+[[ $host == gone ]] && { echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255; }
+[[ $host == bare ]] && { echo "python: No module named 'geotrain'" >&2; exit 1; }
+[[ $host == silent ]] && exec sleep 60
+exec bash -c "$*"
+"""
+GPU = "0, GPU-2d1e, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default"
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(script)
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A port that somebody listens on; and in the path an ssh to this machine."""
+    program(tmp_path / "bin", "ssh", SSH)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def files(folder: Path, port: int, launcher: str, *hosts: str) -> tuple[Path, Path]:
+    """A run whose worker eu-0 has these hosts and meets at this port; us-0 is local."""
+    made = write_files(folder, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}})
+    raw = json.loads(made[1].read_text())
+    worker = {"launcher": launcher, "master_port": port, "hosts": [{"host": host, "slots": 1} for host in hosts]}
+    raw["regions"][0]["workers"][0].update(worker)
+    made[1].write_text(json.dumps(raw))
+    return made
+
+
+def read(made: tuple[Path, Path]) -> tuple[RunConfig, ClusterConfig]:
+    return load_run(made[0]), load_cluster(made[1])
+
+
+def test_each_host_is_asked_by_its_launcher(tmp_path: Path) -> None:
+    run, cluster = read(files(tmp_path, 29400, "ssh", "h1", "h2"))
+    hosts = hosts_of(run, cluster, ("global", "eu", "us"))
+    assert {key: [(n.worker, n.ranks, n.ports) for n in needs] for key, needs in hosts.items()} == {
+        ("ssh", "h1"): [("eu-0", 1, (29400,))],  # where its ranks meet
+        ("ssh", "h2"): [("eu-0", 1, ())],
+        ("local", HERE): [("us-0", 1, ())],  # it gets a free port when it starts
+    }
+    assert hosts_of(run, cluster, ("global", "us")).keys() == {("local", HERE)}
+    first, second = inquiries(cluster, hosts, tmp_path)
+    assert first.command[:2] == ("ssh", "-T") and first.command[-2] == "h1"
+    assert first.command[-1].endswith(f"-m geotrain.launch.host_facts {tmp_path} 29400")
+    assert second.hosts == ("h2",) and second.command[-1].endswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(("launcher", "program"), [("pdsh", "pdsh"), ("slurm", "srun")])
+def test_a_multi_node_launcher_asks_a_workers_hosts_at_once(tmp_path: Path, launcher: str, program: str) -> None:
+    run, cluster = read(files(tmp_path, 29400, launcher, "h1", "h2"))
+    (asked,) = inquiries(cluster, hosts_of(run, cluster, ("eu",)), tmp_path)
+    assert asked.hosts == ("h1", "h2") and asked.command[0] == program
+    assert "h1,h2" in " ".join(asked.command) and asked.command[-1].endswith("29400")
+    facts = [replace(read_host(tmp_path, []), name=host) for host in ("h1", "h2")]
+    prefix = "{}: " if launcher == "pdsh" else ""
+    said = "\n".join(["a banner", *(prefix.format(f.name) + f.to_line() for f in facts)])
+    assert parse_answers(asked, said) == {"h1": facts[0], "h2": facts[1]}
+
+
+def test_mpis_are_not_asked(tmp_path: Path) -> None:
+    run, cluster = read(files(tmp_path, 29400, "openmpi", "h1", "h2"))
+    assert inquiries(cluster, hosts_of(run, cluster, ("eu",)), tmp_path) == []
+
+
+def test_what_is_wrong_is_told_of_each_host(tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_check, "ASK_S", 20.0)
+    run, cluster = read(files(tmp_path, taken, "ssh", "h1", "gone"))
+    found = check_hosts(run, cluster, ("global", "eu", "us"))
+    assert [(each.host, each.what) for each in found] == [
+        ("gone", "cannot be looked at by ssh: ssh: connect to host gone port 22: No route to host"),
+        ("h1", f"port {taken} is taken"),
+    ]
+    assert all(each.refuses for each in found)
+    assert found[0].remedy == "`ssh gone true` must work here, without a password"
+    run, cluster = read(files(tmp_path, taken, "ssh", "bare"))
+    (bare,) = check_hosts(run, cluster, ("eu",))
+    assert bare.what == "cannot be looked at by ssh: python: No module named 'geotrain'"
+    assert "same paths as here" in bare.remedy
+    assert check_hosts(run, cluster, ("global", "us")) == check_hosts(run, cluster, ("eu",), ask=False) == []
+    monkeypatch.setattr(host_check, "ASK_S", 0.5)
+    run, cluster = read(files(tmp_path, taken, "ssh", "silent"))
+    (late,) = check_hosts(run, cluster, ("eu",))
+    assert late.what == "cannot be looked at by ssh: no answer within 0.5 s"
+
+
+def test_a_launch_is_refused_before_anything_begins(
+    tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare_text(tmp_path)
+    made = files(tmp_path, taken, "ssh", "h1")
+    for words in (("launch",), ("dry-run", "--ask-hosts")):
+        monkeypatch.setattr(sys, "argv", ["geotrain", words[0], *map(str, made), *words[1:]])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        text = " ".join("".join(capfd.readouterr()).split())
+        assert ended.value.code == 2 and f"refused h1 port {taken} is taken end what listens there" in text, text
+    assert not (tmp_path / "run/servers").exists() and not (tmp_path / "run/hosts").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus", "error"),
+    [
+        (f'case "$1" in --query-gpu=*) echo "{GPU}";; esac', 1, ""),
+        ('echo "No devices were found"; exit 6', 0, "No devices were found"),
+        ('echo "Failed to initialize NVML: Driver/library version mismatch"; echo "NVML version: 580.95"; exit 18', 0,
+         "Failed to initialize NVML: Driver/library version mismatch"),
+        ("exec sleep 60", 0, "no answer within 0.5 s"),
+    ],
+)  # fmt: skip
+def test_nvidia_smi_is_read(
+    tmp_path: Path, script: str, gpus: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "bin", "nvidia-smi", f"#!/bin/bash\n{script}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(host_facts, "SMI_S", 0.5 if "sleep" in script else 60.0)
+    found, said = read_gpus()
+    assert (len(found), said) == (gpus, error)
+
+
+def test_this_machine_is_read(tmp_path: Path, taken: int) -> None:
+    facts = read_host(tmp_path / "not/there/yet", [taken, 0])
+    assert facts.taken_ports == (taken,) and facts.free_bytes > 0 and facts.shm_bytes is not None
+    assert facts.torch is not None and facts.headers and facts.compiler
+    assert (facts.usable, facts.gpus, facts.unusable) == (0, (), "")
