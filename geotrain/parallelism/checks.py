@@ -124,8 +124,8 @@ def _check_context(architecture: Architecture, parallel: ParallelConfig, sequenc
         )
     if cp > 1 and architecture.latent:
         raise ConfigError(
-            f"parallel.context = {cp} does not go with the latent attention of a {architecture.model_type}, whose keys "
-            "and values differ in size; leave it out"
+            f"parallel.context = {cp} does not go with the latent attention of a {architecture.model_type}: its keys "
+            "and values differ in size, and would have to travel apart; leave it out"
         )
     if groups % (tp * cp):  # the query heads are a multiple of these
         each = f"parallel.context = {cp}" + (f" × parallel.tensor = {tp}" if tp > 1 else "")
