@@ -48,7 +48,8 @@ class DeepseekV3(Family):
                 "are not supported with latent attention; they must be equal, without attention_factor"
             )
         latent = LatentAttention(
-            query_rank=reading.whole(config, "q_lora_rank") if config.get("q_lora_rank") is not None else 0,
+            # Without the key transformers would take a rank of its own; null: there is no latent of queries.
+            query_rank=0 if reading.need(config, "q_lora_rank") is None else reading.whole(config, "q_lora_rank"),
             key_value_rank=reading.whole(config, "kv_lora_rank"),
             plain_dim=reading.whole(config, "qk_nope_head_dim"),
             value_dim=reading.whole(config, "v_head_dim"),

@@ -191,6 +191,13 @@ def test_what_is_not_built_of_deepseek_is_told_clearly(change: dict[str, Any], s
         architecture({**DEEPSEEK, **change})
 
 
+def test_a_rank_that_is_missing_is_not_one_that_is_null() -> None:
+    latent = architecture({**DEEPSEEK, "q_lora_rank": None}).latent
+    assert latent is not None and latent.query_rank == 0
+    with pytest.raises(UnsupportedModelError, match="key 'q_lora_rank' is missing"):
+        architecture({key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"})
+
+
 @pytest.mark.parametrize("model", [MIXTRAL, QWEN2_MOE, DEEPSEEK], ids=lambda model: model["model_type"])
 @pytest.mark.parametrize("expert", [1, 2, 4])
 def test_each_expert_is_on_the_ranks_that_speak_for_it(model: dict[str, Any], expert: int) -> None:
