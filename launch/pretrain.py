@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
+from geotrain.launch.jit_locks import build_folder, release_stale_locks
 from geotrain.launch.rank_environment import address_to, library_settings, rank_environment
 from geotrain.net.worker_client import ServerForgot
 from geotrain.outer.messages import Refused
@@ -22,7 +23,7 @@ from geotrain.outer.messages import Refused
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from geotrain.inner.parallel import RankMesh
+    from geotrain.parallelism.mesh import RankMesh
 
 
 def arguments() -> argparse.Namespace:
@@ -42,6 +43,7 @@ def main() -> int:
         run = load_run(args.run)
         cluster = load_cluster(args.cluster or args.run.parent / "cluster.json")
         train(run, cluster, args.region, args.worker, args.resume)
+        leave_worker()
     except ValueError as error:  # ConfigError is one
         return failed(args.region, error, EXIT_FOR_GOOD)
     except (Refused, OSError, TimeoutError, ServerForgot) as error:  # a restart may help, also after a quarantine
@@ -95,6 +97,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.trainer import Trainer
 
     server, folder = topology.servers[site], run.run_folder
+    for line in release_stale_locks(build_folder()):
+        _say(f"geotrain: worker in {region}: {line}", sys.stderr)
     engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end_of_document(run.data))
     _say(_place(engine.mesh, server), sys.stdout)
     vocab_size = engine.architecture.vocab_size
@@ -150,6 +154,15 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     engine.close()
 
 
+def leave_worker() -> None:
+    """Give the process groups back, so that NCCL ends its threads and says nothing of a leak. After an error it is
+    left to the process's end: with a rank that is lost NCCL would wait."""
+    from geotrain.inner.parallel import shut_down
+
+    with suppress(RuntimeError):  # everything is saved: that another rank has gone already is no failure
+        shut_down()
+
+
 class JobLine:
     """What a worker's log says of its training: a line for a job, at most one in `every_s` seconds."""
 
@@ -171,7 +184,10 @@ class JobLine:
 def _place(mesh: RankMesh, server: Address) -> str:
     """A line for the log: what this rank computes, and this machine's address on the way to the server."""
     here = address_to(server.host, server.port) or "an unknown address"
-    return f"rank {mesh.rank} at {here}: stage {mesh.pp_rank}, replica {mesh.dp_rank}, tensor rank {mesh.tp_rank}"
+    part = f"context rank {mesh.cp_rank}, " if mesh.cp_size > 1 else ""
+    return (
+        f"rank {mesh.rank} at {here}: stage {mesh.pp_rank}, replica {mesh.replica}, {part}tensor rank {mesh.tp_rank}"
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover"},
+    {"initial", "parallelism", "cover", "context_parallel"},
     {"outer", "optimizers"},
     {
         "inner",

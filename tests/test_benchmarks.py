@@ -18,8 +18,8 @@ from benchmarks import common
 from benchmarks.goals import PARTS, Goal, Part
 
 ROOT = Path(__file__).parent.parent
-# Run by hand: they take hours and read kept rows, need a run's files, or are called by others.
-BY_HAND = {"confirm", "delay", "gap", "loss_curve"}
+# Run by hand: they take hours and read kept rows, or need a run's files or a GPU.
+BY_HAND = {"confirm", "delay", "gap", "gpu", "loss_curve"}
 
 
 def programs() -> dict[str, Path]:

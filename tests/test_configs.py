@@ -127,6 +127,7 @@ def test_models_have_their_published_sizes() -> None:
         for path in (CONFIGS / "models").glob("*.json")
     }
     assert sizes["llama-8b"] == 8_030_261_248
+    assert sizes["llama-8b-128k"] == sizes["llama-8b"]
     assert sizes["llama-70b"] == 70_553_706_496
     assert sizes["llama-1b"] == 1_235_814_400
     assert sizes["qwen3-0.6b"] == 596_049_920
@@ -149,7 +150,7 @@ def test_clusters_are_what_they_say(path: Path) -> None:
     ("run", "cluster"),
     [("quickstart", c) for c in LOCAL]
     + [("quickstart-moe", "local-two-regions-moe"), ("moe-30b-a3b", "four-regions-ssh")]
-    + [(r, c) for r in ("125m", "1b", "8b", "70b") for c in LARGE],
+    + [(r, c) for r in ("125m", "1b", "8b", "long-8b", "70b") for c in LARGE],
 )
 def test_the_dry_run_of_every_pair(run: str, cluster: str) -> None:
     begin = time.process_time()
@@ -175,6 +176,11 @@ def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() ->
         "TP 2 + sequence × PP 1 × DP 1, ZeRO 1",
         "TP 1 × PP 1 × DP 2 (EP 2), ZeRO 1",
     ]
+
+
+def test_the_dry_run_names_context_ranks() -> None:
+    found = dry_run.needs(*pair("long-8b", "four-regions-ssh"))
+    assert {w.layout for w in found.workers} == {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}
 
 
 def test_bytes_of_an_exchange() -> None:

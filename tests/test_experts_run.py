@@ -1,4 +1,4 @@
-"""Two regions that divide a model's experts differently train it in real processes."""
+"""Two regions whose ranks share a model with experts differently train it in real processes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ ROUNDS = 12
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_regions_that_divide_experts_differently_train_one_model(tmp_path: Path) -> None:
-    """In `eu` one rank has all experts; in `us` two ranks have half of them each."""
+def test_regions_that_share_a_model_differently_train_it_together(tmp_path: Path) -> None:
+    """In `eu` two ranks have all experts, and half of each sequence; in `us` two have half of the experts each."""
     prepare_text(tmp_path)
     run_file, cluster = write_files(
         tmp_path,
         "experts",
         ROUNDS * ROUND,
-        {"eu": [1], "us": [2]},
+        {"eu": [2], "us": [2]},
         {"rule": {"name": "sync"}},
         model={"config": EXPERTS},
         checkpoint={"every_jobs": 4},
     )
     raw = json.loads(cluster.read_text())
-    raw["regions"][1]["workers"][0]["parallel"] = {"expert": 2}
+    for region, parallel in zip(raw["regions"], ({"context": 2}, {"expert": 2}), strict=True):
+        region["workers"][0]["parallel"] = parallel
     cluster.write_text(json.dumps(raw))
     launched((run_file, cluster))
     assert status(run_file, "global")["committed_samples"] == ROUNDS * ROUND
@@ -55,7 +56,10 @@ def test_regions_that_divide_experts_differently_train_one_model(tmp_path: Path)
         path.parts[-3]: json.loads(path.read_text())["layout"]
         for path in (tmp_path / "experts" / "checkpoints").glob("*/*/manifest.json")
     }
-    assert {worker: layout.get("expert", 1) for worker, layout in manifests.items()} == {"eu-0": 1, "us-0": 2}
+    assert {worker: (layout.get("context", 1), layout.get("expert", 1)) for worker, layout in manifests.items()} == {
+        "eu-0": (2, 1),
+        "us-0": (1, 2),
+    }
     export_run(tmp_path / "experts", tmp_path / "export", "float32")
     run = load_run(run_file)
     exported = dict(read_checkpoint(tmp_path / "export")[1])

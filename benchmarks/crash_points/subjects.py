@@ -180,7 +180,7 @@ class Engine:
         self.weights = torch.nn.Parameter(torch.zeros(NUMEL))
         self.basic_optimizer = torch.optim.AdamW([self.weights], lr=0.1)
         self.architecture = architecture_from_hf(MODEL)
-        self.mesh = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, ep_size=1)
+        self.mesh = SimpleNamespace(tp_size=1, pp_size=1, replicas=1, cp_size=1, ep_size=1)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
 
     def settle(self) -> None: ...

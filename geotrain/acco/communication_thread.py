@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geotrain.inner import platform
-from geotrain.inner.parallel import LostRank, RankMesh, group_like
+from geotrain.inner.parallel import LostRank, group_like
+from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     import deepspeed.comm as ds_comm  # torch's collectives, counted by DeepSpeed's comms_logger
@@ -54,7 +55,8 @@ class CommunicationThread:
     def __init__(self, mesh: RankMesh, timeout_s: float) -> None:
         """Makes process groups: every rank of the worker must call it. No collective waits longer than timeout_s."""
         self.rank, self.ranks = mesh.dp_rank, mesh.dp_size
-        self._speaks = mesh.is_last_stage and mesh.tp_rank == 0  # one rank of each replica, one that knows the loss
+        # One rank of each part of a replica's tokens, one that knows the loss.
+        self._speaks = mesh.is_last_stage and mesh.tp_rank == 0
         timeout = timedelta(seconds=timeout_s)
         self._group = group_like(mesh.dp_group, platform.backend(), timeout)
         self._world = dist.new_group(timeout=timeout, backend="gloo")  # for a few numbers, on the host

@@ -16,9 +16,10 @@ from geotrain.acco.optimizer import AccoOptimizer, CommitResult
 from geotrain.config import AccoConfig
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine, StepReader, StepResult
-from geotrain.inner.parallel import RankMesh, group_like
+from geotrain.inner.parallel import group_of
 from geotrain.inner.shards import OwnedShard
 from geotrain.parallelism.acco_forms import FORMS, first_part
+from geotrain.parallelism.mesh import RankMesh
 
 _queues = count()  # numbers the queues made in this process; every rank makes the same ones, so numbers agree
 
@@ -167,7 +168,9 @@ class MicroBatchQueue:
         store = dist.distributed_c10d._get_default_store()
         # The prefix keeps this engine's counters apart from those of an earlier engine of this process.
         self._store = dist.PrefixStore(f"micro-batches-{next(_queues)}", store)
-        self._replica = group_like(mesh.model_group, "gloo", timedelta(seconds=timeout_s))
+        beside = mesh.tp_size * mesh.cp_size  # so many neighbours on each stage belong to one replica
+        ranks = (r for r in range(dist.get_world_size()) if r // beside % mesh.replicas == mesh.replica)
+        self._replica = group_of(ranks, "gloo", timedelta(seconds=timeout_s))
         self._computed: torch.cuda.Event | None = None
         self._parts = 0  # begun so far, the same on all ranks
 
@@ -180,16 +183,16 @@ class MicroBatchQueue:
         """
         mesh, part = self._mesh, self._parts
         self._parts += 1
-        width = min(mesh.pp_size, (end - begin) // mesh.dp_size)
-        own = begin + mesh.dp_rank * width
+        width = min(mesh.pp_size, (end - begin) // mesh.replicas)
+        own = begin + mesh.replica * width
         yield range(own, own + width)
-        free = begin + mesh.dp_size * width
+        free = begin + mesh.replicas * width
         while free < end:
             self._wait_for_previous()
             turn = torch.zeros((), dtype=torch.int64)
-            if mesh.tp_rank == mesh.pp_rank == 0:  # one rank takes for the whole replica
+            if mesh.tp_rank == mesh.cp_rank == mesh.pp_rank == 0:  # one rank takes for the whole replica
                 turn.fill_(self._store.add(str(part), 1) - 1)
-            if mesh.tp_size * mesh.pp_size > 1:
+            if self._replica.size() > 1:
                 dist.broadcast(turn, group=self._replica, group_src=0)
             taken = free + width * int(turn)
             if taken >= end:

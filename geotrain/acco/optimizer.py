@@ -22,11 +22,12 @@ from geotrain.acco.communication_thread import AccoError, CommunicationJob, Comm
 from geotrain.acco.flat_space import FlatLayout, RotatingBuffers
 from geotrain.acco.prediction import WeightPrediction
 from geotrain.inner import platform
-from geotrain.inner.parallel import RankMesh, first_line
+from geotrain.inner.parallel import first_line
 from geotrain.optimizers.muon import Muon
 from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
 from geotrain.parallelism.acco_forms import Form
 from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -266,7 +267,7 @@ class AccoOptimizer(ZeROOptimizer):
         # Counted before the gathering: the masters hold this step even if the gathering fails.
         self._steps_committed = step
         self.communication.all_gather(flat)
-        return CommitResult(loss_sum / total, norm, int(total))
+        return CommitResult(loss_sum / total, norm, int(total) // self._mesh.cp_size)
 
     def _estimate(self, gradients: Tensor, scale: float, begin: int, out: Tensor) -> None:
         """Write to `out` what a step would make of the shard's part from `begin` on; masters and moments stay

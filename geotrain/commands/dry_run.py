@@ -73,12 +73,13 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         setup = WorkerSetup.of(run, worker)
         parallel, dp, zero = setup.parallel, sizes[worker.name], zero_stage(setup.deepspeed)
         sequence = " + sequence" if parallel.sequence else ""
+        context = f" × CP {parallel.context}" if parallel.context > 1 else ""
         expert = f" (EP {parallel.expert})" if parallel.expert > 1 else ""
         workers.append(
             WorkerNeeds(
                 worker.name,
                 home,
-                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline} × DP {dp}{expert}, ZeRO {zero}",
+                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline}{context} × DP {dp}{expert}, ZeRO {zero}",
                 worker.ranks,
                 check_shards(layout, run, parallel),
                 rank_memory(run, run.architecture, worker),

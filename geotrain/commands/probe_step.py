@@ -35,11 +35,12 @@ def reduced(run: RunConfig, slots: int, memory_bytes: float) -> RunConfig:
     from geotrain.parallelism.memory import memory_per_rank
 
     tensor = run.parallel.tensor if slots % run.parallel.tensor == 0 else 1
-    parallel = ParallelConfig(tensor=tensor, sequence=run.parallel.sequence and tensor > 1)
+    context = run.parallel.context if slots % (tensor * run.parallel.context) == 0 else 1
+    parallel = ParallelConfig(tensor=tensor, context=context, sequence=run.parallel.sequence and tensor > 1)
     micro = int(run.deepspeed["train_micro_batch_size_per_gpu"])
     whole = completed(run.deepspeed, run.total_steps)
     block = {k: v for k, v in whole.items() if k != "gradient_accumulation_steps"}
-    block["train_batch_size"] = micro * MICRO_BATCHES * slots // tensor
+    block["train_batch_size"] = micro * MICRO_BATCHES * slots // parallel.replica_ranks
     layers = int(run.model.config["num_hidden_layers"])
     while True:
         model = run.model.model_copy(update={"config": {**run.model.config, "num_hidden_layers": layers}})
@@ -124,7 +125,7 @@ def main() -> None:
     while more.item():
         dist.barrier()
         before = time.perf_counter()
-        engine.train_step(StepBatch(batches, batches.__getitem__), 0)
+        engine.train_step(StepBatch(batches, batches.__getitem__), 0).read()  # waits for the device
         times.append(time.perf_counter() - before)
         counted = len(times) - WARM_STEPS
         enough = counted >= MAX_STEPS or (counted >= MIN_STEPS and time.perf_counter() - begin > job["seconds"])

@@ -68,6 +68,9 @@ class ParallelConfig(Block):
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
+    context: PositiveInt = Field(
+        1, description="So many ranks share each sequence: a part of its tokens each, of its heads in attention."
+    )
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
     expert: PositiveInt = Field(
         1, description="So many neighbouring data-parallel ranks divide a layer's experts among them."
@@ -76,6 +79,11 @@ class ParallelConfig(Block):
         "alltoall",
         description="How tokens reach the ranks of their experts: each to those only, or all tokens to all ranks.",
     )
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that train the same samples: one data-parallel replica."""
+        return self.tensor * self.pipeline * self.context
 
 
 class AccoConfig(Block):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,13 +18,14 @@ from geotrain.config.deepspeed import completed
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
 from geotrain.inner.model import build_model, placements
-from geotrain.inner.parallel import EXPERTS, RankMesh, group_like, initialize, join
+from geotrain.inner.parallel import EXPERTS, group_like, initialize, join
 from geotrain.optimizers.groups import parameter_groups
 from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.local_parameters import tied_copies
+from geotrain.parallelism.mesh import RankMesh
 from geotrain.parallelism.optimizer_settings import (
     AdamWSettings,
     MuonSettings,
@@ -66,7 +69,7 @@ def build_engine(
         groups = parameter_groups(placed, settings, EXPERTS, **buckets)
         if isinstance(settings, MuonSettings):
             if checks.zero_stage(deepspeed_block):
-                keep_matrices_whole(groups, dp, dp // parallel.expert, run.acco is not None, model)
+                keep_matrices_whole(groups, mesh, run.acco is not None, model)
             optimizer: torch.optim.Optimizer = Muon(groups, settings)
         elif isinstance(settings, PluggedOptimizer):
             optimizer = settings.optimizer([{**group, "moments": settings.moments} for group in groups])
@@ -111,15 +114,15 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
     return config
 
 
-def keep_matrices_whole(groups: list[dict[str, Any]], dp: int, expert_dp: int, acco: bool, model: nn.Module) -> None:
+def keep_matrices_whole(groups: list[dict[str, Any]], mesh: RankMesh, acco: bool, model: nn.Module) -> None:
     """Arrange the groups of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
-    ACCO all groups as one sequence. expert_dp: data-parallel ranks that have the same experts."""
+    ACCO all groups as one sequence."""
     others = [[p.numel() for p in group["params"]] for group in groups if not group["is_matrices"]]
     head = FlatLayout(others, 1).numel if acco else 0
     for group in groups:
         if group["is_matrices"]:
             sizes = [parameter.numel() for parameter in group["params"]]
-            ranks = expert_dp if "moe" in group else dp
+            ranks = mesh.dp_size // mesh.ep_size if "moe" in group else mesh.dp_size
             group["params"] = with_gaps(group["params"], pack(sizes, ranks, head, ALIGNED), model)
 
 
@@ -137,17 +140,10 @@ def build_adamw(groups: list[dict[str, Any]], settings: AdamWSettings, on_cpu: b
     on_cpu: the masters are offloaded to host memory, where of the three only torch's works.
     """
     common: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    if platform.HAS_CUDA and not on_cpu:
-        try:
-            from apex.optimizers import FusedAdam
-
-            return FusedAdam(groups, adam_w_mode=True, **common)
-        except ImportError:  # not installed, or PyPI's unrelated `apex`
-            pass
-        try:
-            from deepspeed.ops.adam import FusedAdam
-
-            return FusedAdam(groups, adam_w_mode=True, **common)
-        except Exception:  # it compiles its kernel here, which can fail in many ways
-            pass
+    for module in ("apex.optimizers", "deepspeed.ops.adam") if platform.HAS_CUDA and not on_cpu else ():
+        # Not installed, PyPI's unrelated `apex`, one without its extensions, a kernel that does not compile: each
+        # fails in its own way, and may have written its defaults into the groups before.
+        with contextlib.suppress(Exception):
+            fused = importlib.import_module(module).FusedAdam
+            return cast(torch.optim.Optimizer, fused([{**group} for group in groups], adam_w_mode=True, **common))
     return torch.optim.AdamW(groups, fused=True, **common)

@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.config import Architecture
+from geotrain.context_parallel import part_of
 from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
-from geotrain.inner.parallel import EXPERTS, RankMesh
+from geotrain.inner.parallel import EXPERTS
+from geotrain.inner.router_bias import update_biases
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
+from geotrain.parallelism.mesh import RankMesh, SampleRanks
 from geotrain.zero.optimizer import OverlappedZero1
 
 with platform.quiet_imports():
@@ -29,8 +32,8 @@ with platform.quiet_imports():
 
 
 class StepReader(Protocol):
-    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all tensor and pipeline
-    ranks of a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
+    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all ranks of
+    a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
 
     @property
     def own(self) -> Sequence[Tensor]:
@@ -48,8 +51,8 @@ class StepResult:
     loss: mean over the worker's batch, at the weights before the step. grad_norm: the L2 norm of the whole model's
     gradient, before clipping. lr: the learning rate used. tokens: how many the whole worker trained on.
 
-    With ACCO a step is committed while the next one is computed, and all numbers but the learning rate are known only
-    then. Reading them earlier waits for the commit.
+    Reading a number but the learning rate waits for the device; with ACCO, whose steps are committed while the next
+    one is computed, for the commit.
     """
 
     def __init__(self, lr: float, wait: Callable[[], None]) -> None:
@@ -60,7 +63,7 @@ class StepResult:
     def arrive(self, loss: float, grad_norm: float, tokens: int) -> None:
         self._numbers = (loss, grad_norm, tokens)
 
-    def _arrived(self) -> tuple[float, float, int]:
+    def read(self) -> tuple[float, float, int]:
         if self._numbers is None:
             self._wait()
         assert self._numbers is not None
@@ -68,15 +71,15 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        return self._arrived()[0]
+        return self.read()[0]
 
     @property
     def grad_norm(self) -> float:
-        return self._arrived()[1]
+        return self.read()[1]
 
     @property
     def tokens(self) -> int:
-        return self._arrived()[2]
+        return self.read()[2]
 
 
 class GeoEngine(DeepSpeedEngine):
@@ -100,7 +103,8 @@ class GeoEngine(DeepSpeedEngine):
     ) -> None:
         # These are set before DeepSpeed's __init__, because it calls _configure_zero_optimizer, which AccoEngine
         # overrides and which needs them.
-        self.mesh, self.architecture, self.sequence_length, self._placed = mesh, architecture, sequence_length, placed
+        self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
+        self._placed = [(parameter, place) for parameter, place in placed if not place.untrained]  # what is trained
         super().__init__(
             args=None,
             model=model,
@@ -108,9 +112,9 @@ class GeoEngine(DeepSpeedEngine):
             mpu=mesh,
             dist_init_required=False,
             config=config,
-            config_class=DeepSpeedConfig(config, mesh),
+            config_class=DeepSpeedConfig(config, SampleRanks(mesh.replicas)),
         )
-        self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.dp_rank, mesh.dp_size
+        self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.replica, mesh.replicas  # of samples
         self.is_metrics_rank = mesh.rank == 0  # the one that reports for the worker
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
         self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh)
@@ -164,14 +168,17 @@ class GeoEngine(DeepSpeedEngine):
             if not self.zero_optimization() and not self.gradient_clipping():
                 self.clip_fp32_gradients()  # DeepSpeed calls it only where it clips; here the norm is wanted always
         self.step()
+        update_biases(self.module)
         norm = self._global_grad_norm
         norm = torch.nan if norm is None else norm  # where zero_optimization.compute_grad_norm is off
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+        # Filled, not copied: a number that is copied to the device waits for it.
+        norm = norm if torch.is_tensor(norm) else torch.full((), norm, device=self.device)
         norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
-        # Both numbers go to the host in one copy, because each copy waits for the device.
-        mean_loss, grad_norm = torch.stack((self._worker_mean(loss), norm)).tolist()
-        result = StepResult(lr, self.settle)
-        self._finish_step(result, mean_loss, grad_norm, self.train_batch_size())
+        # They go to the host when one is asked for, in one copy: each copy waits for the device.
+        numbers, samples = torch.stack((self._worker_mean(loss), norm)), self.train_batch_size()
+        result = StepResult(lr, lambda: self._finish_step(result, *numbers.tolist(), samples))
+        if self.monitor.enabled:  # it writes the loss beside a count of samples that goes on
+            result.read()
         return result
 
     def _begin_step(self, schedule_step: int) -> float:
@@ -241,11 +248,12 @@ class GeoEngine(DeepSpeedEngine):
         return micro_batches
 
     def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Each token's loss [micro_batch, sequence_length] on the last pipeline stage; else the stage's output."""
+        """Losses of this rank's tokens [micro_batch, sequence_length / context] on the last pipeline stage; on others
+        the stage's output."""
         boundaries = None
         if self.end_of_document is not None:  # found before the copy: on a device it would have to be waited for
             boundaries = cu_seqlens(tokens[:, :-1], self.end_of_document).to(self.device, non_blocking=True)
-        tokens = tokens.to(self.device, non_blocking=True)
+        tokens = part_of(tokens, self.mesh.cp_rank, self.mesh.cp_size).to(self.device, non_blocking=True)
         # No position ids and no mask: the positions are rotary, and the attention is causal by itself.
         return model(tokens[:, :-1], None, boundaries, labels=tokens[:, 1:])
 
@@ -260,9 +268,9 @@ class GeoEngine(DeepSpeedEngine):
 
         def loss_of(losses: Tensor) -> tuple[Tensor, Tensor]:
             mean = losses.mean()
-            # Megatron-core divides the first by the number of micro-batches, in place. The multiplication gives the
-            # second memory of its own, which `detach` alone would not, so that it is not divided too.
-            return mean * factor, mean.detach() * factor
+            # Megatron-core divides the first by the number of micro-batches and multiplies it by that of context
+            # ranks, in place. The multiplication gives the second memory of its own, which `detach` alone would not.
+            return mean * (factor / self.mesh.cp_size), mean.detach() * factor
 
         def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(model, next(batches)), loss_of

@@ -1,9 +1,9 @@
-"""The process groups of one worker: how its ranks meet, Megatron-core's groups, and DeepSpeed's view of them."""
+"""The process groups of one worker: how its ranks meet, and Megatron-core's groups."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from geotrain.config import ParallelConfig
 from geotrain.inner import platform
+from geotrain.parallelism.mesh import RankMesh
 
 EXPERTS = "experts"  # DeepSpeed's name for the process group of ranks that have the same experts
 # Made by `initialize`. Megatron-core does not know of them, so `shut_down` destroys them from this list.
@@ -38,80 +39,6 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-@dataclass(frozen=True)
-class RankMesh:
-    """This rank's place in the worker's layout, and the process groups it belongs to.
-
-    It is also the object that DeepSpeed calls an `mpu` and asks about parallelism. embedding_group: first and last
-    pipeline stage, which share a tied embedding; None on the stages between.
-    """
-
-    rank: int
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    dp_rank: int
-    dp_size: int
-    tp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
-    pp_group: dist.ProcessGroup
-    model_group: dist.ProcessGroup
-    ep_rank: int
-    ep_size: int
-    ep_group: dist.ProcessGroup
-    expert_dp_group: dist.ProcessGroup
-    embedding_group: dist.ProcessGroup | None
-    control_group: dist.ProcessGroup  # all ranks, over gloo: small messages that need not wait for the device
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
-
-    # The methods that DeepSpeed calls on an `mpu`. To it, "model parallel" means tensor × pipeline. It counts the
-    # norms of replicated parameters on tensor rank 0 only.
-
-    def get_model_parallel_rank(self) -> int:
-        return self.pp_rank * self.tp_size + self.tp_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.tp_size * self.pp_size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.model_group
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.tp_rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.tp_size
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.tp_group
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self.pp_rank
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.pp_size
-
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.pp_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.dp_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.dp_size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.dp_group
-
-
 def join(timeout_s: float) -> int:
     """Meet the worker's other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment say.
 
@@ -135,9 +62,9 @@ def join(timeout_s: float) -> int:
 def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
     """Make the process groups of a layout that `check_layout` allows; the world must be joined.
 
-    Ranks are numbered with the tensor rank fastest, then data, then pipeline (Megatron's default). So tensor-parallel
-    ranks, which communicate most, are neighbours. For another layout, call it again after `shut_down()`. No
-    collective waits longer than timeout_s, rounded up to whole minutes for Megatron-core.
+    Ranks are numbered with the tensor rank fastest, then context, data, pipeline (Megatron's default). So
+    tensor-parallel ranks, which communicate most, are neighbours. For another layout, call it again after
+    `shut_down()`. No collective waits longer than timeout_s, rounded up to whole minutes for Megatron-core.
     """
     with platform.quiet_imports():
         from megatron.core import parallel_state
@@ -146,6 +73,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
@@ -158,10 +86,12 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         tp_size=parallel.tensor,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel.pipeline,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel.context,
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        dp_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -181,11 +111,13 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
 
 
 def group_like(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of the same ranks, with a backend and a timeout of its own.
+    """A new group of the same ranks, with a backend and a timeout of its own. As for `group_of`."""
+    return group_of(dist.get_process_group_ranks(group), backend, timeout)
 
-    Every rank of the worker must call it, each with the group of this kind that it belongs to.
-    """
-    mine = tuple(dist.get_process_group_ranks(group))
+
+def group_of(ranks: Iterable[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A new group. Every rank of the worker must call it, each with the ranks of its own."""
+    mine = tuple(ranks)
     of_all: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(of_all, mine)
     # torch demands that every rank takes part in making every group, its own or not, and all in the same order.

@@ -67,15 +67,17 @@ def check_layout(
     deepspeed_block: dict[str, Any],
     sequence_length: int,
 ) -> int:
-    """Check that a worker of `ranks` ranks can run this model in this layout; return its data-parallel size.
+    """Check that a worker of `ranks` ranks can run this model in this layout; return its data-parallel size, which
+    does not count context ranks: they have the same samples.
 
     Raises ConfigError, which says what does not fit, where it stands and what to do.
     """
-    tp, pp = parallel.tensor, parallel.pipeline
-    if ranks % (tp * pp):
+    tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
+    if ranks % parallel.replica_ranks:
+        context, key = (f" × context {cp}", "parallel.context, ") if cp > 1 else ("", "")
         raise ConfigError(
-            f"parallel: tensor {tp} × pipeline {pp} = {tp * pp} does not divide the worker's {ranks} ranks; "
-            "change parallel.tensor, parallel.pipeline or the slots of its hosts"
+            f"parallel: tensor {tp} × pipeline {pp}{context} = {parallel.replica_ranks} does not divide the worker's "
+            f"{ranks} ranks; change parallel.tensor, parallel.pipeline, {key}or the slots of its hosts"
         )
     for what, size, parts, key in (
         *(
@@ -91,9 +93,11 @@ def check_layout(
             )
     if parallel.sequence and tp == 1:
         raise ConfigError("parallel.sequence = true needs parallel.tensor > 1; set one of the two")
-    if parallel.sequence and sequence_length % tp:
+    _check_context(architecture, parallel, sequence_length)
+    if parallel.sequence and sequence_length % (tp * cp):
+        each = f"parallel.tensor = {tp}" + (f" × parallel.context = {cp}" if cp > 1 else "")
         raise ConfigError(
-            f"data.sequence_length = {sequence_length} is not divisible by parallel.tensor = {tp}, as "
+            f"data.sequence_length = {sequence_length} is not divisible by {each}, as "
             "parallel.sequence needs; change it or turn parallel.sequence off"
         )
     if sequence_length > architecture.max_positions:
@@ -102,12 +106,34 @@ def check_layout(
             f"{architecture.max_positions}; shorten the sequences or raise it in the model config"
         )
     _check_deepspeed(deepspeed_block, tp, pp)
-    dp = ranks // (tp * pp)
-    _check_experts(architecture, parallel, deepspeed_block, dp)
-    accumulation_steps(deepspeed_block, dp)
+    copies = ranks // (tp * pp)  # ranks that have the same parameters
+    _check_experts(architecture, parallel, deepspeed_block, copies)
+    accumulation_steps(deepspeed_block, copies // cp)
     if uses_muon(deepspeed_block) and zero_stage(deepspeed_block):
-        _check_shards_are_filled(architecture, parallel, dp)
-    return dp
+        _check_shards_are_filled(architecture, parallel, copies)
+    return copies // cp
+
+
+def _check_context(architecture: Architecture, parallel: ParallelConfig, sequence_length: int) -> None:
+    """Of context parallelism, which divides tokens and, in attention, heads. Raises ConfigError."""
+    tp, cp, groups = parallel.tensor, parallel.context, architecture.kv_heads
+    if sequence_length % cp:
+        raise ConfigError(
+            f"data.sequence_length = {sequence_length} is not divisible by parallel.context = {cp}, which cuts "
+            f"samples into equal parts; use {math.ceil(sequence_length / cp) * cp} or another parallel.context"
+        )
+    if cp > 1 and architecture.latent:
+        raise ConfigError(
+            f"parallel.context = {cp} does not go with the latent attention of a {architecture.model_type}: its keys "
+            "and values differ in size, and would have to travel apart; leave it out"
+        )
+    if groups % (tp * cp):  # the query heads are a multiple of these
+        each = f"parallel.context = {cp}" + (f" × parallel.tensor = {tp}" if tp > 1 else "")
+        raise ConfigError(
+            f"model config: num_key_value_heads = {groups} is not divisible by {each}: in attention each of these "
+            f"ranks has whole key-value heads; use parallel.context = {math.gcd(groups // tp, cp)} (the other ranks "
+            "become data-parallel ones), or a smaller parallel.tensor"
+        )
 
 
 def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: dict[str, Any], dp: int) -> None:
@@ -119,10 +145,11 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
                 f"parallel.expert = {ep}: the model, a {architecture.model_type}, has no experts; leave it out"
             )
         return
+    with_context = " (data × context)" if parallel.context > 1 else ""
     if dp % ep:
         raise ConfigError(
-            f"parallel.expert = {ep} does not divide the worker's {dp} data-parallel ranks, among which it divides "
-            "experts; change it or the slots of the worker's hosts"
+            f"parallel.expert = {ep} does not divide the worker's {dp} data-parallel ranks{with_context}, among "
+            "which it divides experts; change it or the slots of the worker's hosts"
         )
     if experts.count % ep:
         raise ConfigError(f"model config: {experts.count} experts cannot be divided by parallel.expert = {ep} ranks")
@@ -139,6 +166,12 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
         )
     if ep == 1:
         return
+    if experts.dense_layers >= architecture.layers // parallel.pipeline:
+        raise ConfigError(
+            f"parallel.expert = {ep}: the first {experts.dense_layers} layers of {architecture.layers} have no "
+            f"experts, so that with parallel.pipeline = {parallel.pipeline} a stage has none, where DeepSpeed would "
+            "wait for ever; lower parallel.pipeline, or leave out parallel.expert"
+        )
     for key in ("reduce_scatter", "contiguous_gradients"):
         if not zero.get(key, True):
             raise ConfigError(

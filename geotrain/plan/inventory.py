@@ -97,8 +97,8 @@ def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
 
 
 def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> PlanTask:
-    """Raises ConfigError where a host names no device or experts are divided, UnsupportedModelError."""
-    check_experts_are_whole(run.parallel, f"run {run.name!r}")
+    """Raises ConfigError where a host names no device or the layout cannot be planned, UnsupportedModelError."""
+    check_plannable(run.parallel, f"run {run.name!r}")
     network = LinkTable(cluster)
     found: dict[str, list[Host]] = {}
     for region in cluster.regions:
@@ -117,11 +117,17 @@ def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> PlanTask:
     return PlanTask(run, pins, cluster, run.architecture, network, found)
 
 
-def check_experts_are_whole(parallel: ParallelConfig, where: str) -> None:
-    """Raises PlanError where data-parallel ranks divide experts."""
+def check_plannable(parallel: ParallelConfig, where: str) -> None:
+    """Raises PlanError where data-parallel ranks divide experts, or context ranks a sequence."""
     if parallel.expert > 1:
         raise PlanError(
             f"{where}: parallel.expert = {parallel.expert}: the planner's model of a step does not know what tokens "
             "cost on their way to experts, so it neither plans nor predicts that; take it out to plan with whole "
             "experts, or compare by `geotrain dry-run` and measured steps"
+        )
+    if parallel.context > 1:
+        raise PlanError(
+            f"{where}: parallel.context = {parallel.context}: the planner's model of a step does not know what the "
+            "exchange of heads around attention costs, so it neither plans nor predicts that; take it out to plan "
+            "with whole sequences, or compare by `geotrain dry-run` and measured steps"
         )

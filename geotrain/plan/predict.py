@@ -17,7 +17,7 @@ from geotrain.config import (
     WorkerSetup,
 )
 from geotrain.layout import layout_of
-from geotrain.plan.inventory import check_experts_are_whole
+from geotrain.plan.inventory import check_plannable
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, worker_timing
@@ -169,7 +169,7 @@ def predict(run: RunConfig, cluster: ClusterConfig) -> RunPrediction:
 
 def work_of(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> Work:
     setup, length = WorkerSetup.of(run, worker), run.data.sequence_length
-    check_experts_are_whole(setup.parallel, f"worker {worker.name!r}")
+    check_plannable(setup.parallel, f"worker {worker.name!r}")
     return Work(architecture, length, run.model.recompute, setup.parallel, setup.deepspeed, run.acco)
 
 

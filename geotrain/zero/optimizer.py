@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.inner import platform
-from geotrain.inner.parallel import RankMesh
 from geotrain.parallelism.checks import BUCKETS_IN_FLIGHT
 from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.mesh import RankMesh
 from geotrain.zero.buckets import Bucket
 
 with platform.quiet_imports():

@@ -1,14 +1,19 @@
-"""How many steps an optimizer took, wherever it counts them; a resumed one goes on from there."""
+"""Which optimizer a rank takes; how many steps it took, wherever it counts them: a resumed one goes on from there."""
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from geotrain.inner import platform
+from geotrain.inner.build import build_adamw
 from geotrain.optimizers.updates import AdamWUpdate, set_step_count, step_count
+from geotrain.parallelism.optimizer_settings import AdamWSettings
 
 
 class CountsAtTheLastTensor(torch.optim.Optimizer):
@@ -59,3 +64,33 @@ def test_steps_are_counted_through_a_resume(kind):
     assert step_count(optimizer) == 9
     set_step_count(optimizer, 0)
     assert step_count(optimizer) == 0
+
+
+class WithoutExtensions(torch.optim.Optimizer):
+    """As apex's FusedAdam where apex was installed without its CUDA extensions."""
+
+    def __init__(self, params: Any, **_: Any) -> None:
+        super().__init__(params, {"lr": 7.0, "left_behind": True})
+        raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
+
+
+class Works(torch.optim.AdamW):
+    """As DeepSpeed's."""
+
+    def __init__(self, params: Any, adam_w_mode: bool, **options: Any) -> None:
+        assert adam_w_mode
+        super().__init__(params, **options)
+
+
+@pytest.mark.parametrize(("deepspeeds", "taken"), [(Works, Works), (WithoutExtensions, torch.optim.AdamW)])
+def test_a_fused_optimizer_that_does_not_work_makes_room_for_the_next(monkeypatch, deepspeeds, taken):
+    monkeypatch.setattr(platform, "HAS_CUDA", True)
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=WithoutExtensions))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(FusedAdam=deepspeeds))
+    settings = AdamWSettings(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    group = {"params": [nn.Parameter(torch.ones(3))], "lr": 0.1, "weight_decay": 0.0, "sums_over_tp": True}
+    made = build_adamw([group], settings, on_cpu=False)
+    assert type(made) is taken
+    assert made.param_groups[0]["lr"] == 0.1 and made.param_groups[0]["sums_over_tp"]
+    assert "left_behind" not in made.param_groups[0]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from geotrain.config import EXIT_FOR_GOOD, ConfigError
 from geotrain.launch import pretrain
@@ -14,9 +15,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 ENDS_WITH = "a rank of this worker died, hangs, or cannot be reached: [a/gloo/pair.cc:5] Connection closed by peer"
 
 
-def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> int:
+def end(monkeypatch: pytest.MonkeyPatch, error: Exception | None, join: bool = False) -> int:
+    """The exit code of a rank whose training ends like this. join: it has met others, who are itself, before."""
+
     def train(*_: object) -> None:
-        raise error
+        if join:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if error is not None:
+            raise error
 
     files = ("--run", f"{CONFIGS}/runs/quickstart.json", "--cluster", f"{CONFIGS}/clusters/local-two-regions.json")
     monkeypatch.setattr(pretrain, "train", train)
@@ -31,6 +37,17 @@ def test_a_lost_rank_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "geotrain: worker in eu: acco: rank 0: the commit of step 4 failed\n"
     assert end(monkeypatch, RuntimeError("[a/gloo/pair.cc:5] Connection closed by peer\nframe #0")) == 1
     assert capsys.readouterr().err == f"geotrain: worker in eu: {ENDS_WITH}\n"
+
+
+def test_a_rank_leaves_the_others_in_good_order_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error it does not wait for them, who may be lost."""
+    assert end(monkeypatch, None, join=True) == 0
+    assert not dist.is_initialized()
+    try:
+        assert end(monkeypatch, OSError("no"), join=True) == 1
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_other_errors_keep_their_codes_and_stacks(monkeypatch: pytest.MonkeyPatch) -> None:

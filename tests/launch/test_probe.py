@@ -11,7 +11,7 @@ import pytest
 
 from geotrain.commands.json_text import put
 from geotrain.commands.probe import probe, updated
-from geotrain.commands.probe_step import reduced
+from geotrain.commands.probe_step import MICRO_BATCHES, reduced
 from geotrain.config import ClusterConfig, ConfigError, load_cluster, load_run, parse
 from geotrain.net.certs import CertificateError, make_certificates
 from geotrain.net.link_probe import Limits, ProbeError, Way
@@ -152,6 +152,13 @@ def test_layers_are_left_out_until_the_model_fits(tmp_path: Path) -> None:
     assert 1 <= small.model.config["num_hidden_layers"] < raw["model"]["config"]["num_hidden_layers"]
     assert "auto" not in json.dumps(small.deepspeed)
     assert small.deepspeed["train_batch_size"] % small.deepspeed["train_micro_batch_size_per_gpu"] == 0
+
+
+def test_a_probe_keeps_what_shares_long_sequences() -> None:
+    run = load_run(Path(__file__).parents[2] / "configs/runs/long-8b.json")
+    whole, too_few = reduced(run, 8, 80e9), reduced(run, 4, 80e9)
+    assert (whole.parallel.tensor, whole.parallel.context, whole.samples_per_step) == (2, 4, MICRO_BATCHES)
+    assert (too_few.parallel.tensor, too_few.parallel.context) == (2, 1)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_operations_are_two_for_each_weight_that_a_token_meets() -> None:
     whole = [sum(x) for x in zip(*(stage_flops(a, 2048, s, 4, "none") for s in range(4)), strict=True)]
     assert sum(whole) == pytest.approx(useful_flops(a, 2048))
     full = sum(stage_flops(a, 2048, 0, 1, "full")) - sum(stage_flops(a, 2048, 0, 1, "none"))
-    assert full == pytest.approx(a.layers * token_flops(a, 2048).layer)
+    assert full == pytest.approx(a.layers * token_flops(a, 2048, 0).layer)
 
 
 EXPERTS = {
@@ -73,13 +73,14 @@ def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
     assert seconds == pytest.approx(6 * met * 64 * 2048 / 50e12)
 
 
-def test_divided_experts_are_refused_by_name() -> None:
-    run = small_run(model={"config": EXPERTS}, parallel={"expert": 2})
+@pytest.mark.parametrize("key", ["expert", "context"])
+def test_what_the_planner_does_not_know_is_refused_by_name(key: str) -> None:
+    run = small_run(model={"config": EXPERTS}, parallel={key: 2})
     for refused in (
-        lambda: on(run, [[host("a", 2)]], expert=2),
+        lambda: on(run, [[host("a", 2)]], **{key: 2}),
         lambda: task_of(run, Pins(), inventory({"eu": [(2, "d")]})),
     ):
-        with pytest.raises(ConfigError, match=r"parallel\.expert = 2: the planner's model"):
+        with pytest.raises(ConfigError, match=rf"parallel\.{key} = 2: the planner's model"):
             refused()
 
 

@@ -1,0 +1,152 @@
+"""The step of one worker over all GPUs of this machine: ZeRO-1 and ACCO, peak memory against the estimate.
+
+As a program it is one rank of several: python -m benchmarks.gpu.step RUN.json STEPS ANSWER.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from geotrain.config import HostConfig, RunConfig, WorkerConfig, load_run
+
+WARM_STEPS = 2  # kernels compile, buffers are allocated
+RANK_S = 1500.0  # all of one rank
+ACCO = {"synchronous_steps": 0}
+
+
+def over(run: Path, ranks: int, steps: int) -> dict[str, float]:
+    """Measured by so many ranks, each a process with the GPU of its number. Raises RuntimeError if one fails."""
+    from geotrain.launch.check import free_ports
+
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu.step", str(run), str(steps), str(answer)],
+                cwd=ROOT,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            deadline = time.monotonic() + RANK_S
+            # Whoever fails first ends the wait: the others would wait for it.
+            while any(process.poll() is None for process in started):
+                if any(process.poll() for process in started) or time.monotonic() > deadline:
+                    raise RuntimeError("a rank of the worker failed, or did not end in time; see its words above")
+                time.sleep(0.2)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        found: dict[str, float] = json.loads(answer.read_text())
+        return found
+
+
+def measure(run: RunConfig, steps: int) -> dict[str, float]:
+    """This process as one of the worker's ranks, RANK and the like being in the environment."""
+    from geotrain.inner import parallel
+    from geotrain.monitor.utilization import training_flops_per_token
+    from geotrain.plan.model.memory import rank_memory
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    plain = run.model_copy(update={"acco": None})
+    zero1 = timed(plain, steps)
+    overlapped = timed(run, steps)
+    parallel.shut_down()
+    tokens = run.samples_per_step * run.data.sequence_length
+    flops = tokens * training_flops_per_token(run.architecture, run.data.sequence_length)
+    worker = WorkerConfig(name="here", hosts=(HostConfig(host="localhost", slots=ranks),))
+    estimate = rank_memory(plain, run.architecture, worker)
+    estimated = sum(size for part, size in estimate.items() if part != "outer")  # which does not run here
+    found = {
+        "ranks": ranks,
+        "zero1_step_s": zero1["step_s"],
+        "acco_step_s": overlapped["step_s"],
+        "acco_speedup": zero1["step_s"] / overlapped["step_s"],
+        "tokens_per_s": tokens / zero1["step_s"],
+        "tflops_per_rank": flops / zero1["step_s"] / ranks / 1e12,
+        "estimated_bytes": estimated,
+    }
+    if zero1["peak_bytes"]:
+        found |= {"peak_bytes": zero1["peak_bytes"], "memory_over_estimate": zero1["peak_bytes"] / estimated}
+    return found
+
+
+def timed(run: RunConfig, steps: int) -> dict[str, float]:
+    """step_s: of the median step. peak_bytes: of torch's allocations, 0 on a CPU."""
+    import torch
+    import torch.distributed as dist
+
+    from geotrain.data.loader import StepBatch
+    from geotrain.inner import parallel
+    from geotrain.inner.build import build_engine
+
+    engine = build_engine(run, run.parallel, run.deepspeed)
+    cuda = engine.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    drawn = torch.Generator().manual_seed(engine.dp_rank)
+    micro = int(run.deepspeed["train_micro_batch_size_per_gpu"])
+    shape = micro, run.data.sequence_length + 1
+    count = run.samples_per_step // (micro * engine.dp_size)
+    batches = [torch.randint(0, engine.architecture.vocab_size, shape, generator=drawn) for _ in range(count)]
+    times = []
+    for step in range(WARM_STEPS + steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.train_step(StepBatch(batches, batches.__getitem__), step)
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    engine.settle()
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    engine.close()
+    del engine
+    gc.collect()
+    parallel.shut_down(leave_world=False)
+    return {"step_s": statistics.median(times[WARM_STEPS:]), "peak_bytes": peak}
+
+
+def run_file(folder: Path, model: Path, sequence: int, micro_batch: int, micro_batches: int, ranks: int) -> Path:
+    """A run of this model, in bf16 with ZeRO-1, AdamW and ACCO; its data is never read."""
+    batch = micro_batch * micro_batches * ranks
+    raw: dict[str, Any] = {
+        "name": "gpu",
+        "model": {"config": str(model)},
+        "data": {"train": str(folder / "none"), "sequence_length": sequence, "train_samples": 1000 * batch},
+        "deepspeed": {
+            "train_batch_size": batch,
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        },
+        "acco": ACCO,
+    }
+    path = folder / "gpu.json"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def main() -> None:
+    run, steps, answer = sys.argv[1:]
+    found = measure(load_run(run), int(steps))
+    if os.environ["RANK"] == "0":
+        Path(answer).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Context parallelism, in the form of DeepSpeed-Ulysses (arXiv 2309.14509): ranks that share each sequence.
+
+Everything in a model but attention treats tokens one by one, so that a rank needs only its own part: the r-th of
+`parallel.context` equal parts, in order. Around attention the ranks exchange heads for tokens by an all-to-all:
+inside, each rank has all tokens of its share of the heads; outside, all heads of its share of the tokens. So windows,
+the boundaries of documents and grouped queries are what they are on one rank, and whichever attention serves there,
+serves here. The mean of the parts' losses is the sequence's, and the mean of their gradients its gradient: to the
+optimizer these ranks are data-parallel ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def part_of(tokens: Tensor, rank: int, size: int) -> Tensor:
+    """A context rank's part of samples, for which labels are one token ahead.
+
+    tokens: [batch, length + 1], length a multiple of size. Returns a view, [batch, length / size + 1].
+    """
+    length = (tokens.shape[1] - 1) // size
+    return tokens[:, rank * length : (rank + 1) * length + 1]
+
+
+def use_own_positions(rotary: nn.Module, rank: int, size: int) -> None:
+    """Let Megatron-core's rotary embedding give the positions of this rank's part.
+
+    Megatron-core by itself would give those of ring attention, where a rank has two parts, one from each end.
+    """
+    rotary.cp_group = None  # type: ignore[assignment]  # it gives all positions without one
+    rotary.register_forward_hook(lambda module, args, positions: positions.chunk(size)[rank])
+
+
+class ContextAttention(nn.Module):
+    """A core attention between two exchanges. It takes the place of Megatron-core's, whose constructor it
+    imitates."""
+
+    def __init__(self, around: type[nn.Module], config: Any, pg_collection: Any, **settings: Any) -> None:
+        """around: the class of core attention that computes the heads of this rank. config: Megatron-core's.
+        pg_collection: its process groups, of which `cp` is used. settings: what else it builds attention with."""
+        super().__init__()
+        self.group: dist.ProcessGroup = pg_collection.cp
+        config, size = copy.copy(config), config.context_parallel_size
+        config.num_attention_heads //= size
+        config.num_query_groups //= size
+        config.context_parallel_size = 1  # what is inside knows nothing of this
+        self.inner = around(config=config, pg_collection=pg_collection, **settings)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **more: Any) -> Tensor:
+        """Returns this part's output, [sequence / ranks, batch, heads · head_dim].
+
+        query: [sequence / ranks, batch, heads, head_dim]. key, value: the same of `groups` heads. heads and groups
+        are multiples of the number of ranks. masks, more: for the core attention; they are of the whole sequence.
+        """
+        out = self.inner(*heads_for_tokens((query, key, value), self.group), *masks, **more)
+        return tokens_for_heads(out, self.group)
+
+
+def heads_for_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """Of each tensor, [tokens, batch, heads, head_dim], this rank's share of the heads for all ranks' tokens,
+    [ranks · tokens, batch, heads / ranks, head_dim]. All travel in one collective."""
+    ranks = group.size()
+    by_rank = [t.unflatten(2, (ranks, -1)).movedim(2, 0) for t in tensors]  # [ranks, tokens, batch, heads, head_dim]
+    whole = _AllToAll.apply(torch.cat(by_rank, dim=3), group).flatten(0, 1)
+    return whole.split([t.shape[3] for t in by_rank], dim=2)
+
+
+def tokens_for_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back: of [ranks · tokens, batch, width] this rank's tokens, [tokens, batch, ranks · width]."""
+    by_rank = _AllToAll.apply(tensor.unflatten(0, (group.size(), -1)), group)  # [ranks, tokens, batch, width]
+    return by_rank.movedim(0, 2).flatten(2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of a tensor's first dimension goes to rank i, and part i of the result comes from it. Its transpose, and
+    so its backward, is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradients[0], ctx.group), None

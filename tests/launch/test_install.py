@@ -1,0 +1,89 @@
+"""What `make install` asks of pip, by the driver and by what is installed. Python and pip write down their arguments;
+only the driver's version is looked at by a real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\n"
+# `$HERE` has the driver's file; `$TORCH` is the torch outside of the environment, which gets this program as Python.
+PYTHON = """#!/bin/bash
+case "$*" in
+  launch/cuda_driver.py) exec {real} launch/cuda_driver.py "$HERE/version" ;;
+  *metadata*) [[ $TORCH ]] && echo "torch==$TORCH" ;;
+  "-m venv"*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;&
+  "-m "*) echo "$* ${{PIP_CONSTRAINT:-}}" >>"$HERE/asked" ;;
+esac
+"""
+
+
+def install(folder: Path, driver: str | None, torch: str = "", **env: str) -> tuple[int, str, list[str]]:
+    """Exit code, what it said, and what was asked of Python's modules."""
+    (folder / "python").write_text(PYTHON.format(real=sys.executable))
+    (folder / "python").chmod(0o755)
+    if driver is not None:
+        (folder / "version").write_text(DRIVER.format(driver))
+    clean = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "PIP_ARGS", "SYSTEM_SITE_PACKAGES")}
+    settings = {"PYTHON": str(folder / "python"), "HERE": str(folder), "TORCH": torch, "PIP_CONSTRAINT": "/etc/pins"}
+    done = subprocess.run(
+        ["bash", "launch/install.sh", str(folder / "venv")],
+        cwd=ROOT, env={**clean, **settings, **env}, capture_output=True, text=True,
+    )  # fmt: skip
+    asked = (folder / "asked").read_text().splitlines() if (folder / "asked").exists() else []
+    return done.returncode, done.stderr, asked
+
+
+def test_a_driver_that_is_too_old_ends_it_before_it_begins(tmp_path: Path) -> None:
+    code, said, asked = install(tmp_path, "550.54.15")
+    assert (code, asked) == (1, []) and said.count("\n") == 1
+    assert "the NVIDIA driver is 550.54.15" in said and "wants 580 or newer, or install a torch for CUDA 12" in said
+    assert 'PIP_ARGS="--extra-index-url INDEX"' in said
+
+
+@pytest.mark.parametrize(
+    ("driver", "env"),
+    [
+        (None, {}),
+        ("580.95.05", {}),
+        ("550.54.15", {"PIP_ARGS": "--extra-index-url file:///of/my/own"}),
+        ("550.54.15", {"DS_ACCELERATOR": "cpu"}),
+    ],
+)
+def test_otherwise_torch_comes_first_and_pinned(tmp_path: Path, driver: str | None, env: dict[str, str]) -> None:
+    code, said, asked = install(tmp_path, driver, **env)
+    assert (code, said) == (0, "")
+    more = f" {env['PIP_ARGS']}" if "PIP_ARGS" in env else ""
+    pip = f"-m pip install --quiet --disable-pip-version-check{more} -c constraints.txt"
+    assert asked == [f"-m venv {tmp_path}/venv /etc/pins", f"{pip} torch /etc/pins", f"{pip} -e .[dev] /etc/pins"]
+
+
+def test_a_containers_torch_is_kept_and_seen(tmp_path: Path) -> None:
+    """And not pinned, nor is Triton; what the image pins for its own system counts no more."""
+    code, said, asked = install(tmp_path, "550.54.15", "2.12.0a0+nv", SYSTEM_SITE_PACKAGES="1")
+    assert (code, said) == (0, "")  # NVIDIA's images bring a compatibility package for older drivers
+    pins = tmp_path / "venv/constraints.txt"
+    pip = f"-m pip install --quiet --disable-pip-version-check -c {pins}"
+    assert asked == [
+        f"-m venv --system-site-packages {tmp_path}/venv /etc/pins", f"{pip} torch ", f"{pip} -e .[dev] "
+    ]  # fmt: skip
+    ours = (ROOT / "constraints.txt").read_text().splitlines()
+    kept = pins.read_text().splitlines()
+    assert [line for line in ours if line not in kept] == [x for x in ours if x.split("==")[0] in ("torch", "triton")]
+    assert [line for line in kept if line not in ours] == ["torch==2.12.0a0+nv"]
+
+
+def test_without_a_torch_there_the_driver_counts(tmp_path: Path) -> None:
+    code, said, asked = install(tmp_path, "550.54.15", SYSTEM_SITE_PACKAGES="1")
+    assert (code, asked) == (1, []) and "550.54.15" in said
+
+
+def test_make_passes_it_on() -> None:
+    command = ["make", "--dry-run", "--always-make", "install", "SYSTEM_SITE_PACKAGES=1"]
+    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert 'SYSTEM_SITE_PACKAGES="1" bash launch/install.sh .venv' in plan

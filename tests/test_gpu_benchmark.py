@@ -1,0 +1,66 @@
+"""`make gpu`, shortened, on the CPU: everything in it runs, and the page says that it proves nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks.gpu.__main__ as gpu
+from benchmarks import ROOT
+from benchmarks.common import RESULTS
+from benchmarks.gpu.goals import GOALS, goal_of, page, plan, unit, verdict
+
+
+def test_goals_and_their_verdicts() -> None:
+    assert verdict("kernels.merge", 0.85, 1) == "met" and verdict("kernels.merge", 0.84, 1) == "MISSED"
+    assert verdict("outer_loop.exposed", 0.01, 1) == "met" and verdict("outer_loop.exposed", 0.011, 1) == "MISSED"
+    for ratio, told in ((0.89, "MISSED"), (0.9, "met"), (1.1, "met"), (1.11, "MISSED")):
+        assert verdict("step.memory_over_estimate", ratio, 8) == told
+    assert verdict("kernels.merge", 0.1, 0) == "–"  # of a CPU
+    assert [verdict("step.acco_speedup", 0.5, gpus) for gpus in (1, 2)] == ["–", "MISSED"]
+    assert verdict("step.tokens_per_s", 1.0, 1) == verdict("step.ranks", 1, 1) == "–"
+    assert (unit("step.zero1_step_s"), unit("step.peak_bytes"), unit("step.ranks")) == ("s", "bytes", "count")
+    assert goal_of("codecs.int4.encode_vs_copy_bandwidth") == next(g for g in GOALS if g.metric == "codecs.*")
+
+
+def test_the_plan_and_the_page_name_every_goal() -> None:
+    for goal in GOALS:
+        assert f"| `{goal.metric}` | {goal.what} |" in plan()
+    text = page({"kernels.merge": 0.5, "tests.failed": 0.0}, 2, "a machine")
+    assert text.startswith("# Measured on 2 GPUs\n") and "a machine." in text
+    assert "| `kernels.merge` | 0.5 | ratio | ≥ 0.85 | MISSED |" in text
+    assert text.count("\n- `") == len(GOALS) - 2
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        ((), "there is no GPU here; --small"),
+        (("--small", "--record"), "--record is for figures of"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu", *words])
+        assert gpu.main() == 2 and told in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["gpu", "--plan"])
+    assert gpu.main() == 0 and plan() in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_everything_in_it_runs(tmp_path: Path) -> None:
+    rows = RESULTS.read_text()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--page", str(tmp_path / "page.md")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "page.md").read_text()
+    assert text.startswith("# Measured on a CPU\n") and "says anything about a GPU" in text
+    # torch counts its allocations on a GPU only
+    assert re.findall("^- `(.*?)`", text, re.MULTILINE) == ["step.memory_over_estimate"]
+    for metric in ("kernels.adam_step", "codecs.int4.decode_vs_memcpy", "step.acco_step_s", "outer_loop.exposed"):
+        assert f"| `{metric}` |" in text
+    assert "| `tests.skipped` | " in text and "| `tests.skipped` | 0 |" not in text  # they were collected
+    assert RESULTS.read_text() == rows
