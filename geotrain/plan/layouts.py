@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from geotrain.config import ConfigError, ParallelConfig, WorkerConfig
+from geotrain.config import ConfigError, ParallelConfig, WorkerConfig, codec_config
 from geotrain.families import family_of
 from geotrain.layout import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
@@ -111,9 +111,12 @@ def fitting(
     task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
 ) -> int | None:
     """Bytes of the fullest rank if this layout is allowed and fits the smallest accelerator."""
-    worker = worker_of("w", hosts, slots, parallel, micro)
+    worker, run = worker_of("w", hosts, slots, parallel, micro), task.run
+    if "local" not in task.pins.outer and not run.outer.flat:
+        # The codec inside a region is chosen later (`settings.py`): a lossy one keeps 4 bytes an owned parameter.
+        run = run.model_copy(update={"outer": run.outer.model_copy(update={"local": codec_config("bf16")})})
     try:
-        need = sum(rank_memory(task.run, task.architecture, worker).values())
+        need = sum(rank_memory(run, task.architecture, worker).values())
     except ConfigError as error:
         refused.rule = refused.rule or str(error)
         return None

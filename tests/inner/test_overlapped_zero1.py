@@ -126,7 +126,7 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_step_sends_one_reduction_and_one_gathering(ranks: list[dict[str, Any]], name: str) -> None:
     """In bf16 each rank of two sends half of the gradients and half of the weights: 2 bytes a parameter, where
-    DeepSpeed's all-reduce and gathering send 3 and, of gradients in fp32, 5."""
+    DeepSpeed's all-reduce and gathering, counted alike, send 3."""
     for rank in ranks:
         sent = sum(count for _, count in rank[name]["events"]) / 2  # of two steps
         assert sent == pytest.approx(2 * rank[name]["parameters"], rel=0.02)

@@ -212,7 +212,7 @@ def test_a_model_that_fits_nowhere() -> None:
     ):
         planned(small_run(), small_regions(2))
     with pytest.raises(PlanError, match=r"it would fit with model.recompute = 'full'"):
-        planned(small_run(), inventory({"a": [(1, "t")]}, t={"memory_gb": 30.5}), Pins(recompute="none"))
+        planned(small_run(), inventory({"a": [(1, "t")]}, t={"memory_gb": 32.0}), Pins(recompute="none"))
     with pytest.raises(PlanError, match=r"it would fit with parallel.tensor and parallel.pipeline not pinned"):
         planned(small_run(), inventory({"a": [(8, "t")]}, t={"memory_gb": 6.0}), Pins(tensor=1, pipeline=1))
 
