@@ -125,7 +125,7 @@ def main() -> None:
     while more.item():
         dist.barrier()
         before = time.perf_counter()
-        engine.train_step(StepBatch(batches, batches.__getitem__), 0)
+        engine.train_step(StepBatch(batches, batches.__getitem__), 0).read()  # waits for the device
         times.append(time.perf_counter() - before)
         counted = len(times) - WARM_STEPS
         enough = counted >= MAX_STEPS or (counted >= MIN_STEPS and time.perf_counter() - begin > job["seconds"])

@@ -16,6 +16,7 @@ from geotrain.context_parallel import part_of
 from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
 from geotrain.inner.parallel import EXPERTS
+from geotrain.inner.router_bias import update_biases
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
 from geotrain.parallelism.mesh import RankMesh, SampleRanks
@@ -50,8 +51,8 @@ class StepResult:
     loss: mean over the worker's batch, at the weights before the step. grad_norm: the L2 norm of the whole model's
     gradient, before clipping. lr: the learning rate used. tokens: how many the whole worker trained on.
 
-    With ACCO a step is committed while the next one is computed, and all numbers but the learning rate are known only
-    then. Reading them earlier waits for the commit.
+    Reading a number but the learning rate waits for the device; with ACCO, whose steps are committed while the next
+    one is computed, for the commit.
     """
 
     def __init__(self, lr: float, wait: Callable[[], None]) -> None:
@@ -62,7 +63,7 @@ class StepResult:
     def arrive(self, loss: float, grad_norm: float, tokens: int) -> None:
         self._numbers = (loss, grad_norm, tokens)
 
-    def _arrived(self) -> tuple[float, float, int]:
+    def read(self) -> tuple[float, float, int]:
         if self._numbers is None:
             self._wait()
         assert self._numbers is not None
@@ -70,15 +71,15 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        return self._arrived()[0]
+        return self.read()[0]
 
     @property
     def grad_norm(self) -> float:
-        return self._arrived()[1]
+        return self.read()[1]
 
     @property
     def tokens(self) -> int:
-        return self._arrived()[2]
+        return self.read()[2]
 
 
 class GeoEngine(DeepSpeedEngine):
@@ -102,7 +103,8 @@ class GeoEngine(DeepSpeedEngine):
     ) -> None:
         # These are set before DeepSpeed's __init__, because it calls _configure_zero_optimizer, which AccoEngine
         # overrides and which needs them.
-        self.mesh, self.architecture, self.sequence_length, self._placed = mesh, architecture, sequence_length, placed
+        self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
+        self._placed = [(parameter, place) for parameter, place in placed if not place.untrained]  # what is trained
         super().__init__(
             args=None,
             model=model,
@@ -166,14 +168,17 @@ class GeoEngine(DeepSpeedEngine):
             if not self.zero_optimization() and not self.gradient_clipping():
                 self.clip_fp32_gradients()  # DeepSpeed calls it only where it clips; here the norm is wanted always
         self.step()
+        update_biases(self.module)
         norm = self._global_grad_norm
         norm = torch.nan if norm is None else norm  # where zero_optimization.compute_grad_norm is off
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+        # Filled, not copied: a number that is copied to the device waits for it.
+        norm = norm if torch.is_tensor(norm) else torch.full((), norm, device=self.device)
         norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
-        # Both numbers go to the host in one copy, because each copy waits for the device.
-        mean_loss, grad_norm = torch.stack((self._worker_mean(loss), norm)).tolist()
-        result = StepResult(lr, self.settle)
-        self._finish_step(result, mean_loss, grad_norm, self.train_batch_size())
+        # They go to the host when one is asked for, in one copy: each copy waits for the device.
+        numbers, samples = torch.stack((self._worker_mean(loss), norm)), self.train_batch_size()
+        result = StepResult(lr, lambda: self._finish_step(result, *numbers.tolist(), samples))
+        if self.monitor.enabled:  # it writes the loss beside a count of samples that goes on
+            result.read()
         return result
 
     def _begin_step(self, schedule_step: int) -> float:

@@ -1,0 +1,149 @@
+"""ACCO, evaluation and checkpoints under emulated CUDA: compute and communication share no memory unordered."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from geotrain.config import AccoConfig, ParallelConfig
+from tests.support.cuda_emulator import Cuda, Event, Stream
+from tests.support.inner_worlds import LLAMA, deepspeed_block, masters, micro_batches, run_world, start, stop
+
+MODEL = {**LLAMA, "num_hidden_layers": 1}
+STREAMS = ("Stream", "current_stream", "stream")
+FORMS = ("exact", "int4", "local", "stale", "none")
+
+
+def run(cuda: Cuda, form: str, folder: Path | None = None) -> None:
+    """Steps of an engine with ACCO; with a folder also a checkpoint, an evaluation, and steps from the checkpoint."""
+    from geotrain import checkpoint
+    from geotrain.acco import communication_thread
+    from geotrain.inner import platform
+
+    # What takes CUDA's place for Megatron-core on a CPU takes it from all threads.
+    stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
+    gpu = SimpleNamespace(HAS_CUDA=True, backend=lambda: "gloo", device=lambda: torch.device("cpu"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(communication_thread, "platform", gpu))
+        stack.enter_context(mock.patch.object(platform, "_cpu_stand_ins", lambda: stand_ins))
+        with cuda.in_place():
+            acco = AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
+            engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=4), acco=acco)
+        given = [micro_batches(engine, step) for step in range(3)]
+        stack.enter_context(cuda.emulated())
+        for batches in given:
+            cuda.on_host(*batches)
+        for step in range(3):
+            engine.train_step(given[step], step)
+        if folder is not None:
+            checkpoint.save(engine, folder, "a", {}, keep=1, with_masters=True)
+            engine.evaluate_lent(contextlib.nullcontext(), given[0])
+            engine.train_step(given[0], 3)
+            checkpoint.load(engine, folder, "a")
+            engine.train_step(given[0], 4)
+        masters(engine).sum().item()
+    stop(engine)
+
+
+def every_form(folder: str) -> dict[str, Any]:
+    seen = {}
+    for form in FORMS:
+        cuda = Cuda()
+        run(cuda, form, Path(folder) / form)
+        seen[form] = cuda.faults, len(cuda.current_stream().clock)
+    return seen
+
+
+def test_every_use_waits_for_what_it_needs(tmp_path: Path) -> None:
+    (seen,) = run_world(1, every_form, str(tmp_path))
+    for form, (faults, timelines) in seen.items():
+        assert not faults and timelines > 2, (form, faults)
+
+
+def leaving_out(waits: str) -> list[str]:
+    """Faults where one of the two streams, whose name begins so, does not wait for the other."""
+    cuda, wait = Cuda(), Stream.wait_event
+
+    def wait_or_not(stream: Stream, event: Event) -> None:
+        if not stream.name.startswith(waits):
+            wait(stream, event)
+
+    with mock.patch.object(Stream, "wait_event", wait_or_not):
+        run(cuda, "int4")
+    return cuda.faults
+
+
+def reading_late() -> list[str]:
+    """Faults where a prediction reads gradients beside the compute that changes them."""
+    from geotrain.acco.optimizer import AccoOptimizer
+
+    cuda = Cuda()
+
+    def predict(self: Any) -> None:
+        buffers = self._buffers
+        parts = buffers.weights, buffers.gradients, buffers.in_flight, self._micro_batches
+
+        def job() -> None:
+            self._prediction.prepare(*parts)
+            self._prediction.communicate(buffers.weights, parts[2], parts[3])
+
+        self._predicting = self.communication.start(job)
+
+    with mock.patch.object(AccoOptimizer, "predict", predict):
+        run(cuda, "int4")
+    return cuda.faults
+
+
+def every_omission() -> dict[str, list[str]]:
+    return {
+        "communication": leaving_out("stream"),
+        "compute": leaving_out("training"),
+        "gradients": reading_late(),
+    }
+
+
+def test_what_is_left_out_is_found() -> None:
+    (found,) = run_world(1, every_omission)
+    assert any("stream 1" in f and "does not wait for training" in f for f in found["communication"]), found
+    assert any("training" in f and "does not wait for stream 1" in f for f in found["compute"]), found
+    assert any("acco/prediction.py" in f for f in found["gradients"]), found
+
+
+def waits() -> dict[str, list[str]]:
+    """By kind of engine: where a thread of the host waits for the device in a step."""
+    from geotrain.inner import platform
+
+    stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
+    found = {}
+    for kind, stage, more in (("ZeRO-1", 1, {}), ("ZeRO-1 in bf16", 1, {"bf16": {"enabled": True}}), ("fp32", 0, {})):
+        cuda = Cuda()
+        engine = start(MODEL, ParallelConfig(), deepspeed_block(stage, micro=4, **more))
+        given = [micro_batches(engine, step) for step in range(2)]
+        with cuda.emulated(), mock.patch.object(platform, "_cpu_stand_ins", lambda: stand_ins):
+            for step, batches in enumerate(given):
+                cuda.on_host(*batches)
+                cuda.syncs.clear()  # of the step before, which makes what a first one makes
+                result = engine.train_step(batches, step)
+            found[kind] = list(cuda.syncs)
+            cuda.syncs.clear()
+            assert result.loss > 0 and result.grad_norm > 0
+            found[f"{kind}, its numbers"] = list(cuda.syncs)
+            assert not cuda.faults, cuda.faults
+        stop(engine)
+    return found
+
+
+def test_a_step_waits_for_the_device_once_at_most() -> None:
+    """Where a norm that is not finite must skip the update; its numbers wait when one of them is asked for."""
+    (found,) = run_world(1, waits)
+    places = {kind: [where.rpartition(" ")[2] for where in waited] for kind, waited in found.items()}
+    norm, numbers = ["OverlappedZero1.step"], ["GeoEngine.train_step.<locals>.<lambda>"]
+    assert places == {
+        **{"ZeRO-1": norm, "ZeRO-1 in bf16": norm, "fp32": []},
+        **{f"{kind}, its numbers": numbers for kind in ("ZeRO-1", "ZeRO-1 in bf16", "fp32")},
+    }

@@ -1,0 +1,94 @@
+"""The exchange's copies under emulated CUDA: nothing is used before what it waits for, and every omission is seen."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from geotrain.config import OuterConfig, OverlapConfig, codec_config
+from geotrain.layout import StridedSlice
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import to_bytes
+from geotrain.outer.exchange import Ready
+from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.staging import CudaStaging
+from tests.support.cuda_emulator import Cuda, Event
+from tests.support.outer_world import layout
+
+CPU = torch.device("cpu")
+
+
+READ_ON_A_CPU = "Codec.encode"  # whether all was finite; on a GPU that flag travels with the payload
+
+
+def exchange(cuda: Cuda, codec: str, adopt: Any = "rebase", omitted: Any = None) -> None:
+    """Three exchanges and evaluations beside training. omitted: (owner, name, what takes its place)."""
+    config = OuterConfig(local=codec_config(codec), overlap=OverlapConfig(steps=int(adopt != "replace"), adopt=adopt))
+    plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
+    sent = [
+        FragmentWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
+    ]  # as a server sends them
+    lent = FragmentWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    matrix = torch.zeros(16)
+    with cuda.emulated(), mock.patch.object(*omitted) if omitted else nullcontext():
+        pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
+        worker = WorkerRank(layout(), config, pieces, CudaStaging(CPU, cuda))
+        worker.on_weights(sent[0], start=True)
+        for turn in range(1, 4):
+            matrix.add_(0.5)
+            delta = worker.make_delta(0, seed=turn)
+            made = worker.when_made(lambda delta=delta: Ready(delta.result().payload))
+            matrix.add_(0.25)
+            with worker.lent([lent]):
+                matrix.mul(2.0)
+            made.result()
+            worker.on_weights(sent[turn])
+        matrix.add_(0.5)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_every_use_waits_for_what_it_needs(codec: str) -> None:
+    for adopt in ("replace", "mix", "rebase"):
+        cuda = Cuda(READ_ON_A_CPU)
+        exchange(cuda, codec, adopt)
+        assert not cuda.faults and len(cuda.current_stream().clock) > 2, adopt
+
+
+def no_wait_for_training(staging: CudaStaging) -> Any:
+    return staging._cuda.stream(staging._stream)
+
+
+def no_wait_for_a_mark(staging: CudaStaging, mark: Any, *made: torch.Tensor) -> None:
+    for tensor in made:
+        tensor.record_stream(staging._cuda.current_stream(staging.device))
+
+
+def read_too_early(event: Event) -> None:
+    """Nothing, as if the host did not wait for it."""
+
+
+@pytest.mark.parametrize(
+    ("codec", "owner", "name", "omission", "words"),
+    [
+        ("int4", CudaStaging, "beside", no_wait_for_training, "does not wait for training"),
+        ("int4", CudaStaging, "wait", no_wait_for_a_mark, "does not wait for stream 1"),
+        (
+            "fp32",
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, stream: None,
+            "freed on stream 1 while training may use it",
+        ),
+        ("int4", Event, "synchronize", read_too_early, "does not wait for stream 1: aten::copy_ at staging.py"),
+    ],
+    ids=["training", "mark", "record_stream", "buffer"],
+)
+def test_what_is_left_out_is_found(codec: str, owner: Any, name: str, omission: Any, words: str) -> None:
+    cuda = Cuda(READ_ON_A_CPU)
+    exchange(cuda, codec, omitted=(owner, name, omission))
+    assert any(words in fault for fault in cuda.faults), cuda.faults
