@@ -134,7 +134,7 @@ class OverlappedZero1(BF16_Optimizer):
                 for p in chunk:
                     begin = offsets[p]
                     total = gradients[begin : begin + p.numel()].view(p.shape)
-                    p._hp_grad = total  # DeepSpeed's name for it
+                    p._hp_grad = total  # type: ignore[union-attr]  # DeepSpeed's name for it
                     self._gradients[p] = _Gradient(total, bucket)
         return buckets
 
@@ -174,6 +174,7 @@ class OverlappedZero1(BF16_Optimizer):
     def _add(self, gradient: _Gradient, parameter: nn.Parameter) -> None:
         """The hook of a parameter whose gradient of one micro-batch is computed."""
         computed, parameter.grad = parameter.grad, None
+        assert computed is not None
         if gradient.times == 0:  # what an earlier step left there need not be zeroed first
             gradient.sum.copy_(computed)
         else:
@@ -281,9 +282,12 @@ class OverlappedZero1(BF16_Optimizer):
             self.wait_for_weights()
         for group in self.bf16_groups:
             for parameter in group:
-                parameter._hp_mapping = None
+                parameter._hp_mapping = parameter._dp_group = None
         for hook in self._grad_acc_hooks:
             hook.remove()
+        # Torch's objects may outlive a collection of garbage. Nothing of theirs may lead to a process group, whose
+        # threads would live as long.
+        self._gradients, self._forward, self._backward, self._grad_acc_hooks = {}, [], [], []
 
 
 def _chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
