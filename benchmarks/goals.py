@@ -48,6 +48,14 @@ def zero(*metrics: str) -> tuple[Goal, ...]:
 PARTS = (
     Part("overhead", (Goal("throughput_ratio", least=0.95),)),
     Part("overhead", (Goal("throughput_ratio", least=0.95),), ("--own-loop",), recorded="overhead_own_loop"),
+    Part(
+        "throughput",
+        (
+            Goal("dense_vs_torch", least=1),
+            Goal("moe_vs_torch", least=1),
+            Goal("hidden_communication", least=0.8),
+        ),
+    ),
     Part("monitoring", (Goal("overhead_ratio"),)),
     Part("server", (Goal("speedup_over_torch"), Goal("vs_memcpy"))),
     Part("snapshots", (Goal("memory_share"), Goal("stall_of_state_share"))),

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.acco.__main__ import run as run_ranks
 from benchmarks.acco.ranks import Job, Size
-from benchmarks.common import command_line, report, units_by_ending
+from benchmarks.common import command_line, ratio, report, spread, units_by_ending
 from geotrain.config import LinkConfig
 from geotrain.emulate.wan import cannot_emulate
 from geotrain.launch.check import free_ports
@@ -62,21 +62,19 @@ SHARE = 0.25  # of a micro-batch's compute that gradients, and weights, take ove
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that everything works")
+    parser = command_line(__doc__, quick={"rounds": 3})
     parser.add_argument("--rounds", type=int, default=14, help="of each comparison")
     parser.add_argument("--only", choices=(*MODELS, "hidden"), action="append")
     args = parser.parse_args()
-    rounds = 3 if args.quick else args.rounds
     parts = args.only or (*MODELS, "hidden")
     result: dict[str, Any] = {}
     if "hidden" in parts:
         if reason := cannot_emulate():
             sys.exit(f"the link cannot be emulated here: {reason}; --only dense --only moe works without")
-        result |= hidden(2 if args.quick else rounds // 2)
+        result |= hidden(-(-args.rounds // 2))
     for name in MODELS:
         if name in parts:
-            result |= against_torch(name, rounds)
+            result |= against_torch(name, args.rounds)
     units = units_by_ending({"tokens_per_s": "tokens/s", "_s": "s", "gbps": "Gbit/s"}, "ratio")
     report("throughput", result, args, units)
 
@@ -89,11 +87,8 @@ def hidden(rounds: int) -> dict[str, float]:
     seen = run_ranks(Job("hidden", HIDDEN, rounds=rounds, bf16=False), link)
     after, beside, without = (seen[name] for name in ("after", "beside", "without"))
     shares = [(a - b) / (a - w) for a, b, w in zip(after, beside, without, strict=True)]
-    low, high = interval(shares)
     return {
-        "hidden_communication": statistics.median(shares),
-        "hidden_communication_low": low,
-        "hidden_communication_high": high,
+        **spread("hidden_communication", shares),
         "after_s": statistics.median(after),
         "beside_s": statistics.median(beside),
         "without_s": statistics.median(without),
@@ -125,25 +120,14 @@ def against_torch(name: str, rounds: int) -> dict[str, float]:
             begin = time.perf_counter()
             step()
             times[what].append(time.perf_counter() - begin)
-    ratios = [b / a for a, b in zip(times["ours"], times["theirs"], strict=True)]
     engine.close()
     shut_down(leave_world=False)
-    low, high = interval(ratios)
     tokens = MICRO_BATCHES * MICRO_BATCH * SEQUENCE
     return {
-        f"{name}_vs_torch": statistics.median(ratios),
-        f"{name}_vs_torch_low": low,
-        f"{name}_vs_torch_high": high,
+        **ratio(f"{name}_vs_torch", times["theirs"], times["ours"]),
         f"{name}_tokens_per_s": tokens / statistics.median(times["ours"]),
         f"{name}_torch_tokens_per_s": tokens / statistics.median(times["theirs"]),
     }
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % of the mean, by its standard error."""
-    mean = statistics.mean(values)
-    error = 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return mean - error, mean + error
 
 
 def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def write_checkpoint(
         **{key: hf_config.get(key) for key in _SPECIAL_IDS},
     }
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    shards = _plan_shards(parameters, torch_dtype.itemsize, max_shard_bytes)
+    shards = _plan_shards(parameters, torch_dtype, max_shard_bytes)
     padding = config["pad_token_id"]
     with whole_folder(folder, "export") as target:
         if tokenizer is not None:
@@ -90,7 +90,7 @@ def write_checkpoint(
         _write_json(target / "generation_config.json", {"do_sample": True, **generation})
         _write_shards(tensors, shards, target, torch_dtype)
         if len(shards) > 1:
-            size_bytes = sum(p.numel for p in parameters) * torch_dtype.itemsize
+            size_bytes = sum(_bytes(p, torch_dtype) for p in parameters)
             weight_map = {p.name: file for file, members in shards.items() for p in members}
             _write_json(target / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
 
@@ -104,12 +104,20 @@ def write_parameters(
         _write_shards(tensors, {_SINGLE: list(parameters)}, target, getattr(torch, dtype))
 
 
-def _plan_shards(parameters: list[Parameter], itemsize: int, max_shard_bytes: int) -> dict[str, list[Parameter]]:
+def _bytes(parameter: Parameter, dtype: torch.dtype) -> int:
+    return parameter.numel * _stored(parameter, dtype).itemsize
+
+
+def _stored(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if parameter.wide else dtype
+
+
+def _plan_shards(parameters: list[Parameter], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[Parameter]]:
     """File name → its parameters, in canonical order. A parameter larger than a shard has one of its own."""
     shards: list[list[Parameter]] = []
     free_bytes = 0
     for parameter in parameters:
-        size_bytes = parameter.numel * itemsize
+        size_bytes = _bytes(parameter, dtype)
         if not shards or size_bytes > free_bytes:
             shards.append([])
             free_bytes = max_shard_bytes
@@ -137,7 +145,7 @@ def _write_shards(
                 f"export: tensor {name!r} has shape {list(tensor.shape)}; the model's config says "
                 f"{list(parameter.shape)}"
             )
-        converted = tensor.detach().to("cpu", dtype).contiguous()
+        converted = tensor.detach().to("cpu", _stored(parameter, dtype)).contiguous()
         if not bool(converted.isfinite().all()):
             raise HFCheckpointError(f"export: tensor {name!r} is not finite in {str(dtype).removeprefix('torch.')}")
         waiting[file][name] = converted

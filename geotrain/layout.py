@@ -38,6 +38,7 @@ class Parameter:
     layer: index of its transformer layer; None for embeddings, final norm and head.
     init_std: standard deviation of its initial normal distribution (of "normal" only).
     decays: whether weight decay applies (matrices and embeddings; not norms).
+    wide: whether it is fp32 in an exported checkpoint of any type.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Parameter:
     init: Init
     init_std: float = 0.0
     decays: bool = True
+    wide: bool = False
 
     @property
     def numel(self) -> int:
@@ -110,9 +112,8 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
     A tied head is not a parameter of its own. Initialization is Megatron's and GPT-2's: normal with `init_std`, and
     with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
     """
-    return [
-        Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays) for i, w in family_of(a.model_type).weights(a)
-    ]
+    weights = family_of(a.model_type).weights(a)
+    return [Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays, w.untrained) for i, w in weights]
 
 
 def parameter_count(architecture: Architecture) -> int:

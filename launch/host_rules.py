@@ -77,7 +77,8 @@ def _of_host(host: str, look: Look, resume: bool) -> list[Finding]:
         tell(f"its clock is {off_s:.0f} s {way} this machine's", "let it follow a time server (chrony, ntp)", False)
     if look.needs and facts.torch is None:
         tell(f"Python {facts.python} there has no torch", "`make install` there")
-    for port in facts.taken_ports:
+    mine = {port for needs in look.needs for port in needs.ports}  # a command may ask several hosts alike
+    for port in sorted(mine & set(facts.taken_ports)):
         remedy = "end what listens there, or give the worker another master_port"
         tell(f"port {port} is taken", remedy, not resume)
     if facts.free_bytes < (wanted := 2 * sum(needs.checkpoint_bytes for needs in look.needs)):

@@ -18,7 +18,20 @@ BASE = {
     "num_key_value_heads": 2,
     "num_experts": 4,  # of those that have any, as the next two
     "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 40,
     "moe_intermediate_size": 24,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
 }
 DIGESTS = {
     "llama": "99187fc9993c8f11",
@@ -27,11 +40,13 @@ DIGESTS = {
     "mistral": "99187fc9993c8f11",
     "qwen3_moe": "b3986efd1bb62d41",
     "mixtral": "39d738d3bc1390ee",
+    "qwen2_moe": "fac4502f6a7b986d",
+    "deepseek_v3": "daee3ca4ca6547aa",
 }
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_names_and_shapes_never_change(model_type: str) -> None:
     """Checkpoints, snapshots and the servers of running runs know elements by them."""
-    config: dict[str, Any] = {**BASE, "model_type": model_type}
+    config: dict[str, Any] = {**BASE, **(LATENT if model_type == "deepseek_v3" else {}), "model_type": model_type}
     assert digest(canonical_parameters(architecture_from_hf(config))) == DIGESTS[model_type]

@@ -13,6 +13,7 @@ from geotrain.layout import (
     LayoutError,
     Parameter,
     StridedSlice,
+    active_parameter_count,
     canonical_parameters,
     clip_runs,
     fragments_due,
@@ -106,6 +107,20 @@ def test_parameter_counts_of_known_models():
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
     }  # fmt: skip
     assert parameter_count(architecture_from_hf(qwen3_06b)) == 596_049_920
+    qwen15_moe = {
+        "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+    }  # fmt: skip
+    assert parameter_count(architecture_from_hf(qwen15_moe)) == 14_315_784_192
+    deepseek_v3 = {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "n_routed_experts": 256,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    architecture = architecture_from_hf(deepseek_v3)
+    assert parameter_count(architecture) == 671_026_419_200
+    assert 37e9 < active_parameter_count(architecture) < 38e9, "as its paper says"
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,20 @@ from typing import Any
 from geotrain.entry_points import registered
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
+from geotrain.families.deepseek_v3 import DeepseekV3
 from geotrain.families.family import Family
 from geotrain.families.llama import Llama
 from geotrain.families.mistral import Mistral
 from geotrain.families.mixtral import Mixtral
 from geotrain.families.qwen2 import Qwen2
+from geotrain.families.qwen2_moe import Qwen2Moe
 from geotrain.families.qwen3 import Qwen3
 from geotrain.families.qwen3_moe import Qwen3Moe
 
 __all__ = ["Architecture", "Experts", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of"]
 
-FAMILIES = {each.model_type: each for each in (Llama(), Qwen2(), Qwen3(), Mistral(), Qwen3Moe(), Mixtral())}
+_BUILT_IN = (Llama(), Qwen2(), Qwen3(), Mistral(), Qwen3Moe(), Mixtral(), Qwen2Moe(), DeepseekV3())
+FAMILIES = {family.model_type: family for family in _BUILT_IN}
 _GROUP = "geotrain.families"
 
 

@@ -12,11 +12,14 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: every layer has `count` MLPs, and a router that chooses `per_token` of them for a token.
+    """A mixture of experts: layers have `count` MLPs, and a router that chooses `per_token` of them for a token.
 
     normalized: whether a token's weights of its chosen experts are scaled to a sum of 1. aux_loss: coefficient of
     the load-balancing loss (Fedus et al., arXiv 2101.03961, equation 4) of each layer and micro-batch. z_loss: that
-    of the router's z loss (Zoph et al., arXiv 2202.08906, equation 5).
+    of the router's z loss (Zoph et al., arXiv 2202.08906, equation 5). shared_ffn_size: of an MLP beside them that
+    every token passes; 0: none. shared_gate: whether a token weighs that MLP, by a sigmoid. dense_layers: so many
+    layers come first that have one MLP, of dense_ffn_size, and no experts. routing: what else a family says of its
+    router, in (name, value) pairs.
     """
 
     count: int
@@ -24,6 +27,26 @@ class Experts:
     normalized: bool
     aux_loss: float
     z_loss: float
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
+    dense_layers: int = 0
+    dense_ffn_size: int = 0
+    routing: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). In elements:
+
+    query_rank, key_value_rank: of a token's latents, from which its queries, and its keys and values, are made;
+    query_rank 0: queries are made of the token itself. plain_dim: of a head's query and key that is not rotated; what
+    is rotated is `Architecture.head_dim`. value_dim: of a head's values.
+    """
+
+    query_rank: int
+    key_value_rank: int
+    plain_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +54,7 @@ class Architecture:
     """The shape of a model with rotary embeddings, as its Hugging Face config states it.
 
     model_type: its family's name. ffn_size: of the MLP, or of each expert. experts: None where layers have one MLP.
+    head_dim: of a head's query, key and value; with latent attention of what is rotated of query and key.
 
     rope_scaling: the rotary embedding as `rope_parameters` has it, without `rope_theta`, in (key, value) pairs; empty
     for the plain one. qkv_bias: whether the projections to q, k and v have a bias. sliding_window: so many tokens,
@@ -55,6 +79,7 @@ class Architecture:
     sliding_window: int | None
     init_std: float
     experts: Experts | None = None
+    latent: LatentAttention | None = None
 
     @property
     def residual_std(self) -> float:
@@ -62,6 +87,22 @@ class Architecture:
         return self.init_std / (2 * self.layers) ** 0.5
 
     @property
-    def active_mlps(self) -> int:
-        """MLPs that a token passes in a layer."""
-        return 1 if self.experts is None else self.experts.per_token
+    def query_dim(self) -> int:
+        """Elements of a head's query, and of its key."""
+        return self.head_dim + (self.latent.plain_dim if self.latent else 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    def active_ffn_size(self, sparse: bool) -> int:
+        """Elements between the matrices of all MLPs that a token passes in a layer. sparse: one that has experts."""
+        if self.experts is None:
+            return self.ffn_size
+        if not sparse:
+            return self.experts.dense_ffn_size
+        return self.ffn_size * self.experts.per_token + self.experts.shared_ffn_size

@@ -17,6 +17,7 @@ class Qwen3Moe(Qwen3):
     transformers_class = "Qwen3MoeForCausalLM"
     only: ClassVar[Mapping[str, Any]] = {**Qwen3.only, "decoder_sparse_step": 1}
     ffn_key = "moe_intermediate_size"
+    per_token: ClassVar[int] = 8  # transformers' default of num_experts_per_tok
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         if config.get("mlp_only_layers"):
@@ -25,7 +26,7 @@ class Qwen3Moe(Qwen3):
                 "experts"
             )
         count_key = "num_experts" if "num_experts" in config else "num_local_experts"
-        experts = reading.experts(config, count_key, per_token=8, normalized=False)
+        experts = reading.experts(config, count_key, per_token=self.per_token, normalized=False)
         return replace(super().architecture(config), experts=experts)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:

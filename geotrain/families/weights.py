@@ -28,6 +28,7 @@ class Weight:
     summed: when each tensor rank computes only a part of its gradient: under sequence parallelism, since each then
         sees a part of the tokens only, or always.
     expert: the number of the expert that it belongs to; None: to none.
+    untrained: it is changed by counts of what the model did, not by gradients, and is kept in fp32 everywhere.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Weight:
     pieces: int | None = None
     summed: Literal["never", "sequence", "always"] = "never"
     expert: int | None = None
+    untrained: bool = False
 
     @property
     def numel(self) -> int:
@@ -104,8 +106,17 @@ def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, st
             yield replace(weight, expert=expert)
 
 
+def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:
+    """An MLP that every token passes, and where it has a gate, the vector by which a token weighs it."""
+    assert a.experts is not None
+    yield from gated_mlp(a, a.experts.shared_ffn_size, name, "mlp.shared_experts")
+    if a.experts.shared_gate:
+        gate = matrix(f"{name}_gate.weight", 1, a.hidden_size, "mlp.shared_experts.gate_weight", a.init_std, "whole")
+        yield replace(gate, summed="sequence")
+
+
 def expert_settings(a: Architecture) -> dict[str, object]:
-    """Fields of Megatron-core's TransformerConfig for `routed_experts` behind a softmax."""
+    """Fields of Megatron-core's TransformerConfig for `routed_experts` behind a softmax, and `shared_expert`."""
     assert a.experts is not None
     return {
         "num_moe_experts": a.experts.count,
@@ -116,4 +127,6 @@ def expert_settings(a: Architecture) -> dict[str, object]:
         "moe_router_load_balancing_type": "aux_loss" if a.experts.aux_loss else "none",
         "moe_aux_loss_coeff": a.experts.aux_loss,
         "moe_z_loss_coeff": a.experts.z_loss or None,
+        "moe_shared_expert_intermediate_size": a.experts.shared_ffn_size or None,
+        "moe_shared_expert_gate": a.experts.shared_gate,
     }

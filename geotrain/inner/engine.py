@@ -16,6 +16,7 @@ from geotrain.context_parallel import part_of
 from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
 from geotrain.inner.parallel import EXPERTS
+from geotrain.inner.router_bias import update_biases
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
 from geotrain.parallelism.mesh import RankMesh, SampleRanks
@@ -102,7 +103,8 @@ class GeoEngine(DeepSpeedEngine):
     ) -> None:
         # These are set before DeepSpeed's __init__, because it calls _configure_zero_optimizer, which AccoEngine
         # overrides and which needs them.
-        self.mesh, self.architecture, self.sequence_length, self._placed = mesh, architecture, sequence_length, placed
+        self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
+        self._placed = [(parameter, place) for parameter, place in placed if not place.untrained]  # what is trained
         super().__init__(
             args=None,
             model=model,
@@ -166,6 +168,7 @@ class GeoEngine(DeepSpeedEngine):
             if not self.zero_optimization() and not self.gradient_clipping():
                 self.clip_fp32_gradients()  # DeepSpeed calls it only where it clips; here the norm is wanted always
         self.step()
+        update_biases(self.module)
         norm = self._global_grad_norm
         norm = torch.nan if norm is None else norm  # where zero_optimization.compute_grad_norm is off
         # Filled, not copied: a number that is copied to the device waits for it.

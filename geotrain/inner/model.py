@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.context_parallel import ContextAttention, use_own_positions
 from geotrain.families import family_of
-from geotrain.inner import platform
+from geotrain.inner import latent_attention, platform
 from geotrain.inner.documents import PackedAttention, inside_documents
 from geotrain.inner.parallel import EXPERTS
+from geotrain.inner.router_bias import biased_routers, keep_counts_wide
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
 from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -34,9 +36,10 @@ with platform.quiet_imports():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 if not hasattr(
@@ -103,7 +106,7 @@ def transformer_config(
     """Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     window, scaled, tp = architecture.sliding_window, bool(architecture.rope_scaling), parallel.tensor
-    return TransformerConfig(
+    common = dict(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
@@ -127,7 +130,8 @@ def transformer_config(
         bias_dropout_fusion=platform.HAS_CUDA,
         masked_softmax_fusion=False,  # the softmax is inside the fused attention
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=HAS_TRANSFORMER_ENGINE,
+        cross_entropy_loss_fusion=bf16,  # "native": it rounds gradients of logits to bf16, whatever these are
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,
@@ -145,16 +149,19 @@ def transformer_config(
         moe_token_dispatcher_type="allgather" if not platform.HAS_CUDA and tp > 1 else parallel.dispatcher,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=tp,
-        **family_of(architecture.model_type).megatron(architecture),
     )
+    kind = MLATransformerConfig if architecture.latent else TransformerConfig
+    return kind(**{**common, **family_of(architecture.model_type).megatron(architecture)})
 
 
-def _block_spec(architecture: Architecture, parallel: ParallelConfig, packed: bool) -> Any:
+def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: range, packed: bool) -> Any:
+    """layers: those of the stage."""
+
     def around(attention: Any) -> Any:
         spec = ModuleSpec(module=ContextAttention, params={"around": attention})
         return spec if parallel.context > 1 else attention
 
-    if HAS_TRANSFORMER_ENGINE:
+    if HAS_TRANSFORMER_ENGINE and architecture.latent is None:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=architecture.experts.count if architecture.experts else None,
             qk_layernorm=architecture.qk_norm,
@@ -163,34 +170,43 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, packed: bo
         attention.core_attention = around(PackedAttention if packed else attention.core_attention)
         return spec
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    mlp = ModuleSpec(module=MLP, submodules=linear)
-    if architecture.experts:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linear)
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
-    head_norm = RMSNorm if architecture.qk_norm else IdentityOp
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=around(CausalAttention),
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+    dense = ModuleSpec(module=MLP, submodules=linear)
+    sparse = ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=SequentialMLP, submodules=linear),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
         ),
     )
-    layers = architecture.layers // parallel.pipeline
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    head_norm = RMSNorm if architecture.qk_norm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=around(CausalAttention),
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    if architecture.latent:
+        attention = latent_attention.spec(CausalAttention, RMSNorm)
+
+    def layer(index: int) -> ModuleSpec:
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=RMSNorm,
+                self_attention=attention,
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=RMSNorm,
+                mlp=sparse if architecture.has_experts(index) else dense,
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
+
+    return TransformerBlockSubmodules(layer_specs=[layer(index) for index in layers], layer_norm=RMSNorm)
 
 
 def build_model(
@@ -211,12 +227,14 @@ def build_model(
     norm counts each element of the model once. With expert parallelism those of experts also get `allreduce` and
     `group_name`, by which DeepSpeed finds the ranks that have the same ones.
     """
+    layers = architecture.layers // parallel.pipeline
+    mine = range(mesh.pp_rank * layers, (mesh.pp_rank + 1) * layers)
     with platform.megatron_runtime():
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
         model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
             config=transformer_config(architecture, parallel, bf16, recompute),
-            transformer_layer_spec=_block_spec(architecture, parallel, packed),
+            transformer_layer_spec=_block_spec(architecture, parallel, mine, packed),
             vocab_size=architecture.vocab_size,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,
@@ -230,13 +248,16 @@ def build_model(
         use_own_positions(model.rotary_pos_emb, mesh.cp_rank, mesh.cp_size)
     # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere.
     if architecture.rope_scaling:
-        model.rotary_pos_emb.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
+        for module in model.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
+    keep_counts_wide(model)
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
         for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
             setattr(parameter, mark, value)
         if place.expert:
-            parameter.allreduce, parameter.group_name = False, EXPERTS  # type: ignore[attr-defined]
+            parameter.allreduce, parameter.group_name = False, EXPERTS
     return model
 
 
@@ -260,17 +281,20 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
 
 def placements(
     model: GPTModel, architecture: Architecture, parallel: ParallelConfig, mesh: RankMesh
-) -> list[tuple[nn.Parameter, LocalParameter]]:
-    """Each of the model's parameters with its place in the canonical address space, in canonical order.
+) -> list[tuple[Any, LocalParameter]]:
+    """Each of the model's parameters, and what counts change, with its place in the canonical address space, in
+    canonical order.
 
     Raises RuntimeError if the model's parameters differ in name or size from those of
     `geotrain.parallelism.local_parameters`, as after a change in Megatron-core.
     """
-    own: dict[str, nn.Parameter] = {}
+    own: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         for fused, plain in _FUSED_NORMS.items():
             name = name.replace(fused, plain)
         own[name] = parameter
+    for name, router in biased_routers(model):
+        own[f"{name}.expert_bias"] = router.expert_bias
     places = local_parameters(architecture, parallel, mesh.tp_rank, mesh.pp_rank, mesh.ep_rank)
     sizes, wanted = {n: p.numel() for n, p in own.items()}, {p.name: p.numel for p in places}
     if sizes != wanted:

@@ -63,7 +63,7 @@ def owned_shards(
             runs = tuple(clip_runs(place.runs, start, start + master.numel()))
             shards.append(OwnedShard(runs, master, place.pushes and mine, owner, offset))
 
-        if partitioned:
+        if partitioned and not place.untrained:
             # DeepSpeed links a parameter to its piece of this rank's fp32 partition. The link is None where the
             # parameter lies wholly in the partitions of other data-parallel ranks.
             link: Any = parameter._hp_mapping  # type: ignore[attr-defined]

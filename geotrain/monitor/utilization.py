@@ -73,13 +73,14 @@ def training_flops_per_token(architecture: Architecture, sequence_length: int) -
     """The floating-point operations that training needs for a token, as PaLM counts them (arXiv 2204.02311, appendix
     B).
 
-    That is 6·N + 12·layers·heads·head_dim·sequence_length. N: the number of parameters; an input embedding that is
-    not tied is left out, because it is looked up and not multiplied, and so are experts that a token is not sent to.
-    Recomputation does not count.
+    That is 6·N + 6·layers·heads·(query_dim + value_dim)·sequence_length. N: the number of parameters; an input
+    embedding that is not tied is left out, because it is looked up and not multiplied, and so are experts that a
+    token is not sent to. Recomputation does not count.
     """
     a = architecture
     looked_up = 0 if a.tied_embeddings else a.vocab_size * a.hidden_size
-    return 6.0 * (active_parameter_count(a) - looked_up) + 12.0 * a.layers * a.heads * a.head_dim * sequence_length
+    attention = 6.0 * a.layers * a.heads * (a.query_dim + a.value_dim) * sequence_length
+    return 6.0 * (active_parameter_count(a) - looked_up) + attention
 
 
 def peak_flops(cluster: ClusterConfig, worker: WorkerConfig) -> float | None:

@@ -32,6 +32,8 @@ def parameter_groups(
     groups: dict[tuple[bool, ...], list[dict[str, Any]]] = {}
     room: dict[tuple[bool, ...], int] = {}
     for parameter, place in placed:
+        if place.untrained:
+            continue
         matrix, waits = muon and place.is_hidden_matrix, place.sums_over_tp or place.name in late
         key = (matrix, place.expert, not place.decays, place.sums_over_tp, waits)
         lr, decay = settings.lr if matrix else settings.rate_of_the_rest, settings.weight_decay * place.decays

@@ -122,6 +122,11 @@ def _check_context(architecture: Architecture, parallel: ParallelConfig, sequenc
             f"data.sequence_length = {sequence_length} is not divisible by parallel.context = {cp}, which cuts "
             f"samples into equal parts; use {math.ceil(sequence_length / cp) * cp} or another parallel.context"
         )
+    if cp > 1 and architecture.latent:
+        raise ConfigError(
+            f"parallel.context = {cp} does not go with the latent attention of a {architecture.model_type}: its keys "
+            "and values differ in size, and would have to travel apart; leave it out"
+        )
     if groups % (tp * cp):  # the query heads are a multiple of these
         each = f"parallel.context = {cp}" + (f" × parallel.tensor = {tp}" if tp > 1 else "")
         raise ConfigError(
@@ -161,6 +166,12 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
         )
     if ep == 1:
         return
+    if experts.dense_layers >= architecture.layers // parallel.pipeline:
+        raise ConfigError(
+            f"parallel.expert = {ep}: the first {experts.dense_layers} layers of {architecture.layers} have no "
+            f"experts, so that with parallel.pipeline = {parallel.pipeline} a stage has none, where DeepSpeed would "
+            "wait for ever; lower parallel.pipeline, or leave out parallel.expert"
+        )
     for key in ("reduce_scatter", "contiguous_gradients"):
         if not zero.get(key, True):
             raise ConfigError(

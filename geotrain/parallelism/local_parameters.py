@@ -28,7 +28,9 @@ class LocalParameter:
     tied_copy: whether it is the second copy of a tied embedding, on the last pipeline stage.
     sums_over_tp: whether each tensor rank computes only a part of its gradient, so that the parts must be summed.
     decays: whether weight decay applies.
+    is_hidden_matrix: whether Muon trains it: a layer's matrix, not the embedding or the head, whose rows are words.
     expert: whether expert parallelism gives data-parallel ranks different ones of its kind.
+    untrained: whether counts change it and no gradient does; every data-parallel rank then has a copy, in fp32.
     """
 
     name: str
@@ -38,16 +40,13 @@ class LocalParameter:
     tied_copy: bool
     sums_over_tp: bool
     decays: bool
-    expert: bool = False
+    is_hidden_matrix: bool
+    expert: bool
+    untrained: bool
 
     @property
     def numel(self) -> int:
         return sum(run.numel for run in self.runs)
-
-    @property
-    def is_hidden_matrix(self) -> bool:
-        """Whether Muon trains it: a layer's matrix, not the embedding or the head, whose rows are words."""
-        return self.decays and self.name.startswith("decoder.")
 
 
 def local_parameters(
@@ -101,7 +100,9 @@ def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank
         tied_copy=False,
         sums_over_tp=tp > 1 and (one.summed == "always" or (one.summed == "sequence" and parallel.sequence)),
         decays=one.decays,
+        is_hidden_matrix=one.decays and min(one.shape) > 1 and name.startswith("decoder."),
         expert=one.expert is not None and parallel.expert > 1,
+        untrained=one.untrained,
     )
 
 

@@ -3,6 +3,7 @@ fit on the machine that asks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ def memory_per_rank(
             if overlaps_reduction(block):
                 gradients = kept * held + (_FP32_BYTES * part if kept < _FP32_BYTES else 0)  # a step takes fp32
                 # Of each bucket under way, what is sent and what arrives.
-                buffers = 2 * BUCKETS_IN_FLIGHT * size * reduction_bucket(block, parameters) if dp > 1 else 0
+                buffers = 2 * BUCKETS_IN_FLIGHT * size * reduction_bucket(block, parameters) if copies > 1 else 0
             else:
                 # Its part of the gradients is copied to fp32 for the step.
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
@@ -117,7 +118,9 @@ def activation_bytes(
     - q, divided likewise: the input of the query norm, where there is one
     - with context parallelism 3q + 2kv in their place: q, k and v as they were exchanged, and the attention's output
       on both sides of its exchange; the fused ones, q + 2kv, stay only where norms of q and k need them
-    - 3f, divided likewise: gate, up, and the activated product
+    - with latent attention 2q + 2v: queries and keys after rotation, values and output, divided likewise; and the
+      latents, before and after their norms, divided by sequence parallelism
+    - 3f, divided likewise: gate, up, and the activated product; of a shared expert, too
     - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives; and
       what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
       fullest rank has more where the balance is poor.
@@ -125,17 +128,31 @@ def activation_bytes(
     `full` recomputation keeps h a layer, and one layer at once in backward; `selective` recomputes the attention,
     which keeps nothing of note here. Logits are kept in fp32, beside a low-precision copy.
     """
-    h, q, kv, f = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim, a.ffn_size
-    tp = parallel.tensor
-    whole = h / (tp if parallel.sequence else 1)
-    layer = 4 * whole + (3 * q + 3 * kv + (q if a.qk_norm else 0) + 3 * f * a.active_mlps) / tp
-    if parallel.context > 1 and recompute != "selective":  # that keeps what goes into the exchange instead
-        layer += (q + kv if a.qk_norm else -kv) / tp
-    if a.experts is not None:  # its tensor ranks have different tokens
-        layer += (2 * h * a.active_mlps + 3 * a.experts.count * _FP32_BYTES / size) / tp
-    layers = a.layers // parallel.pipeline
-    kept, at_once = (layers * whole, layer) if recompute == "full" else (layers * layer, 0.0)
+    tp, layers = parallel.tensor, a.layers // parallel.pipeline
+    whole = a.hidden_size / (tp if parallel.sequence else 1)
+    kinds = Counter(a.has_experts(i) for i in range(stage * layers, (stage + 1) * layers))
+    of_a_layer = {sparse: _layer_elements(a, parallel, sparse, size, recompute) for sparse in kinds}
+    kept = sum(count * of_a_layer[sparse] for sparse, count in kinds.items())
+    kept, at_once = (layers * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
     if stage == parallel.pipeline - 1:
         total += 2 * whole * size + a.vocab_size / tp * (_FP32_BYTES + (size if size < _FP32_BYTES else 0))
     return int(tokens * total)
+
+
+def _layer_elements(a: Architecture, parallel: ParallelConfig, sparse: bool, size: int, recompute: str) -> float:
+    """Of a token in one layer, as `activation_bytes` lists them. sparse: it has experts."""
+    h, tp, tokens = a.hidden_size, parallel.tensor, parallel.tensor if parallel.sequence else 1
+    q, kv, v = a.heads * a.query_dim, a.kv_heads * a.head_dim, a.heads * a.value_dim
+    total = 4 * h / tokens + 3 * a.active_ffn_size(sparse) / tp
+    if a.latent is None:
+        total += (3 * q + 3 * kv + (q if a.qk_norm else 0)) / tp
+        if parallel.context > 1 and recompute != "selective":  # that keeps what goes into the exchange instead
+            total += (q + kv if a.qk_norm else -kv) / tp
+    else:
+        latents = 2 * a.latent.query_rank + 2 * a.latent.key_value_rank + a.head_dim
+        total += (2 * q + 2 * v) / tp + latents / tokens
+    if a.experts is not None and sparse:  # tensor ranks have different tokens
+        gated = h if a.experts.shared_gate else 0
+        total += (2 * h * a.experts.per_token + gated + 3 * a.experts.count * _FP32_BYTES / size) / tp
+    return total

@@ -163,7 +163,7 @@ def shard_size(
 def _matrices_and_others(places: Sequence[LocalParameter], muon: bool) -> tuple[list[int], int]:
     """Elements of each parameter that Muon steps, and of all others together."""
     sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
-    return sizes, sum(p.numel for p in places) - sum(sizes)
+    return sizes, sum(p.numel for p in places if not p.untrained) - sum(sizes)
 
 
 def merged_spans(bounds: Sequence[int], least: int) -> list[tuple[int, int]]:

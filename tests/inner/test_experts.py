@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from geotrain.config import ParallelConfig
-from tests.support.expert_models import MIXTRAL, QWEN_MOE, losses, transformers_experts
+from tests.support.expert_models import (
+    DEEPSEEK,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN_MOE,
+    losses,
+    move_biases,
+    transformers_experts,
+)
 from tests.support.inner_worlds import (
     architecture,
     assemble,
@@ -23,6 +31,7 @@ from tests.support.inner_worlds import (
     start,
     stop,
     train,
+    write,
 )
 
 
@@ -46,11 +55,36 @@ def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tu
             mean += main.item() / 4
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
+        move_biases(model, config)
         curve.append((mean, norm.item()))
     return curve
 
 
-VARIANTS = (QWEN_MOE, {**QWEN_MOE, "norm_topk_prob": False}, MIXTRAL)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+VARIANTS = (
+    QWEN_MOE,
+    {**QWEN_MOE, "norm_topk_prob": False},
+    MIXTRAL,
+    QWEN2_MOE,
+    DEEPSEEK,
+    {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": YARN},  # as Moonlight
+)
+STEPS = range(5)
+
+
+def with_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Where routers have biases, some that change choices."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(weight.shape, generator=generator) * 0.2 if "correction_bias" in name else weight
+        for name, weight in weights.items()
+    }
 
 
 def beside_transformers() -> list[dict[str, Any]]:
@@ -59,12 +93,18 @@ def beside_transformers() -> list[dict[str, Any]]:
     results = []
     for config in VARIANTS:
         engine = start(config, ParallelConfig(dispatcher="allgather"), deepspeed_block(0))
-        theirs = transformers_experts(config, canonical_weights(engine.architecture))
+        weights = with_biases(canonical_weights(engine.architecture))
+        write(engine, weights)
+        theirs = transformers_experts(config, weights)
         tokens = batch(7)[:2]
         with torch.no_grad(), platform.megatron_runtime():
             logits = engine.module(tokens, None, None), theirs(tokens).logits
-        curve = train(engine, range(5)), reference_curve(theirs, config, range(5))
-        results.append({"logits": logits, "curve": curve})
+        curve = train(engine, STEPS), reference_curve(theirs, config, STEPS)
+        ours = {name: w for name, w in assemble(engine.architecture, [pushed(engine)]).items() if "bias" in name}
+        moved = {
+            name: (weights[name], ours[name], theirs.state_dict()[name]) for name in ours if "correction" in name
+        }
+        results.append({"logits": logits, "curve": curve, "biases": moved})
         stop(engine)
     return results
 
@@ -77,6 +117,11 @@ def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> Non
         torch.testing.assert_close(*result["logits"], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
         assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
+    assert [len(result["biases"]) for result in results] == [0, 0, 0, 0, 1, 1]
+    for result in results[4:]:
+        for before, ours, expected in result["biases"].values():
+            torch.testing.assert_close(ours, expected)
+            assert (ours - before).abs().max() > 0.039, "two steps at least went the same way"
 
 
 Layout = tuple[dict[str, Any], ParallelConfig, dict[str, Any], str]  # the last: recomputation
@@ -95,7 +140,14 @@ def layouts_train(layouts: list[Layout]) -> list[Any]:
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
-ALONE = [(QWEN_MOE, deepspeed_block(0)), (MIXTRAL, deepspeed_block(0)), (QWEN_MOE, deepspeed_block(0, **MUON))]
+ALONE = [
+    (QWEN_MOE, deepspeed_block(0)),
+    (MIXTRAL, deepspeed_block(0)),
+    (QWEN_MOE, deepspeed_block(0, **MUON)),
+    (QWEN2_MOE, deepspeed_block(0)),
+    (DEEPSEEK, deepspeed_block(0)),
+    (DEEPSEEK, deepspeed_block(0, **MUON)),
+]
 HALVES = ParallelConfig(expert=2)
 OFFLOADED = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 BF16 = {**deepspeed_block(1), "bf16": {"enabled": True}}
@@ -107,6 +159,8 @@ TWO: list[Case] = [
     (0, HALVES, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, "none"),
     (1, ParallelConfig(expert=2, dispatcher="allgather"), deepspeed_block(1), "none"),
     (2, HALVES, deepspeed_block(1, **MUON), "none"),
+    (4, HALVES, deepspeed_block(1), "full"),
+    (4, HALVES, BF16, "none"),
 ]
 FOUR: list[Case] = [
     (0, HALVES, deepspeed_block(1), "none"),
@@ -114,6 +168,10 @@ FOUR: list[Case] = [
     (0, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1), "none"),
     (1, ParallelConfig(expert=2, pipeline=2), deepspeed_block(1), "none"),
     (2, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1, **MUON), "none"),
+    (3, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(0), "none"),
+    (4, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1), "none"),
+    (4, ParallelConfig(pipeline=2), deepspeed_block(1), "none"),  # the first stage has no experts
+    (5, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1, **MUON), "none"),
 ]
 
 
@@ -155,7 +213,7 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     """On two ranks: train with divided experts, save, go on; then go on from the checkpoint on other layouts."""
     from geotrain.checkpoint import load, save
 
-    engine = start(QWEN_MOE, ParallelConfig(expert=2), deepspeed_block(1))
+    engine = start(DEEPSEEK, ParallelConfig(expert=2), deepspeed_block(1))
     train(engine, FIRST)
     save(engine, folder, "five", {}, keep=1, with_masters=True)
     curves = {"straight": train(engine, THEN)}
@@ -165,7 +223,7 @@ def save_and_resume(folder: str) -> dict[str, Any]:
         ("whole", ParallelConfig(), 0),
         ("tensor", ParallelConfig(tensor=2, sequence=True), 1),
     ):
-        engine = start(QWEN_MOE, parallel, deepspeed_block(stage))
+        engine = start(DEEPSEEK, parallel, deepspeed_block(stage))
         load(engine, folder, "five")
         curves[name] = train(engine, THEN)
         stop(engine)

@@ -64,7 +64,7 @@ def window(form: str, mesh: Any) -> tuple[int, Counter[str], Counter[str]]:
     placed = [(torch.nn.Parameter(torch.empty(place.numel, **meta)), place) for place in places]
     groups = [[p for p, place in placed if place.decays == decays] for decays in (True, False)]
     adamw = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3)
-    optimizer = AccoOptimizer(adamw, placed, mesh, FORMS[form], 1.0, 0, 60.0, lambda outcome: None)
+    optimizer = AccoOptimizer(adamw, placed, mesh, FORMS[form], 1.0, torch.bfloat16, 0, 60.0, lambda outcome: None)
     optimizer.communication._thread = AtOnce()  # type: ignore[assignment]
     optimizer.count(torch.zeros((), device="meta"), 4)
     with counted_launches() as prediction:

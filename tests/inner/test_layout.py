@@ -14,7 +14,7 @@ from geotrain.layout import canonical_parameters
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import check_layout
 from geotrain.parallelism.local_parameters import local_parameters
-from tests.support.expert_models import MIXTRAL, QWEN_MOE
+from tests.support.expert_models import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 
 
@@ -119,6 +119,21 @@ def expert_block(**zero: Any) -> dict[str, Any]:
         (MIXTRAL, layout(), 2, deepspeed_block(2), ["stage = 2", "experts", "stage 1"]),
         (MIXTRAL, layout(expert=2), 2, expert_block(reduce_scatter=False), ["reduce_scatter", "leave it out"]),
         ({**QWEN_MOE, "moe_intermediate_size": 25}, layout(2, 1, True), 2, block(), ["moe_intermediate_size = 25"]),
+        (
+            {**DEEPSEEK, "intermediate_size": 49},
+            layout(2, 1, True),
+            2,
+            block(),
+            ["model config: intermediate_size = 49"],
+        ),
+        (
+            DEEPSEEK,
+            layout(1, 2, expert=2),
+            4,
+            block(),
+            ["parallel.expert = 2", "first 1 layers", "parallel.pipeline = 2"],
+        ),
+        (DEEPSEEK, layout(2), 2, block(), ["parallel.tensor = 2", "parallel.sequence = true"]),
     ],
 )
 def test_what_experts_cannot_is_told_clearly(
@@ -153,13 +168,44 @@ def test_experts_that_cannot_be_built_are_told_clearly(change: dict[str, Any], s
         architecture({**QWEN_MOE, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"n_group": 3}, "n_group = 3 must divide n_routed_experts = 8"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is not supported with topk_group = 2 of n_group = 4"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace = 2 of num_hidden_layers = 2 leaves no layer"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; only 4"),
+        ({"head_dim": 8}, "head_dim = 8 is not supported; only 4"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported; only 1e-06"),
+        ({"rope_interleave": False}, "rope_interleave = False is not supported; only True"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1 is not supported; only 0"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "mscale = None and mscale_all_dim = None are not supported",
+        ),
+        ({"router_bias_update_rate": -1}, "router_bias_update_rate = -1 must be a number"),
+    ],
+)
+def test_what_is_not_built_of_deepseek_is_told_clearly(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=says):
+        architecture({**DEEPSEEK, **change})
+
+
+def test_a_rank_that_is_missing_is_not_one_that_is_null() -> None:
+    latent = architecture({**DEEPSEEK, "q_lora_rank": None}).latent
+    assert latent is not None and latent.query_rank == 0
+    with pytest.raises(UnsupportedModelError, match="key 'q_lora_rank' is missing"):
+        architecture({key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"})
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, QWEN2_MOE, DEEPSEEK], ids=lambda model: model["model_type"])
 @pytest.mark.parametrize("expert", [1, 2, 4])
-def test_each_expert_is_on_the_ranks_that_speak_for_it(expert: int) -> None:
-    a, parallel = architecture(MIXTRAL), layout(2, 2, True, expert)
+def test_each_expert_is_on_the_ranks_that_speak_for_it(model: dict[str, Any], expert: int) -> None:
+    a, parallel = architecture(model), layout(2, 2, True, expert)
     pushed = dict.fromkeys((p.name for p in canonical_parameters(a)), 0)
     for tp_rank, pp_rank, ep_rank in product(range(2), range(2), range(expert)):
         for place in local_parameters(a, parallel, tp_rank, pp_rank, ep_rank):
-            assert place.expert == (expert > 1 and "experts" in place.name)
+            assert place.expert == (expert > 1 and ".local_experts." in place.name)
             for run in place.runs:
                 pushed[run.parameter] += run.numel * (place.pushes and (place.expert or ep_rank == 0))
     assert pushed == {p.name: p.numel for p in canonical_parameters(a)}

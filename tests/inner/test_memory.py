@@ -10,7 +10,7 @@ import torch
 from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
 from geotrain.layout import parameter_count
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank
-from tests.support.expert_models import QWEN_MOE
+from tests.support.expert_models import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
@@ -23,6 +23,13 @@ from tests.support.inner_worlds import (
 )
 
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 2}
+LATENT = {
+    "moe_intermediate_size": 320,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "v_head_dim": 48,
+    "qk_rope_head_dim": 32,
+}
 BF16 = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3}}}
 CASES: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [
@@ -44,6 +51,7 @@ CASES: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [
     ),
     ({**QWEN_MOE, **WIDE, "moe_intermediate_size": 320}, ParallelConfig(expert=2), deepspeed_block(1, **BF16)),
     ({**QWEN_MOE, **WIDE, "moe_intermediate_size": 320}, ParallelConfig(expert=2), deepspeed_block(1, **MUON)),
+    ({**DEEPSEEK, **WIDE, **LATENT}, ParallelConfig(expert=2), deepspeed_block(1)),
     ({**LLAMA, **WIDE}, ParallelConfig(context=2), deepspeed_block(1)),
     ({**QWEN, **WIDE}, ParallelConfig(context=2), deepspeed_block(0)),
 ]
@@ -67,6 +75,8 @@ def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
 
 def measure() -> list[dict[str, int]]:
     """Bytes of weights, of the optimizer's state, and of what autograd keeps of one micro-batch."""
+    from geotrain.inner.router_bias import biased_routers
+
     measured = []
     for model, parallel, block in CASES:
         engine = start(model, parallel, block)
@@ -80,7 +90,8 @@ def measure() -> list[dict[str, int]]:
         ]
         measured.append(
             {
-                "parameters": sum(p.numel() for n, p in engine.module.named_parameters() if "shard_gap" not in n),
+                "parameters": sum(p.numel() for n, p in engine.module.named_parameters() if "shard_gap" not in n)
+                + sum(router.expert_bias.numel() for _, router in biased_routers(engine.module)),
                 "weights": sum(weights.values()),
                 "optimizer": sum(t.nbytes for t in [*masters, *state]),
                 "activations": kept_bytes(engine, batches[0], set(weights)) if parallel.pipeline == 1 else 0,
@@ -95,7 +106,10 @@ def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) 
     a = architecture(model)
     whole = a.hidden_size / (parallel.tensor if parallel.sequence else 1)
     heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0
-    return 4 * tokens * (a.layers * (2 * whole + (heads + 2 * a.ffn_size * a.active_mlps) / parallel.tensor) + whole)
+    latents = a.latent.query_rank + a.latent.key_value_rank if a.latent else 0
+    between = sum(a.active_ffn_size(a.has_experts(i)) for i in range(a.layers))
+    normed = a.layers * (2 * whole + latents) + whole
+    return 4 * tokens * (normed + (a.layers * heads + 2 * between) / parallel.tensor)
 
 
 @pytest.mark.slow
@@ -154,6 +168,17 @@ def test_a_70b_model() -> None:
     two = memory_per_rank(a, ParallelConfig(tensor=8), 64, deepspeed_block(2, 1, train_batch_size=64, **BF16), 8192)
     assert two.optimizer_bytes == pytest.approx(12 * two.parameters / 8, rel=1e-3)
     assert two.gradients_bytes == pytest.approx(6 * two.parameters / 8, rel=1e-3)
+
+
+def test_context_ranks_divide_tokens_and_the_optimizer() -> None:
+    a, block = architecture({**LLAMA, **WIDE}), deepspeed_block(1, **BF16)
+    data, context = (
+        memory_per_rank(a, layout, 2, block, 32) for layout in (ParallelConfig(), ParallelConfig(context=2))
+    )
+    for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes"):
+        assert getattr(context, part) == getattr(data, part) > 0
+    fused = 2 * a.layers * 32 * a.kv_heads * a.head_dim  # in bf16, of the 32 tokens that are half of two samples
+    assert context.activations_bytes == data.activations_bytes / 2 - fused
 
 
 def test_what_cannot_run_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,9 +35,10 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
         "launcher": "slurm",
         "launcher_args": "--overlap",
         "master_port": ports[2],
-        "hosts": [{"host": "none", "slots": 2}],
+        "hosts": [{"host": "none", "slots": 2, "device": "h100"}],
     }
-    region["workers"][0]["env"] = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    region["workers"][0]["env"] = {"GLOO_SOCKET_IFNAME": "lo"}
+    cluster["devices"] = {"h100": {"memory_gb": 80, "tflops": 989}}
     files[1].write_text(json.dumps(cluster))
     log, mark = tmp_path / "job.log", new_mark()
 
@@ -74,3 +76,7 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
     node = socket.gethostname().partition(".")[0]
     assert resolved["server"]["host"] == node and resolved["workers"][0]["hosts"][0]["host"] == node
     assert "stopped by SIGTERM" in log.read_text()
+    # srun was asked for the node before its ranks began, and has looked at it
+    assert re.search(rf"note +{node} +no GPU is visible, the cluster file says h100", log.read_text()), (
+        log.read_text()
+    )

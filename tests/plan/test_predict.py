@@ -52,7 +52,7 @@ def test_operations_are_two_for_each_weight_that_a_token_meets() -> None:
     whole = [sum(x) for x in zip(*(stage_flops(a, 2048, s, 4, "none") for s in range(4)), strict=True)]
     assert sum(whole) == pytest.approx(useful_flops(a, 2048))
     full = sum(stage_flops(a, 2048, 0, 1, "full")) - sum(stage_flops(a, 2048, 0, 1, "none"))
-    assert full == pytest.approx(a.layers * token_flops(a, 2048).layer)
+    assert full == pytest.approx(a.layers * token_flops(a, 2048, 0).layer)
 
 
 EXPERTS = {

@@ -33,6 +33,36 @@ MIXTRAL = {
     "num_hidden_layers": 2,
 }
 
+QWEN2_MOE = {
+    **QWEN_MOE,
+    "model_type": "qwen2_moe",
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 40,
+    "head_dim": 8,
+}
+DEEPSEEK = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "aux_loss_alpha": 0.05,
+    "router_bias_update_rate": 0.02,
+}
+
 
 def transformers_experts(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
     """transformers' model, which fuses a layer's experts, loaded from a checkpoint with these weights."""
@@ -49,6 +79,8 @@ def transformers_experts(config: dict[str, Any], weights: dict[str, torch.Tensor
 
 def losses(model: Any, config: dict[str, Any], tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(cross entropy, balancing and z losses) of a micro-batch, by the papers' equations on transformers' logits."""
+    if config["model_type"] == "deepseek_v3":
+        return _losses_by_sequence(model, config, tokens)
     out = model(tokens[:, :-1], output_router_logits=True)
     main = torch.nn.functional.cross_entropy(out.logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
     chosen, balance = config["num_experts_per_tok"], torch.zeros(())
@@ -59,3 +91,37 @@ def losses(model: Any, config: dict[str, Any], tokens: torch.Tensor) -> tuple[to
         balance = balance + config["router_aux_loss_coef"] * shares.shape[-1] * (took * shares.mean(0)).sum()
         balance = balance + config.get("router_z_loss_coef", 0.0) * logits.logsumexp(-1).square().mean()
     return main, balance
+
+
+def _losses_by_sequence(
+    model: Any, config: dict[str, Any], tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Equations 17 to 20 of DeepSeek-V3. Each router's choices are added to its `counts`, [experts]."""
+    balance, k = torch.zeros(()), config["num_experts_per_tok"]
+    routers = biased_gates(model)
+    said: list[Any] = []
+    hooks = [router.register_forward_hook(lambda _, __, out: said.append(out)) for router in routers]
+    logits = model(tokens[:, :-1]).logits
+    for hook in hooks:
+        hook.remove()
+    for router, (scores, _, chosen) in zip(routers, said, strict=True):
+        shares = scores.view(len(tokens), -1, scores.shape[-1]).sigmoid()
+        shares = shares / shares.sum(-1, keepdim=True)
+        often = torch.zeros_like(shares).scatter(2, shares.topk(k).indices, 1.0).mean(1) * shares.shape[-1] / k
+        balance = balance + config["aux_loss_alpha"] * (often * shares.mean(1)).sum(1).mean()
+        counts = torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
+        router.counts = getattr(router, "counts", 0) + counts
+    main = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+    return main, balance
+
+
+def biased_gates(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
+
+
+def move_biases(model: Any, config: dict[str, Any]) -> None:
+    """After a step: up where an expert had less than the mean, down where it had more; count anew."""
+    for router in biased_gates(model):
+        counts = router.counts.float()
+        router.e_score_correction_bias += config["router_bias_update_rate"] * (counts.mean() - counts).sign()
+        router.counts = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from geotrain.config import Architecture
+from geotrain.families import family_of
 
 BACKWARD = 2  # times forward: one product for the input's gradient, one for the weight's
 
@@ -19,34 +21,45 @@ class TokenFlops:
     head: float
 
 
-def token_flops(a: Architecture, sequence_length: int) -> TokenFlops:
+def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops:
     """2 operations for each weight that a token meets (Narayanan et al., arXiv 2104.04473, appendix).
 
     Attention: a token's query meets, on average, half of the sequence's keys and as many values, 2 operations for
-    each element of either: 2 · 2 · q · sequence/2. (PaLM, arXiv 2204.02311, appendix B, counts the masked half too.)
-    Norms, rotations and the embedding's look-up are left out: under 1 %.
+    each element of either: 2 · (q + v) · sequence/2. (PaLM, arXiv 2204.02311, appendix B, counts the masked half,
+    too.) Norms, rotations and the embedding's look-up are left out: under 1 %.
     """
-    h, q, kv = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    attention = 2.0 * q * sequence_length
-    weights = 2 * h * q + 2 * h * kv + 3 * h * a.ffn_size * a.active_mlps
-    if a.experts is not None:
-        weights += h * a.experts.count  # the router
-    return TokenFlops(2.0 * weights + attention, attention, 2.0 * h * a.vocab_size)
+    attention = 1.0 * a.heads * (a.query_dim + a.value_dim) * sequence_length
+    return TokenFlops(2.0 * active_weights(a, layer) + attention, attention, 2.0 * a.hidden_size * a.vocab_size)
 
 
+def active_weights(a: Architecture, layer: int) -> int:
+    """Elements of the layer's matrices that a token meets."""
+    met = of_experts = 0
+    for weight in family_of(a.model_type).layer(a, layer):
+        if len(weight.shape) == 2:
+            if weight.expert is None:
+                met += weight.numel
+            else:
+                of_experts += weight.numel
+    return met + (of_experts // a.experts.count * a.experts.per_token if a.experts else 0)
+
+
+@lru_cache(maxsize=64)
 def useful_flops(a: Architecture, sequence_length: int) -> float:
     """Of one token, forward and backward, nothing computed twice: what utilization is counted in."""
-    flops = token_flops(a, sequence_length)
-    return (1 + BACKWARD) * (a.layers * flops.layer + flops.head)
+    flops = [token_flops(a, sequence_length, layer) for layer in range(a.layers)]
+    return (1 + BACKWARD) * (sum(f.layer for f in flops) + flops[0].head)
 
 
+@lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
 def stage_flops(
     a: Architecture, sequence_length: int, stage: int, stages: int, recompute: str
 ) -> tuple[float, float]:
     """(forward, backward) operations of one token in a pipeline stage. Recomputation is part of backward:
     `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198, section 5)."""
-    flops = token_flops(a, sequence_length)
     layers = a.layers // stages
-    forward = layers * flops.layer + (flops.head if stage == stages - 1 else 0.0)
-    again = {"none": 0.0, "selective": layers * flops.attention, "full": layers * flops.layer}[recompute]
+    flops = [token_flops(a, sequence_length, layer) for layer in range(stage * layers, (stage + 1) * layers)]
+    once = sum(f.layer for f in flops)
+    forward = once + (flops[0].head if stage == stages - 1 else 0.0)
+    again = {"none": 0.0, "selective": sum(f.attention for f in flops), "full": once}[recompute]
     return forward, BACKWARD * forward + again

@@ -1,0 +1,184 @@
+"""DeepSeek-V3 (arXiv 2412.19437), and what has its shape, as Moonlight: latent attention; dense layers first, then
+such with shared experts and routed ones, which a sigmoid scores and whose load a bias balances that counts move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from geotrain.families import reading
+from geotrain.families.architecture import Architecture, Experts, LatentAttention, UnsupportedModelError
+from geotrain.families.family import Family
+from geotrain.families.weights import Weight, expert_settings, gated_mlp, matrix, norm, routed_experts, shared_expert
+
+
+class DeepseekV3(Family):
+    """Of config.json are also read: `aux_loss_alpha`, coefficient of each sequence's balancing loss (equation 17);
+    `router_bias_update_rate`, by which a step moves the bias of each expert (γ of section 2.1.2)."""
+
+    model_type = "deepseek_v3"
+    transformers_class = "DeepseekV3ForCausalLM"
+    only: ClassVar[Mapping[str, Any]] = {
+        **Family.only,
+        "rms_norm_eps": 1e-6,  # which transformers' norms of the latents have in any case
+        "rope_interleave": True,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+        "num_mtp_layers": 0,
+    }
+    ffn_key = "moe_intermediate_size"
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        rotated = reading.whole(config, "qk_rope_head_dim")
+        heads = reading.whole(config, "num_attention_heads")
+        # transformers would take a `head_dim` for what is rotated, and repeat keys by the ratio of the heads.
+        reading.must_be(config, {"head_dim": rotated, "num_key_value_heads": heads})
+        if rotated % 2:
+            raise UnsupportedModelError(f"model config: qk_rope_head_dim = {rotated} must be even: pairs are rotated")
+        rope = dict(reading.rope_scaling(config))
+        if rope.get("rope_type") == "yarn" and not (
+            rope.get("mscale") and rope.get("mscale") == rope.get("mscale_all_dim") and "attention_factor" not in rope
+        ):
+            raise UnsupportedModelError(
+                f"model config: mscale = {rope.get('mscale')!r} and mscale_all_dim = {rope.get('mscale_all_dim')!r} "
+                "are not supported with latent attention; they must be equal, without attention_factor"
+            )
+        latent = LatentAttention(
+            # Without the key transformers would take a rank of its own; null: there is no latent of queries.
+            query_rank=0 if reading.need(config, "q_lora_rank") is None else reading.whole(config, "q_lora_rank"),
+            key_value_rank=reading.whole(config, "kv_lora_rank"),
+            plain_dim=reading.whole(config, "qk_nope_head_dim"),
+            value_dim=reading.whole(config, "v_head_dim"),
+        )
+        a = super().architecture({**config, "head_dim": rotated})
+        return replace(a, latent=latent, experts=_experts(config, a.layers))
+
+    def config_keys(self, a: Architecture) -> dict[str, Any]:
+        experts, latent = a.experts, a.latent
+        assert experts is not None and latent is not None
+        routing = dict(experts.routing)
+        return {
+            "q_lora_rank": latent.query_rank or None,
+            "num_experts_per_tok": experts.per_token,
+            "n_shared_experts": experts.shared_ffn_size // a.ffn_size,
+            "first_k_dense_replace": experts.dense_layers,
+            "n_group": int(routing["groups"]),
+            "topk_group": int(routing["chosen_groups"]),
+            "routed_scaling_factor": routing["scaling"],
+            "router_bias_update_rate": routing["bias_rate"],
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "num_nextn_predict_layers": 0,
+        }
+
+    def attention(self, a: Architecture, layer: int) -> Iterator[Weight]:
+        """The projections to latents are whole on every tensor rank, as Megatron-core has them with Transformer
+        Engine: each rank then has the rotated part of the keys, which all heads share."""
+        latent, h, std = a.latent, a.hidden_size, a.init_std
+        assert latent is not None
+        here, there, queries = "self_attn", "self_attention", a.heads * a.query_dim
+        ranks = latent.query_rank, latent.key_value_rank
+        if latent.query_rank:
+            yield _copied(f"{here}.q_a_proj.weight", ranks[0], h, f"{there}.linear_q_down_proj.weight", std)
+            yield norm(f"{here}.q_a_layernorm.weight", ranks[0], f"{there}.q_layernorm.weight")
+            yield matrix(f"{here}.q_b_proj.weight", queries, ranks[0], f"{there}.linear_q_up_proj.weight", std)
+        else:
+            yield matrix(f"{here}.q_proj.weight", queries, h, f"{there}.linear_q_proj.weight", std)
+        down, up = f"{there}.linear_kv_down_proj.weight", f"{there}.linear_kv_up_proj.weight"
+        yield _copied(f"{here}.kv_a_proj_with_mqa.weight", ranks[1] + a.head_dim, h, down, std)
+        yield norm(f"{here}.kv_a_layernorm.weight", ranks[1], f"{there}.kv_layernorm.weight")
+        made = a.heads * (latent.plain_dim + latent.value_dim)
+        yield matrix(f"{here}.kv_b_proj.weight", made, ranks[1], up, std)
+        values, out = a.heads * latent.value_dim, f"{there}.linear_proj.weight"
+        yield matrix(f"{here}.o_proj.weight", h, values, out, a.residual_std, "columns")
+
+    def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
+        assert a.experts is not None
+        if not a.has_experts(layer):
+            yield from gated_mlp(a, a.experts.dense_ffn_size)
+            return
+        router, *experts = routed_experts(a)
+        yield router
+        name, within = "mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"
+        yield Weight(name, (a.experts.count,), within, "zeros", "whole", decays=False, untrained=True)
+        yield from experts
+        yield from shared_expert(a, "mlp.shared_experts")
+
+    def divided(self, a: Architecture) -> dict[str, int]:
+        assert a.experts is not None
+        dense = {"intermediate_size": a.experts.dense_ffn_size} if a.experts.dense_layers else {}
+        return {**super().divided(a), **dense}
+
+    def megatron(self, a: Architecture) -> dict[str, Any]:
+        experts, latent = a.experts, a.latent
+        assert experts is not None and latent is not None
+        routing, rope = dict(experts.routing), dict(a.rope_scaling)
+        limited = routing["chosen_groups"] < routing["groups"]
+        return {
+            **expert_settings(a),
+            "ffn_hidden_size": experts.dense_ffn_size,
+            "moe_layer_freq": [int(a.has_experts(layer)) for layer in range(a.layers)],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_load_balancing_type": "seq_aux_loss" if experts.aux_loss else "none",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": routing["bias_rate"],
+            "moe_router_topk_scaling_factor": routing["scaling"],
+            "moe_router_num_groups": int(routing["groups"]) if limited else None,
+            "moe_router_group_topk": int(routing["chosen_groups"]) if limited else None,
+            "multi_latent_attention": True,
+            "q_lora_rank": latent.query_rank or None,
+            "kv_lora_rank": latent.key_value_rank,
+            "qk_head_dim": latent.plain_dim,
+            "qk_pos_emb_head_dim": a.head_dim,
+            "v_head_dim": latent.value_dim,
+            "rope_type": "rope",  # scaled frequencies are written into it; these two scale the softmax
+            "rotary_base": a.rope_theta,
+            "rotary_scaling_factor": rope.get("factor", 1.0),
+            "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        }
+
+
+def _copied(name: str, rows: int, columns: int, within: str, std: float) -> Weight:
+    return replace(matrix(name, rows, columns, within, std, "whole"), summed="sequence")
+
+
+def _experts(config: Mapping[str, Any], layers: int) -> Experts:
+    silent = {**config, "router_aux_loss_coef": config.get("aux_loss_alpha", 0.0)}
+    experts = replace(reading.experts(silent, "n_routed_experts", per_token=8, normalized=True), normalized=True)
+    dense = reading.whole(config, "first_k_dense_replace", 3, least=0)
+    groups, chosen = reading.whole(config, "n_group", 8), reading.whole(config, "topk_group", 4)
+    if dense >= layers:
+        raise UnsupportedModelError(
+            f"model config: first_k_dense_replace = {dense} of num_hidden_layers = {layers} leaves no layer for "
+            "experts; lower it"
+        )
+    if experts.per_token < 2:
+        raise UnsupportedModelError("model config: num_experts_per_tok = 1 is not supported; choose 2 or more")
+    if experts.count % groups or experts.count < 2 * groups or chosen > groups:
+        raise UnsupportedModelError(
+            f"model config: n_group = {groups} must divide n_routed_experts = {experts.count} into groups of two or "
+            f"more, and be no less than topk_group = {chosen}"
+        )
+    # transformers scores a group by its best two experts, Megatron-core by as many as are chosen of each group.
+    if chosen < groups and experts.per_token // chosen != 2:
+        raise UnsupportedModelError(
+            f"model config: num_experts_per_tok = {experts.per_token} is not supported with topk_group = {chosen} of "
+            f"n_group = {groups}; it must be twice topk_group, or n_group be 1"
+        )
+    return replace(
+        experts,
+        shared_ffn_size=reading.whole(config, "n_shared_experts", 1) * reading.whole(config, "moe_intermediate_size"),
+        dense_layers=dense,
+        dense_ffn_size=reading.whole(config, "intermediate_size"),
+        routing=(
+            ("groups", groups),
+            ("chosen_groups", chosen),
+            ("scaling", reading.number(config, "routed_scaling_factor", 2.5)),
+            ("bias_rate", reading.number(config, "router_bias_update_rate", 0.001)),
+        ),
+    )

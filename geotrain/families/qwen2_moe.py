@@ -1,0 +1,37 @@
+"""Qwen2 with experts (arXiv 2407.10671): beside the chosen ones every token passes a shared expert, weighed by a
+sigmoid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from geotrain.families import reading
+from geotrain.families.architecture import Architecture
+from geotrain.families.qwen3_moe import Qwen3Moe
+from geotrain.families.weights import Weight, routed_experts, shared_expert
+
+
+class Qwen2Moe(Qwen3Moe):
+    model_type = "qwen2_moe"
+    transformers_class = "Qwen2MoeForCausalLM"
+    per_token = 4
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        a = super().architecture(config)
+        assert a.experts is not None
+        size = reading.whole(config, "shared_expert_intermediate_size")
+        experts = replace(a.experts, shared_ffn_size=size, shared_gate=True)
+        return replace(a, experts=experts, qk_norm=False, qkv_bias=bool(config.get("qkv_bias", True)))
+
+    def config_keys(self, a: Architecture) -> dict[str, Any]:
+        return {**super().config_keys(a), "qkv_bias": a.qkv_bias}
+
+    def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
+        yield from routed_experts(a)
+        yield from shared_expert(a, "mlp.shared_expert")
+
+    def divided(self, a: Architecture) -> dict[str, int]:
+        assert a.experts is not None
+        return {**super().divided(a), "shared_expert_intermediate_size": a.experts.shared_ffn_size}
