@@ -1,5 +1,5 @@
-# make train · make test · make test-fast · make lint · make bench · make gpu · make docs; each installs what it needs first: into
-# .venv, and for the tests Debian's packages (launch/test_packages.sh).
+# make train · make test · make test-fast · make lint · make bench · make gpu · make docs; each installs what it needs
+# first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig
+from geotrain.config import ClusterConfig, ConfigError, RunConfig
 from geotrain.launch.host_facts import MARK, HostFacts, read_host
 from geotrain.launch.host_rules import Finding, HostNeeds, Look, findings
 from geotrain.launch.site_processes import LaunchRequest, over_ssh, remote_python, ssh_hosts
@@ -57,7 +57,9 @@ def hosts_of(
     for number, (region, worker) in enumerate(workers):
         memory = rank_memory(run, run.architecture, worker)
         for position, host in enumerate(worker.hosts):
-            if (host.region or region) not in sites and not (region in sites and _starts_all(worker)):
+            # DeepSpeed's multi-node launchers start all ranks from the worker's home region.
+            starter = (host.region or region) if worker.launcher in ("local", "ssh") else region
+            if starter not in sites:
                 continue
             # Only where several machines must agree on a port is it known before they start.
             fixed = position == 0 and not (worker.launcher == "local" and len(regions_of(region, worker)) == 1)
@@ -73,11 +75,6 @@ def hosts_of(
             where = HERE if worker.launcher == "local" else host.host
             found.setdefault((worker.launcher, where), []).append(needs)
     return found
-
-
-def _starts_all(worker: WorkerConfig) -> bool:
-    """Whether the worker's home region starts its ranks in other regions, too: DeepSpeed's multi-node launchers."""
-    return worker.launcher not in ("local", "ssh")
 
 
 def inquiries(
@@ -121,8 +118,8 @@ def facts_command(folder: Path, ports: list[int]) -> tuple[str, ...]:
 def check_hosts(
     run: RunConfig, cluster: ClusterConfig, sites: tuple[str, ...], resume: bool = False, ask: bool = True
 ) -> list[Finding]:
-    """What is wrong with this machine and, if ask, with all other hosts on which these sites start ranks. It takes no
-    longer than ASK_S for each AT_ONCE of them, and a moment where everything is on this machine."""
+    """What is wrong with this machine and, if ask, with all other hosts on which these sites start ranks. For each
+    AT_ONCE of them it takes ASK_S at most, by srun QUEUE_S more; a moment where everything is on this machine."""
     folder = run.run_folder.absolute()
     hosts = hosts_of(run, cluster, sites)
     looks: dict[str, Look] = {}
@@ -145,6 +142,7 @@ def check_hosts(
 def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:
     """The hosts that answered, and a finding for each other."""
     begin, why = time.time(), ""
+    within_s = ASK_S + (QUEUE_S if inquiry.by == "slurm" else 0)
     try:
         done = subprocess.run(
             inquiry.command,
@@ -153,14 +151,17 @@ def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ASK_S,
+            timeout=within_s,
         )
         said = done.stdout
     except OSError as error:
         said, why = "", str(error)
     except subprocess.TimeoutExpired as error:
         out = error.stdout or b""
-        said, why = out.decode(errors="replace") if isinstance(out, bytes) else out, f"no answer within {ASK_S:g} s"
+        said, why = (
+            out.decode(errors="replace") if isinstance(out, bytes) else out,
+            f"no answer within {within_s:g} s",
+        )
     else:
         # Where a program is missing or fails, its own words stand last; ssh itself says one line.
         lines = done.stderr.strip().splitlines()

@@ -19,7 +19,7 @@ from benchmarks.gpu.goals import GOALS, goal_of, page, plan, unit, verdict
 def test_goals_and_their_verdicts() -> None:
     assert verdict("kernels.merge", 0.85, 1) == "met" and verdict("kernels.merge", 0.84, 1) == "MISSED"
     assert verdict("outer_loop.exposed", 0.01, 1) == "met" and verdict("outer_loop.exposed", 0.011, 1) == "MISSED"
-    for ratio, told in ((0.89, "MISSED"), (0.9, "met"), (1.1, "met"), (1.11, "MISSED")):
+    for ratio, told in ((0.5, "met"), (1.1, "met"), (1.11, "MISSED")):
         assert verdict("step.memory_over_estimate", ratio, 8) == told
     assert verdict("kernels.merge", 0.1, 0) == "–"  # of a CPU
     assert [verdict("step.acco_speedup", 0.5, gpus) for gpus in (1, 2)] == ["–", "MISSED"]

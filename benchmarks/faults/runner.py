@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.faults.clocks import Clocks, on_one_clock
+from benchmarks.faults.liar import BELIEVED
 from benchmarks.faults.scenario import Event, Fault
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.emulate import wan
@@ -267,8 +268,10 @@ class FaultyRun:
         refused = 0
         for liar in self.liars:
             said = liar.communicate(timeout=STOP_S)[0]
-            if liar.returncode == 1:
+            if liar.returncode == BELIEVED:
                 raise RuntimeError(f"a lie was believed: {said}")
+            if liar.returncode:  # it has told no more lies; why is in its log
+                print(f"a liar ended by itself (exit code {liar.returncode}, see {self.log})", flush=True)
             refused += said.count("refused")
         return refused
 

@@ -129,9 +129,9 @@ def main() -> int:
     now = datetime.now(UTC).strftime("%Y-%m-%d")
     with whole_file(options.page) as file:
         file.write(page(figures, gpus, f"{now}, {hardware()}, {versions('deepspeed', 'megatron-core')}"))
-    report("gpu", results, options, unit, note=f"{gpus} GPUs")
     missed = [metric for metric, value in figures.items() if verdict(metric, value, gpus) == "MISSED"]
     print(f"{options.page}: {len(figures)} figures; goals missed: {', '.join(missed) or 'none'}")
+    report("gpu", results, options, unit, note=f"{gpus} GPUs")
     return 1 if results["tests"]["failed"] else 0
 
 

@@ -6,43 +6,32 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.goals import Goal
 
-@dataclass(frozen=True)
-class Goal:
-    """Of all figures whose dotted names fit `metric`, as fnmatch has it. least, most: bounds that each must keep;
-    None: none. needs_gpus: fewer say nothing about it."""
 
-    metric: str
+@dataclass(frozen=True, kw_only=True)
+class GpuGoal(Goal):
+    """Of all figures whose dotted names fit `metric`, as fnmatch has it. needs_gpus: fewer say nothing about it."""
+
     what: str
     unit: str = "ratio"
-    least: float | None = None
-    most: float | None = None
     needs_gpus: int = 1
-
-    def met(self, value: float) -> bool:
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-
-    @property
-    def bounds(self) -> str:
-        told = [f"≥ {self.least:g}"] if self.least is not None else []
-        told += [f"≤ {self.most:g}"] if self.most is not None else []
-        return " and ".join(told) or "–"
 
 
 GOALS = (
-    Goal("tests.failed", "tests marked gpu that failed", "count", most=0),
-    Goal("tests.passed", "tests marked gpu that passed", "count", least=1),
-    Goal("kernels.*", "update kernels over a copy on the device that touches the same bytes", least=0.85),
-    Goal("codecs.*", "codecs' kernels over a copy on the device that touches the same bytes", least=0.85),
-    Goal("outer_loop.exposed", "share of a worker's time that the outer loop costs", most=0.01),
-    Goal("step.memory_over_estimate", "a rank's peak memory over `geotrain dry-run`'s", least=0.9, most=1.1),
-    Goal("step.tflops_per_rank", "arithmetic of training, each rank", "Tflop/s"),
-    Goal("step.tokens_per_s", "tokens of all ranks, ZeRO-1", "tokens/s"),
-    Goal("step.acco_speedup", "ACCO over NCCL, over ZeRO-1", least=1.0, needs_gpus=2),
+    GpuGoal("tests.failed", most=0, what="tests marked gpu that failed", unit="count"),
+    GpuGoal("tests.passed", least=1, what="tests marked gpu that passed", unit="count"),
+    GpuGoal("kernels.*", least=0.85, what="update kernels over a copy on the device that touches the same bytes"),
+    GpuGoal("codecs.*", least=0.85, what="codecs' kernels over a copy on the device that touches the same bytes"),
+    GpuGoal("outer_loop.exposed", most=0.01, what="share of a worker's time that the outer loop costs"),
+    GpuGoal("step.memory_over_estimate", most=1.1, what="a rank's peak memory over `geotrain dry-run`'s"),
+    GpuGoal("step.tflops_per_rank", what="arithmetic of training, each rank", unit="Tflop/s"),
+    GpuGoal("step.tokens_per_s", what="tokens of all ranks, ZeRO-1", unit="tokens/s"),
+    GpuGoal("step.acco_speedup", least=1.0, what="ACCO over NCCL, over ZeRO-1", needs_gpus=2),
 )
 
 
-def goal_of(metric: str) -> Goal | None:
+def goal_of(metric: str) -> GpuGoal | None:
     """The goal of a figure; None: it is only recorded."""
     return next((goal for goal in GOALS if fnmatch.fnmatch(metric, goal.metric)), None)
 
@@ -55,22 +44,21 @@ def unit(metric: str) -> str:
 def verdict(metric: str, value: float, gpus: int) -> str:
     """gpus: with which it was measured; a figure of a CPU meets no goal and misses none."""
     goal = goal_of(metric)
-    if goal is None or goal.bounds == "–" or gpus < goal.needs_gpus:
+    if goal is None or str(goal) == "–" or gpus < goal.needs_gpus:
         return "–"
     return "met" if goal.met(value) else "MISSED"
 
 
 def plan() -> str:
     """The goals, as a table in Markdown."""
-    rows = [f"| `{g.metric}` | {g.what} | {g.unit} | {g.bounds} | {g.needs_gpus} |" for g in GOALS]
+    rows = [f"| `{g.metric}` | {g.what} | {g.unit} | {g} | {g.needs_gpus} |" for g in GOALS]
     return "\n".join(["| figure | what | unit | goal | GPUs, at least |", "|---|---|---|---|---|", *rows])
 
 
 def page(results: Mapping[str, float], gpus: int, where: str) -> str:
     """The figures, as a page in Markdown. where: date, machine and versions, in words."""
     rows = [
-        f"| `{metric}` | {value:.4g} | {unit(metric)} | {goal.bounds if (goal := goal_of(metric)) else '–'} | "
-        f"{verdict(metric, value, gpus)} |"
+        f"| `{metric}` | {value:.4g} | {unit(metric)} | {goal_of(metric) or '–'} | {verdict(metric, value, gpus)} |"
         for metric, value in results.items()
     ]
     seen = {goal for metric in results if (goal := goal_of(metric))}

@@ -15,7 +15,10 @@ from geotrain.launch.site_processes import ssh_hosts
 from geotrain.launch.terminal import size, table_of
 from geotrain.layout import Layout, layout_of
 from geotrain.outer.codec import make_codec
+from geotrain.parallelism.checks import accumulation_steps
 from geotrain.plan.model.memory import rank_memory
+from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
+from geotrain.plan.model.step import Work
 
 
 @dataclass(frozen=True)
@@ -171,3 +174,36 @@ def show(found: Needs, console: Console) -> None:
     console.print("\none exchange with the global server", table_of(links), sep="\n")
     first = found.workers[0]
     console.print(f"\none exchange inside a region: {size(first.delta_bytes)} up, {size(first.answer_bytes)} down")
+
+
+def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
+    """What each worker's step could take on devices that are not here (`geotrain.plan.model.roofline`)."""
+    rows = []
+    for worker in (worker for region in cluster.regions for worker in region.workers):
+        setup = WorkerSetup.of(run, worker)
+        parallel, block = setup.parallel, setup.deepspeed
+        work = Work(run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco)
+        replicas = worker.ranks // parallel.replica_ranks
+        needed = sum(rank_memory(run, run.architecture, worker).values())
+        for device in ACCELERATORS:
+            expected, ceiling = (roofline(work, replicas, device, shares) for shares in (EXPECTED, CEILING))
+            tokens = work.micro_tokens * accumulation_steps(block, replicas) * replicas
+            rows.append(
+                {"worker": worker.name, "device": device.name, "fits": "yes" if fits(needed, device) else "no"}
+                | {"step": f"{expected.step_s:.3g} s", "tokens/s": f"{tokens / expected.step_s:,.0f}"}
+                | {"MFU expected": f"{expected.mfu:.0%}", "at most": f"{ceiling.mfu:.0%}"}
+            )
+    console.print(
+        "\nroofline, computed and not measured", table_of(rows, left=("worker", "device", "fits")), sep="\n"
+    )
+    e = EXPECTED
+    console.print(
+        f"expected: matrix products at {e.products:.0%} of the peak, attention at {e.attention:.0%}, memory at "
+        f"{e.bandwidth:.0%} and links at {e.link:.0%} of their rates; NVLink inside a replica, 400 Gbit/s for each "
+        "device between hosts; no stragglers, no outer loop. At most: all at their rates."
+    )
+    for device in ACCELERATORS:
+        console.print(
+            f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s, {device.bandwidth / 1e12:g} TB/s, "
+            f"{device.memory_bytes / 1e9:.0f} GB, NVLink {device.link / 1e9:.0f} GB/s each way"
+        )

@@ -174,9 +174,13 @@ class GeoEngine(DeepSpeedEngine):
         # Filled, not copied: a number that is copied to the device waits for it.
         norm = norm if torch.is_tensor(norm) else torch.full((), norm, device=self.device)
         norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed writes −1 for a norm that is not finite
-        # They go to the host when one is asked for, in one copy: each copy waits for the device.
         numbers, samples = torch.stack((self._worker_mean(loss), norm)), self.train_batch_size()
-        result = StepResult(lr, lambda: self._finish_step(result, *numbers.tolist(), samples))
+
+        def to_host() -> None:  # when one is asked for, both in one copy: each copy waits for the device
+            mean_loss, grad_norm = numbers.tolist()
+            self._finish_step(result, mean_loss, grad_norm, samples)
+
+        result = StepResult(lr, to_host)
         if self.monitor.enabled:  # it writes the loss beside a count of samples that goes on
             result.read()
         return result

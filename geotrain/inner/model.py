@@ -83,9 +83,7 @@ class CausalAttention(nn.Module):
         length = len(query)
         mask = None if attention_mask is None else inside_documents(attention_mask, len(q), length)
         if self.window is not None and self.window[0] + 1 < length:
-            ahead = torch.arange(length, device=query.device)
-            distance = ahead[:, None] - ahead
-            near = (distance >= 0) & (distance <= self.window[0])
+            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_().triu_(-self.window[0])
             mask = near if mask is None else mask & near
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.grouped

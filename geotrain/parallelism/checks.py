@@ -169,8 +169,8 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
     if experts.dense_layers >= architecture.layers // parallel.pipeline:
         raise ConfigError(
             f"parallel.expert = {ep}: the first {experts.dense_layers} layers of {architecture.layers} have no "
-            f"experts, so that with parallel.pipeline = {parallel.pipeline} a stage has none, where DeepSpeed would "
-            "wait for ever; lower parallel.pipeline, or leave out parallel.expert"
+            f"experts, so that with parallel.pipeline = {parallel.pipeline} a stage has none, which DeepSpeed does "
+            "not allow for; lower parallel.pipeline, or leave out parallel.expert"
         )
     for key in ("reduce_scatter", "contiguous_gradients"):
         if not zero.get(key, True):

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from geotrain.parallelism.mesh import RankMesh
 from geotrain.zero.buckets import Bucket
 
 with platform.quiet_imports():
+    from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 
@@ -66,17 +68,19 @@ class OverlappedZero1(BF16_Optimizer):
         accumulated, wire: the types in which gradients are accumulated, and travel. bucket: elements of a bucket of
         matrices. experts: whether data-parallel ranks divide experts.
         """
-        # DeepSpeed asks whether bf16 is enabled, but nothing in it depends on the type of the weights.
-        super().__init__(
-            basic,
-            names,
-            bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True),
-            mpu=mesh,
-            clip_grad=clip,
-            dp_process_group=mesh.dp_group,
-            grad_acc_dtype=accumulated,
-            has_moe_layers=experts,
-        )
+        # Twice a bucket DeepSpeed's constructor reports the memory in use, and collects garbage before it does.
+        with mock.patch.object(bf16_optimizer, "see_memory_usage", lambda *_, **__: None):
+            # DeepSpeed asks whether bf16 is enabled, but nothing in it depends on the type of the weights.
+            super().__init__(
+                basic,
+                names,
+                bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True),
+                mpu=mesh,
+                clip_grad=clip,
+                dp_process_group=mesh.dp_group,
+                grad_acc_dtype=accumulated,
+                has_moe_layers=experts,
+            )
         self._dp_size, self._micro_batches = mesh.dp_size, 0
         self._gradients: dict[nn.Parameter, _Gradient] = {}
         buckets = self._make_buckets(placed, wire, bucket)

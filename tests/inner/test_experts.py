@@ -143,7 +143,6 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "betas": [0.9, 0.95
 ALONE = [
     (QWEN_MOE, deepspeed_block(0)),
     (MIXTRAL, deepspeed_block(0)),
-    (QWEN_MOE, deepspeed_block(0, **MUON)),
     (QWEN2_MOE, deepspeed_block(0)),
     (DEEPSEEK, deepspeed_block(0)),
     (DEEPSEEK, deepspeed_block(0, **MUON)),
@@ -155,23 +154,21 @@ Case = tuple[int, ParallelConfig, dict[str, Any], str]  # which of ALONE, layout
 TWO: list[Case] = [
     (0, HALVES, deepspeed_block(0), "none"),
     (0, HALVES, deepspeed_block(1, **OFFLOADED), "full"),
-    (0, HALVES, BF16, "none"),
     (0, HALVES, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, "none"),
     (1, ParallelConfig(expert=2, dispatcher="allgather"), deepspeed_block(1), "none"),
-    (2, HALVES, deepspeed_block(1, **MUON), "none"),
-    (4, HALVES, deepspeed_block(1), "full"),
-    (4, HALVES, BF16, "none"),
+    (3, HALVES, deepspeed_block(1), "full"),
+    (3, HALVES, BF16, "none"),
+    (4, HALVES, deepspeed_block(1, **MUON), "none"),
 ]
+SHARED = ParallelConfig(expert=2, tensor=2, sequence=True)
 FOUR: list[Case] = [
     (0, HALVES, deepspeed_block(1), "none"),
     (1, HALVES, deepspeed_block(0), "none"),
-    (0, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1), "none"),
     (1, ParallelConfig(expert=2, pipeline=2), deepspeed_block(1), "none"),
-    (2, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1, **MUON), "none"),
-    (3, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(0), "none"),
-    (4, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1), "none"),
-    (4, ParallelConfig(pipeline=2), deepspeed_block(1), "none"),  # the first stage has no experts
-    (5, ParallelConfig(expert=2, tensor=2, sequence=True), deepspeed_block(1, **MUON), "none"),
+    (2, SHARED, deepspeed_block(0), "none"),
+    (3, SHARED, deepspeed_block(1), "none"),
+    (3, ParallelConfig(pipeline=2), deepspeed_block(1), "none"),  # the first stage has no experts
+    (4, SHARED, deepspeed_block(1, **MUON), "none"),
 ]
 
 

@@ -172,7 +172,7 @@ def test_experts_that_cannot_be_built_are_told_clearly(change: dict[str, Any], s
     ("change", "says"),
     [
         ({"n_group": 3}, "n_group = 3 must divide n_routed_experts = 8"),
-        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is not supported with topk_group = 2 of n_group = 4"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is not supported with topk_group = 1 of n_group = 2"),
         ({"first_k_dense_replace": 2}, "first_k_dense_replace = 2 of num_hidden_layers = 2 leaves no layer"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; only 4"),
         ({"head_dim": 8}, "head_dim = 8 is not supported; only 4"),

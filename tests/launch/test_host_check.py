@@ -89,6 +89,18 @@ def test_a_multi_node_launcher_asks_a_workers_hosts_at_once(tmp_path: Path, laun
     assert parse_answers(asked, said) == {"h1": facts[0], "h2": facts[1]}
 
 
+@pytest.mark.parametrize(("launcher", "asks"), [("ssh", ["us"]), ("pdsh", ["eu"])])
+def test_a_host_in_another_region_is_asked_by_who_starts_ranks_there(
+    tmp_path: Path, launcher: str, asks: list[str]
+) -> None:
+    made = files(tmp_path, 29400, launcher, "h1", "h2")
+    raw = json.loads(made[1].read_text())
+    raw["regions"][0]["workers"][0]["hosts"][1]["region"] = "us"
+    made[1].write_text(json.dumps(raw))
+    run, cluster = read(made)
+    assert [site for site in ("eu", "us") if (launcher, "h2") in hosts_of(run, cluster, (site,))] == asks
+
+
 def test_mpis_are_not_asked(tmp_path: Path) -> None:
     run, cluster = read(files(tmp_path, 29400, "openmpi", "h1", "h2"))
     assert inquiries(cluster, hosts_of(run, cluster, ("eu",)), tmp_path) == []

@@ -1,0 +1,102 @@
+"""The roofline of a step against sums by hand, against the planner's count of operations, and for what is shipped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from geotrain.config import ParallelConfig, load_run
+from geotrain.plan.model.roofline import (
+    ACCELERATORS,
+    CEILING,
+    EXPECTED,
+    Accelerator,
+    exchanged_bytes,
+    micro_batch,
+    roofline,
+)
+from geotrain.plan.model.step import Work
+from geotrain.plan.model.work import stage_flops, token_flops, useful_flops
+
+RUNS = Path(__file__).parents[2] / "configs/runs"
+ENDLESS = Accelerator("no waits for memory", 1e15, math.inf, math.inf, math.inf, math.inf)
+
+
+def work_of(name: str, **parallel: int | bool) -> Work:
+    run = load_run(RUNS / name)
+    layout = ParallelConfig(**parallel) if parallel else run.parallel  # type: ignore[arg-type]
+    return Work(
+        run.architecture, run.data.sequence_length, run.model.recompute, layout, dict(run.deepspeed), run.acco
+    )
+
+
+@pytest.mark.parametrize("name", ["8b.json", "70b.json", "moe-30b-a3b.json"])
+def test_the_products_are_the_planners(name: str) -> None:
+    """Of all stages and ranks of a replica; `work` counts them token by token."""
+    for recompute in ("none", "full"):
+        work = replace(work_of(name, tensor=2, pipeline=2, sequence=True), recompute=recompute)
+        a, length = work.architecture, work.sequence_length
+        products = sum(o.flops for stage in range(2) for o in micro_batch(work, stage) if o.name == "products")
+        planned = sum(sum(stage_flops(a, length, stage, 2, recompute)) for stage in range(2))
+        attended = (4 if recompute == "full" else 3) * a.layers * token_flops(a, length).attention
+        routers = 0 if a.experts is None else a.layers * 2.0 * a.hidden_size * a.experts.count
+        planned -= routers * (4 if recompute == "full" else 3)  # left out of the roofline
+        assert 2 * products / work.micro_tokens == pytest.approx(planned - attended)
+
+
+def test_where_nothing_waits_for_memory_only_attention_is_done_twice() -> None:
+    work = replace(work_of("8b.json", tensor=1), recompute="none")
+    useful = useful_flops(work.architecture, work.sequence_length)
+    again = 0.5 * work.architecture.layers * token_flops(work.architecture, work.sequence_length).attention
+    assert roofline(work, 1, ENDLESS, CEILING).mfu == pytest.approx(useful / (useful + again))
+    half = replace(CEILING, products=0.5, attention=0.5)
+    assert roofline(work, 1, ENDLESS, half).mfu == pytest.approx(useful / (useful + again) / 2)
+
+
+def test_what_moves_memory_takes_its_bytes_at_the_bandwidth() -> None:
+    """Of one layer with the head: sums by hand."""
+    work = work_of("8b.json", tensor=1)
+    a = replace(work.architecture, layers=1)
+    work = replace(work, architecture=a, recompute="none")
+    t, h, q, kv, f, v = work.micro_tokens, 4096, 4096, 1024, 14336, a.vocab_size
+    matrices = [(h, q + 2 * kv), (q, h), (h, 2 * f), (f, h), (h, v)]
+    moved = sum(3 * 2 * (t * k + k * n + t * n) + 2 * 2 * k * n for k, n in matrices)
+    moved += 3.5 * 2 * t * 2 * (q + kv)
+    moved += 3 * 2 * t * (8 * h + 2 * (q + kv) + 3 * f) + t * v * (2 * 2 + 12)
+    assert sum(o.bytes for o in micro_batch(work, 0)) == pytest.approx(moved)
+    slow = replace(ENDLESS, flops=math.inf, bandwidth=1e12)
+    found = roofline(work, 1, slow, CEILING)
+    micro_batches = found.memory_s + found.products_s + found.attention_s
+    steps = round(micro_batches / (moved / 1e12))
+    assert steps >= 1 and micro_batches == pytest.approx(steps * moved / 1e12)
+    parameters = 2 * h * v + h * (q + 2 * kv) + q * h + 3 * f * h + 3 * h
+    assert found.optimizer_s == pytest.approx(30 * parameters / 1e12)
+
+
+def test_ranks_of_a_replica_send_each_other_activations() -> None:
+    alone, tensor = work_of("8b.json", tensor=1), work_of("8b.json", tensor=4)
+    assert exchanged_bytes(alone) == 0.0
+    a, times = alone.architecture, 3 if alone.recompute == "full" else 2
+    assert exchanged_bytes(tensor) == pytest.approx(
+        times * a.layers * 2 * (2 * 3 / 4) * 2 * tensor.micro_tokens * 4096
+    )
+
+
+def test_a_pipeline_waits_and_traffic_between_replicas_hides_where_there_is_compute() -> None:
+    work, device = replace(work_of("70b.json"), acco=None), ACCELERATORS[0]
+    found = roofline(work, 4, device)
+    slot = found.pipeline_s / (work.parallel.pipeline - 1)
+    assert found.step_s > slot and found.exposed_s == 0.0
+    assert roofline(work, 4, replace(device, network=1e6)).exposed_s > found.step_s
+    assert found.mfu < roofline(work, 4, device, CEILING).mfu
+
+
+@pytest.mark.parametrize("path", sorted(RUNS.glob("*.json")), ids=lambda path: path.stem)
+def test_of_everything_shipped_the_expected_is_below_the_ceiling(path: Path) -> None:
+    work = work_of(path.name)
+    for device in ACCELERATORS:
+        expected, ceiling = (roofline(work, 1, device, shares) for shares in (EXPECTED, CEILING))
+        assert 0.0 < expected.mfu < ceiling.mfu < 1.0
