@@ -19,7 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
+from geotrain.families import Architecture, family_of
+from geotrain.families.weights import Weight
 from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes, overlaps_reduction, zero_stage
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.plan.model.step import Work
@@ -151,11 +154,12 @@ def exchanged_bytes(work: Work) -> float:
     def others(ranks: int) -> float:
         return (ranks - 1) / ranks
 
-    sent = 2 * 2 * others(parallel.tensor) * a.hidden_size
-    sent += 2 * others(parallel.expert) * a.active_mlps * a.hidden_size
-    sent += others(parallel.context) * 2 * (a.heads + a.kv_heads) * a.head_dim / parallel.tensor
+    sent = 4 * others(parallel.tensor) * a.hidden_size * a.layers
+    chosen = a.experts.per_token if a.experts else 0
+    sent += 2 * others(parallel.expert) * chosen * a.hidden_size * sum(map(a.has_experts, range(a.layers)))
+    sent += others(parallel.context) * sum(_attended(a)) / parallel.tensor * a.layers
     times = 3 if work.recompute == "full" else 2
-    return times * a.layers / parallel.pipeline * work.bytes_per_weight * tokens * sent
+    return times * sent / parallel.pipeline * work.bytes_per_weight * tokens
 
 
 def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
@@ -163,33 +167,66 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
     a, parallel, size = work.architecture, work.parallel, work.bytes_per_weight
     tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
     layers, last = a.layers // parallel.pipeline, stage == parallel.pipeline - 1
-    forward = 2 if work.recompute == "full" else 1
-    h, q, kv = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    forward, again = 1 + (work.recompute == "full"), int(work.recompute != "none")
 
     def product(rows: float, k: float, n: float, weights: float, times: int) -> Iterator[Operation]:
         """[rows, k] · [k, n]. weights: k · n, of all experts together."""
-        flops, moved = 2.0 * rows * k * n, size * (rows * k + weights + rows * n)
         for _ in range(times + 2):
-            yield Operation("products", flops, moved)
+            yield Operation("products", 2.0 * rows * k * n, size * (rows * k + weights + rows * n))
         yield Operation("memory", 0.0, 2.0 * size * weights)  # the sum of gradients, read and written
 
-    width, experts = a.ffn_size / tp, 1.0 if a.experts is None else a.experts.count / parallel.expert
-    routed = tokens * (1 if a.experts is None else a.active_mlps)
-    again = 0 if work.recompute == "none" else 1
-    for _ in range(layers):
-        yield from product(tokens, h, (q + 2 * kv) / tp, h * (q + 2 * kv) / tp, forward)
-        yield from product(tokens, q / tp, h, q * h / tp, forward)
-        yield from product(routed, h, 2 * width, experts * h * 2 * width, forward)
-        yield from product(routed, width, h, experts * h * width, forward)
-        attended, moved = 2.0 * q / tp * work.sequence_length * tokens, size * tokens * 2 * (q + kv) / tp
+    q, key, value, output = _attended(a)
+    whole = 8 * a.hidden_size / (tp if parallel.sequence else 1)
+    for layer in range(stage * layers, (stage + 1) * layers):
+        for matrix in _matrices(a, a.has_experts(layer)):
+            n = matrix.n / tp if matrix.cut == "rows" else matrix.n
+            k = matrix.k / tp if matrix.cut == "columns" else matrix.k
+            rows = tokens / tp if matrix.cut == "whole" and parallel.sequence else tokens
+            held = matrix.count * k * n
+            if a.experts is not None and matrix.count > 1:
+                rows, held = rows * a.experts.per_token, held / parallel.expert
+            yield from product(rows, k, n, held, forward)
+        attended = a.heads * (a.query_dim + a.value_dim) / tp * work.sequence_length * tokens
+        moved = size * tokens * (q + key + value + output) / tp
         for times in (1, again, 2.5):
             yield Operation("attention", times * attended, times * moved)
-        whole = 8 * h / (tp if parallel.sequence else 1)
-        streamed = size * (tokens * (whole + 2 * (q + kv) / tp) + routed * 3 * width)
-        yield Operation("memory", 0.0, (forward + 2) * streamed)
+        streamed = whole + (2 * (q + key) + 3 * a.active_ffn_size(a.has_experts(layer))) / tp
+        yield Operation("memory", 0.0, (forward + 2) * size * tokens * streamed)
     if last:
-        yield from product(tokens, h, a.vocab_size / tp, h * a.vocab_size / tp, 1)
+        yield from product(tokens, a.hidden_size, a.vocab_size / tp, a.hidden_size * a.vocab_size / tp, 1)
         yield Operation("memory", 0.0, tokens * a.vocab_size / tp * (2 * size + 3 * 4))
+
+
+def _attended(a: Architecture) -> tuple[float, float, float, float]:
+    """Elements of a token's queries, keys, values and attention's output, all heads together."""
+    heads = a.heads if a.latent else a.kv_heads
+    return a.heads * a.query_dim, heads * a.query_dim, heads * a.value_dim, a.heads * a.value_dim
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A layer's matrix [n, k] as one product takes it; count: experts that have one each. cut: as `Weight` has it."""
+
+    n: int
+    k: int
+    count: int
+    cut: str
+
+
+@lru_cache(maxsize=64)
+def _matrices(a: Architecture, sparse: bool) -> tuple[_Matrix, ...]:
+    """Of a layer that has experts or has not. What lies in one parameter of Megatron-core's is one product."""
+    layer = next(layer for layer in range(a.layers) if a.has_experts(layer) == sparse)
+    found: dict[str, list[Weight]] = {}
+    for weight in family_of(a.model_type).layer(a, layer):
+        if len(weight.shape) == 2:
+            found.setdefault(weight.within, []).append(weight)
+    matrices = []
+    for weights in found.values():
+        count = len({weight.expert for weight in weights})
+        rows = sum(weight.shape[0] for weight in weights) // count
+        matrices.append(_Matrix(rows, weights[0].shape[1], count, weights[0].cut))
+    return tuple(matrices)
 
 
 def fits(memory_bytes: float, device: Accelerator) -> bool:
