@@ -146,9 +146,10 @@ class Rank:
         from geotrain.optimizers.groups import parameter_groups
         from geotrain.parallelism.acco_forms import FORMS
         from geotrain.parallelism.checks import reduction_bucket
+        from geotrain.parallelism.optimizer_settings import AdamWSettings
 
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
-        settings = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        settings = AdamWSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         with platform.quiet_construction():
             model = build_model(a, ParallelConfig(), self.mesh, self.job.size.sequence, self.job.bf16, "none", 0)
             placed = placements(model, a, ParallelConfig(), self.mesh)
