@@ -86,8 +86,8 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path) -> None:
     try:
         assert until(lambda: launcher.poll() is not None or updates() > 0, START_S)
         assert launcher.poll() is None, launcher.communicate()[0]
-        # Of the two calls of the worker's host, the first has brought the run's files.
-        assert hosts.read_text().split() == ["eu.example.org", "127.0.0.1", "127.0.0.1"]
+        # Of the three calls of the worker's host, the first looks at it, the second brings the run's files.
+        assert hosts.read_text().split() == ["eu.example.org", "127.0.0.1", "127.0.0.1", "127.0.0.1"]
         assert len(marked(mark)) >= 8  # launcher; two servers; far launcher; guards, deepspeed, ranks
         second = subprocess.run(
             [sys.executable, "-m", "geotrain", "launch", "run.json", "cluster.json"],

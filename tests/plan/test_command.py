@@ -141,5 +141,5 @@ def test_keys_of_the_run_file_are_pins(
         for r in load_cluster(tmp_path / "out/cluster.json").regions
         for w in r.workers
     }
-    assert tensor == {4}
+    assert tensor == {given.parallel.tensor}
     assert planned.data.train_samples == given.data.train_samples
