@@ -100,8 +100,18 @@ def test_an_own_loop_ends_where_the_trainer_does(
 
 
 @pytest.mark.slow
-def test_whatever_is_killed_each_sample_is_trained(start: Start, text: dict[str, Any]) -> None:
-    samples = 400 * BATCH
+@pytest.mark.parametrize(
+    ("eu", "us", "steps"),
+    [
+        (("own_loop.py", (), 1), (HF, (), 1), 400),
+        (("own_loop_fsdp.py", (), 2), ("own_loop_deepspeed.py", ("1",), 2), 240),
+    ],
+    ids=["plain, hugging face", "fsdp2, zero 1"],
+)
+def test_whatever_is_killed_each_sample_is_trained(
+    start: Start, text: dict[str, Any], eu: Worker, us: Worker, steps: int
+) -> None:
+    samples = steps * BATCH
     run = start({
         **text,
         "data": {**text["data"], "train_samples": samples},
@@ -109,7 +119,12 @@ def test_whatever_is_killed_each_sample_is_trained(start: Start, text: dict[str,
         "checkpoint": {"every_jobs": 1, "every_minutes": 0.01},
     })  # fmt: skip
     servers = run.serve_all()
-    workers = {"eu": run.work("eu", "own_loop.py")[0], "us": run.work("us", HF)[0]}
+
+    def work(region: str) -> list[Any]:
+        example, more, ranks = dict(zip(REGIONS, (eu, us), strict=True))[region]
+        return run.work(region, example, *more, ranks=ranks)
+
+    workers = {region: work(region) for region in REGIONS}
 
     def committed(share: float) -> None:
         def reached() -> bool:
@@ -117,29 +132,33 @@ def test_whatever_is_killed_each_sample_is_trained(start: Start, text: dict[str,
 
         run.until(reached)
 
-    def kill(process: Any) -> None:
-        assert process.exitcode is None, run.said()
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+    def kill(*processes: Any) -> None:
+        """Of a worker all ranks, as its host's death would: what starts them ends the rest of a torn one."""
+        for process in processes:
+            assert process.exitcode is None, run.said()
+            os.kill(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.join()
 
     committed(0.05)
     kill(servers["global"])
     servers["global"] = run.serve("global", resume=True)
     committed(0.2)
-    kill(workers["eu"])
+    kill(*workers["eu"])
     kill(servers["us"])
     servers["us"] = run.serve("us", resume=True)
-    workers["eu"] = run.work("eu", "own_loop.py")[0]
+    workers["eu"] = work("eu")
     committed(0.4)
-    kill(workers["us"])
-    workers["us"] = run.work("us", HF)[0]
-    run.ended(*workers.values(), *servers.values())
+    kill(*workers["us"])
+    workers["us"] = work("us")
+    run.ended(*workers["eu"], *workers["us"], *servers.values())
     state = run.status_file("global")
     assert state["committed_samples"] == samples and state["complete"] and state["open_leases"] == 0
     restarts = {name: member["restarts"] for name, member in run.status_file("eu")["members"].items()}
     assert restarts == {"eu-0": 1}
-    saved = sorted((run.folder / "out/checkpoints/eu-0/rank-00000-of-00001").iterdir())
-    assert len(saved) == 2 and all(path.suffix == ".pt" for path in saved)
+    for rank in range(eu[2]):
+        saved = sorted((run.folder / f"out/checkpoints/eu-0/rank-{rank:05d}-of-{eu[2]:05d}").iterdir())
+        assert len(saved) == 2 and all(path.suffix == ".pt" for path in saved)
 
 
 @pytest.mark.slow
