@@ -153,15 +153,15 @@ class GlobalServer(Server):
         return welcome
 
     def holds(self, name: str) -> dict[int, Lease]:
-        return self.book.held_by(set(self._workers_of[name]))
+        return self.book.held_by(self._workers_of[name])
 
     def _release_leases(self, name: str) -> None:
-        self.book.release(tuple(self.holds(name)))
+        self.book.release(self.holds(name))
 
     def _begin_life(self, join: Join) -> None:
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
-        self.book.release(tuple(self.holds(join.member).keys() - set(join.leases)))
+        self.book.release(self.holds(join.member).keys() - set(join.leases))
 
     def _commit(self, member: str, leases: tuple[int, ...]) -> int:
         """Commit those of the leases that went to the member, be they open or, since it counted as dead, returned.

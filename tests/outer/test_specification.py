@@ -35,7 +35,8 @@ from tests.support.specified_world import REGIONS, SpecifiedWorld
 
 LIVES = int(os.environ.get("GEOTRAIN_SPECIFICATION", "0"))
 LIVES_PLAYED, STEPS_PLAYED = (LIVES, 400) if LIVES else (60, 40)
-NAMES = st.sampled_from("abc")
+NAMES_USED = "abc"
+NAMES = st.sampled_from(NAMES_USED)
 PLACES = st.sampled_from(list(REGIONS))
 GOOD = (10 * ["turn"], 3 * ["ask", "train", "leases", "update", "pull", "leave"], 2 * ["early"])
 STEPS = [
