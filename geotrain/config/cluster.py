@@ -125,12 +125,12 @@ class SecurityConfig(Block):
 
 
 class RestartConfig(Block):
-    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
-    after a life longer than `longest_s`. A configuration error is never tried again."""
+    """When the launcher starts again what died: at once after a life longer than `longest_s`, otherwise after a pause
+    that doubles with each death in a row. A configuration error is never tried again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
-    first_s: PositiveFloat = Field(1.0, description="The pause before a restart, after the first death.")
+    first_s: PositiveFloat = Field(1.0, description="The pause after the first short life.")
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
 
 

@@ -334,11 +334,14 @@ class LentLeases:
         """Those that the worker holds, by their numbers."""
         return {lease.lease: lease for lease in self.held[worker].values()}
 
-    def give_back(self, worker: str) -> tuple[int, ...]:
-        """All that the worker holds goes back to the global server. Returns the numbers."""
-        back = self.of(worker)
+    def give_back(self, worker: str, below: int | None = None) -> tuple[int, ...]:
+        """What the worker holds goes back to the global server: all of it, or that of jobs below this one. Returns
+        the numbers."""
+        held = self.held[worker]
+        back = {lease.lease: lease for lease in list(held.values()) if below is None or lease.job < below}
         self.given_back[worker] = dict([*self.given_back[worker].items(), *back.items()][-RETURNED_KEPT:])
-        self.held[worker].clear()
+        for lease in back.values():
+            del held[lease.job]
         return tuple(back)
 
     def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:

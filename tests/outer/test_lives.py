@@ -11,7 +11,7 @@ from geotrain.config import codec_config
 from geotrain.outer.events import Joined
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.member import MOST_LIVES
-from geotrain.outer.messages import Finished, LeaseRequest, Leave, Refused, Release, Welcome
+from geotrain.outer.messages import Finished, LeaseRequest, Leave, MemberSilent, Refused, Release, Welcome
 from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded
 
 
@@ -239,7 +239,8 @@ def test_a_region_restored_from_an_older_state_sends_nothing_twice():
 
 
 def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need():
-    """Cut off, it hands out what it asked for before; each job's lease is asked for once; a new life frees them."""
+    """Cut off, it hands out what it asked for before, also to a worker's next life; each job's lease is asked for
+    once. Who is silent gives all back; a new life, what the former one had begun."""
     world = make(config(lease_reserve=2), train_samples=640)
     region = world.regions["eu"]
 
@@ -256,9 +257,21 @@ def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need()
     assert len(world.top.book.open) == 5
     for join in world.workers["a"][1].joins(world.identity, "life-2"):
         world.tell("eu", join)
-    assert isinstance(world.deliver("eu"), Release) and not world.up["eu"]
+    assert [world.tell("eu", LeaseRequest("a", job)).job for job in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert asked() == [6]  # nothing went back, and nothing is asked for twice
+    for part in world.workers["a"][1].parts(random_deltas(world, 1), incarnation="life-2"):
+        world.tell("eu", part)  # of job 1, which is not over with it
+    for join in world.workers["a"][1].joins(world.identity, "life-3"):
+        world.tell("eu", join)
+    assert world.deliver("eu") == Release((1,)) and not world.up["eu"]
+    assert list(region.leases.held["a"]) == [2, 3, 4, 5, 6]
+    world.tell("eu", MemberSilent("a", "life-3"))
+    assert isinstance(world.deliver("eu"), Release)
+    world.up["eu"].clear()  # the update of nobody else
     assert not world.top.book.open and not any(region.leases.held.values())
-    assert world.tell("eu", LeaseRequest("a", 1)) is None and asked() == [1, 2, 3]
+    for join in world.workers["a"][1].joins(world.identity, "life-3"):
+        world.tell("eu", join)
+    assert world.tell("eu", LeaseRequest("a", 2)) is None and asked() == [2, 3, 4]
 
 
 def test_no_former_life_comes_back_however_many_there_were():

@@ -11,7 +11,7 @@ from geotrain.config import codec_config
 from geotrain.layout import StridedSlice
 from geotrain.net.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
-from geotrain.outer.messages import Leave, Refused
+from geotrain.outer.messages import LeaseRequest, Leave, MemberSilent, Refused
 from tests.support.outer_world import (
     FakeWorker,
     World,
@@ -212,6 +212,8 @@ def test_a_dead_workers_lease_is_trained_again():
     assert lease is not None
     for join in world.workers["a"][1].joins(world.identity, "life-2"):
         world.tell("eu", join)
+    assert not world.up["eu"] and world.tell("eu", LeaseRequest("a", 1)) == lease  # by its next life
+    world.tell("eu", MemberSilent("a", "life-2"))
     world.deliver_up("eu")
     again = world.lease("b")
     assert again is not None
