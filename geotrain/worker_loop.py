@@ -94,7 +94,7 @@ class WorkerLoop:
         staging = CudaStaging if device.type == "cuda" else SynchronousStaging
         self.weights = WorkerRank(layout, run.outer, pieces, staging(device))
         client.mirrors = self.weights.mirrors
-        self.exchange = Exchange(name, run.outer, rank, self.weights, client, len(layout.fragments), clock)
+        self.exchange = Exchange(name, run.outer, rank, self.weights, client, layout.piece_numbers, clock)
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained

@@ -23,7 +23,7 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover", "context_parallel"},
+    {"initial", "parallelism", "cover", "pieces", "context_parallel"},
     {"outer", "optimizers"},
     {
         "inner",

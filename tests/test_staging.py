@@ -12,7 +12,7 @@ from geotrain.layout import StridedSlice
 from geotrain.outer.codec import NonFiniteError, make_codec
 from geotrain.outer.downlink import from_bytes, to_bytes
 from geotrain.outer.exchange import Ready
-from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.messages import PieceWeights
 from geotrain.outer.worker import OwnedSlices, Staging, SynchronousStaging, WorkerRank
 from geotrain.staging import CudaStaging
 from tests.support.cuda_stand_in import Cuda
@@ -29,10 +29,10 @@ def rank(staging: Staging, codec: str = "int8") -> tuple[WorkerRank, torch.Tenso
     return WorkerRank(layout(), config, pieces, staging), matrix
 
 
-def whole(value: float, codec: str = "int8") -> FragmentWeights:
+def whole(value: float, codec: str = "int8") -> PieceWeights:
     """As a server sends them whose codec is this: a coarse one carries changes only, so that these are fp32."""
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
-    return FragmentWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
+    return PieceWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
 
 
 def test_the_streams_wait_for_each_other_and_the_host_for_neither(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_rank_that_holds_nothing_of_a_fragment_adopts_it_on_its_device(monkeyp
         monkeypatch.setattr(worker.downlink, "decode", lambda *_: torch.empty(0, device=meta))  # as it arrives
         empty = next(i for i, holds in enumerate(worker.holds) if not holds)
         for start in (True, False):
-            worker.on_weights(FragmentWeights(empty, 1, b""), start)
+            worker.on_weights(PieceWeights(empty, 1, b""), start)
         assert {shard.anchor.device for shard in worker.shards} == {meta}
 
 

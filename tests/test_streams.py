@@ -14,7 +14,7 @@ from geotrain.layout import StridedSlice
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import to_bytes
 from geotrain.outer.exchange import Ready
-from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.messages import PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.staging import CudaStaging
 from tests.support.cuda_emulator import Cuda, Event
@@ -31,9 +31,9 @@ def exchange(cuda: Cuda, codec: str, adopt: Any = "rebase", omitted: Any = None)
     config = OuterConfig(local=codec_config(codec), overlap=OverlapConfig(steps=int(adopt != "replace"), adopt=adopt))
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
     sent = [
-        FragmentWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
+        PieceWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
     ]  # as a server sends them
-    lent = FragmentWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    lent = PieceWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
     matrix = torch.zeros(16)
     with cuda.emulated(), mock.patch.object(*omitted) if omitted else nullcontext():
         pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]

@@ -16,7 +16,7 @@ from geotrain.config import OuterConfig
 from geotrain.initial import initial_tensor
 from geotrain.layout import Layout, StridedSlice, canonical_parameters
 from geotrain.outer.exchange import Pending
-from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease
+from geotrain.outer.messages import Lease, PieceDelta, PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec
@@ -124,13 +124,13 @@ class Learning:
         m, v, steps = self._saved
         self.optimizer.m, self.optimizer.v, self.optimizer.steps = m.clone(), v.clone(), steps
 
-    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
-        return self.rank.make_delta(fragment, seed)
+    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
+        return self.rank.make_delta(piece, seed)
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         return call()  # virtual time stands still meanwhile: also on a GPU, deltas need no background work
 
-    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
+    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
         self.rank.on_weights(weights, start)
 
     def train(self, lease: Lease, first: int, steps: int) -> None:
@@ -213,7 +213,7 @@ class Curve:
     def _flat(self, world: VirtualWorld) -> Tensor:
         named = {
             name: tensor
-            for fragment, state in enumerate(world.top.server.fragments)
-            for name, tensor in world.task.layout.split(fragment, state.x)
+            for fragment in range(len(world.task.layout.fragments))
+            for name, tensor in world.task.layout.split(fragment, world.top.server.weights(fragment))
         }
         return torch.cat([named[p.name].flatten() for p in self.model.parameters])

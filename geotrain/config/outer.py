@@ -133,6 +133,9 @@ class FragmentConfig(Block):
     """How layers are grouped for streaming (arXiv 2501.18512). One fragment means everything at once."""
 
     layers_per_fragment: PositiveInt | None = Field(None, description="None: the whole model is one fragment.")
+    piece_elements: Annotated[int, Field(ge=4096, le=1 << 27, multiple_of=4096)] = Field(
+        1 << 27, description="Fragments are coded, sent and stored in pieces of so many elements."
+    )
 
 
 class OverlapConfig(Block):

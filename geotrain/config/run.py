@@ -340,6 +340,8 @@ def config_digest(run: RunConfig) -> str:
         shared["data"].pop(key)
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")
+    if not run.outer.fragments.differing("piece_elements"):
+        shared["outer"]["fragments"].pop("piece_elements")
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))

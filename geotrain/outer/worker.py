@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.layout import Layout, StridedSlice, joined
+from geotrain.layout import Layout, StridedSlice, joined, numel
 from geotrain.outer.codec import NonFiniteError, make_codec, refusal
 from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, from_bytes, on_host
 from geotrain.outer.exchange import Pending, Ready
-from geotrain.outer.messages import FragmentDelta, FragmentWeights
+from geotrain.outer.messages import PieceDelta, PieceWeights
+from geotrain.pieces import Cut, cut
 
 T = TypeVar("T")
 
@@ -93,23 +94,21 @@ class OwnedSlices:
     pushes: bool
 
 
-class _FragmentShard:
-    """This rank's part of one fragment: the masters, and vectors as long as they are together.
+class _Shard:
+    """This rank's part of one piece: the masters, and vectors as long as they are together.
 
-    Pieces that it pushes come first, so that what a delta needs is a prefix of each vector.
+    What it pushes comes first, so that what a delta needs is a prefix of each vector. own: what lies in the piece.
     """
 
-    def __init__(self, layout: Layout, fragment: int, pieces: Sequence[OwnedSlices], device: torch.device) -> None:
-        def slices(pushes: bool) -> tuple[StridedSlice, ...]:
-            return joined(s for p in pieces if p.pushes == pushes for s in layout.slices(p.runs, fragment))
-
-        ordered = sorted(pieces, key=lambda p: not p.pushes)
-        self.masters = [p.master for p in ordered]
+    def __init__(self, own: Sequence[tuple[OwnedSlices, Cut]], device: torch.device) -> None:
+        ordered = sorted(own, key=lambda each: not each[0].pushes)
+        # A part of a master is a view of it, so what is written to it is the master's.
+        self.masters = [owned.master[c.begin : c.end] for owned, c in ordered]
         self.sizes = [m.numel() for m in self.masters]
-        self.names = [p.runs[0].parameter for p in ordered]
-        self.pushes = slices(True)
-        self.holds = joined(self.pushes + slices(False))
-        self.pushed = sum(p.master.numel() for p in pieces if p.pushes)
+        self.names = [c.parameter for _, c in ordered]
+        self.pushes = joined(s for owned, c in own if owned.pushes for s in c.slices)
+        self.holds = joined((*self.pushes, *(s for owned, c in own if not owned.pushes for s in c.slices)))
+        self.pushed = numel(self.pushes)
         # On the staging's device even where this rank holds nothing: answers come to that device, and torch refuses
         # to combine tensors of two devices, empty ones included.
         self.anchor = torch.zeros(sum(self.sizes), dtype=torch.float32, device=device)
@@ -138,7 +137,7 @@ class _FragmentShard:
 
 
 class WorkerRank:
-    """Anchors and residuals of what one rank holds of the model.
+    """Anchors and residuals of what one rank holds of the model, piece by piece.
 
     Memory: 8 bytes for each parameter that the rank owns (anchor and scratch buffer), 12 with a lossy codec
     (residual). pieces: this rank's masters, each within one fragment. staging: None: do everything at once, on the
@@ -152,13 +151,14 @@ class WorkerRank:
         up, down = config.worker_codecs
         self.codec = make_codec(up)
         self.downlink = WeightsReceiver(down)
-        by_fragment: list[list[OwnedSlices]] = [[] for _ in layout.fragments]
-        for piece in pieces:
-            by_fragment[layout.fragment_of(piece.runs[0].parameter)].append(piece)
+        by_piece: list[list[tuple[OwnedSlices, Cut]]] = [[] for _ in layout.pieces]
+        for owned in pieces:
+            for each in cut(layout, owned.runs):
+                by_piece[each.piece].append((owned, each))
         device = pieces[0].master.device if pieces else torch.device("cpu")
         self.staging: Staging = SynchronousStaging(device) if staging is None else staging
         device = self.staging.device
-        self.shards = [_FragmentShard(layout, i, members, device) for i, members in enumerate(by_fragment)]
+        self.shards = [_Shard(own, device) for own in by_piece]
 
     @property
     def pushes(self) -> tuple[tuple[StridedSlice, ...], ...]:
@@ -168,14 +168,14 @@ class WorkerRank:
     def holds(self) -> tuple[tuple[StridedSlice, ...], ...]:
         return tuple(s.holds for s in self.shards)
 
-    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
+    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
         """Encode anchor − masters for what this rank pushes. seed: of the codec's rounding.
 
         From now until the answer comes, `anchor` holds the masters as they were sent: the progress made meanwhile,
         which `adopt = "rebase"` keeps, is the masters' difference from it. Raises NonFiniteError: at once on a CPU,
         from the result on a GPU.
         """
-        shard = self.shards[fragment]
+        shard = self.shards[piece]
         self.staging.wait(shard.done)  # the last delta may still be read from the scratch buffer, which is filled now
         now = shard.read()  # a copy: training goes on
         with self.staging.beside():
@@ -190,12 +190,12 @@ class WorkerRank:
             shard.anchor.copy_(now)
             version = shard.version  # now: `on_weights` may change it before `build` runs on another thread
 
-            def build(payload: bytes, finite: bool) -> FragmentDelta:
+            def build(payload: bytes, finite: bool) -> PieceDelta:
                 if not finite:
                     raise shard.refusal(shard.anchor)  # the masters as they were sent
-                return FragmentDelta(fragment, version, payload)
+                return PieceDelta(piece, version, payload)
 
-            fetched = self.staging.fetch(fragment, encoded.payload, encoded.finite, build)
+            fetched = self.staging.fetch(piece, encoded.payload, encoded.finite, build)
             shard.done = self.staging.mark()
         return fetched
 
@@ -208,7 +208,7 @@ class WorkerRank:
         return self.staging.when_fetched(call)
 
     @contextmanager
-    def lent(self, weights: Sequence[FragmentWeights]) -> Iterator[None]:
+    def lent(self, weights: Sequence[PieceWeights]) -> Iterator[None]:
         """A context in which the masters hold these bf16 weights, to evaluate them. Afterwards they are as before,
         bit for bit; anchors are not touched. Memory: 4 bytes more for each parameter that the rank owns."""
         plain = make_codec(VALIDATION_CODEC)
@@ -216,9 +216,9 @@ class WorkerRank:
             self.staging.wait(shard.done)  # a delta may still be read from the scratch buffer that `read` fills
         kept = [shard.read().clone() for shard in self.shards]
         try:
-            for fragment_weights in weights:
-                shard = self.shards[fragment_weights.fragment]
-                payload = from_bytes(fragment_weights.payload).to(shard.anchor.device)
+            for piece_weights in weights:
+                shard = self.shards[piece_weights.piece]
+                payload = from_bytes(piece_weights.payload).to(shard.anchor.device)
                 shard.write(plain.decode(payload, shard.anchor.numel()))
             yield
         finally:
@@ -226,16 +226,16 @@ class WorkerRank:
                 shard.write(values)
 
     @torch.no_grad()
-    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
+    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
         """Adopt the server's weights θ̃ in the masters θ, in place. start: they answer a join and are taken as they
         are.
 
         replace: θ = θ̃.  mix: θ = a·θ + (1−a)·θ̃ (Streaming DiLoCo, arXiv 2501.18512).
         rebase: θ = θ̃ + (θ − θ when sent). The anchor becomes θ̃ in every case.
         """
-        shard = self.shards[weights.fragment]
+        shard = self.shards[weights.piece]
         with self.staging.beside():
-            bring = partial(self.staging.bring, weights.fragment)
+            bring = partial(self.staging.bring, weights.piece)
             theirs = self.downlink.decode(weights, shard.anchor.numel(), bring)
             shard.done = self.staging.mark()
         self.staging.wait(shard.done, theirs)

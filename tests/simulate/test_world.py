@@ -226,7 +226,7 @@ def test_training_on_a_gpu_takes_the_same_virtual_time(monkeypatch):
 
     def run() -> tuple[dict, float]:
         world = VirtualWorld(ENVIRONMENT.world, training_task(study, OURS, ENVIRONMENT.numel))
-        return world.run(), world.top.server.fragments[0].x.sum().item()
+        return world.run(), world.top.server.weights(0).sum().item()
 
     on_a_cpu = run()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
