@@ -27,9 +27,10 @@ from torch import Tensor
 from benchmarks.common import command_line, ratio, report
 from geotrain.config import CodecConfig, HalosConfig, codec_config, rule_config
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import WeightsSender, from_bytes, to_bytes
+from geotrain.outer.downlink import WeightsSender, to_bytes
 from geotrain.outer.limits import norm
 from geotrain.outer.rules import FragmentState, global_rule
+from geotrain.staging import from_bytes
 
 STAGES = ("decode_and_norm", "rule", "answer")
 

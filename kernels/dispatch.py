@@ -36,7 +36,7 @@ def quantize(
     values = values.detach()
     _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": residual})
     if payload is None:
-        payload = torch.empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        payload = values.new_empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8)
     _check_payload("quantize", payload, values, spec)
     flat_anchor, flat_residual = (None if t is None else t.view(-1) for t in (anchor, residual))
     return payload, _pick(values).quantize(values.view(-1), payload, spec, flat_anchor, flat_residual, seed)

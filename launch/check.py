@@ -74,7 +74,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     Raises ConfigError, whose message names the worker.
     """
     from geotrain.parallelism.acco_forms import check_acco
-    from geotrain.parallelism.checks import accumulation_steps, check_layout
+    from geotrain.parallelism.checks import accumulation_steps, check_layout, check_state_device
 
     setup = WorkerSetup.of(run, worker)
     block = setup.deepspeed
@@ -88,6 +88,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
         dp = check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
         if run.acco is not None:
             check_acco(run.acco, run.architecture, block, accumulation_steps(block, dp))
+        check_state_device(run.outer.state_device, block)
         return dp
     except ConfigError as error:
         raise ConfigError(f"worker {worker.name!r}: {error}") from None

@@ -19,8 +19,9 @@ from geotrain import cover
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout, LayoutError, numel
 from geotrain.outer.codec import Codec
-from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes, to_bytes
+from geotrain.outer.downlink import WeightsSender, sends_changes, to_bytes
 from geotrain.outer.messages import FragmentWeights, Identity, Join, Refused, UpdatePart
+from geotrain.staging import from_bytes
 
 MOST_METRICS = 64  # of an update
 MOST_NAME = 64  # characters of a metric's name

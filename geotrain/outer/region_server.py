@@ -17,7 +17,7 @@ from torch import Tensor
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout
 from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal, rounding_seed
-from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
+from geotrain.outer.downlink import WeightsReceiver, to_bytes
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
 from geotrain.outer.leases import LentLeases
 from geotrain.outer.member import MOST_LEASES, mean_metrics
@@ -46,6 +46,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import RegionRule
 from geotrain.outer.server import Identity, Server
+from geotrain.staging import from_bytes
 
 
 class RegionServer(Server):

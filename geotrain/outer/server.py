@@ -22,7 +22,7 @@ from torch import Tensor
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.layout import Layout, LayoutError, gather, numel, scatter
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import FrozenWeights, WeightsSender, from_bytes, sends_changes
+from geotrain.outer.downlink import FrozenWeights, WeightsSender, sends_changes
 from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.limits import NormLimits, norm
 from geotrain.outer.member import Member, check_part, check_round, outline
@@ -44,6 +44,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.rules import FragmentState, Rule
+from geotrain.staging import from_bytes
 
 
 def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:

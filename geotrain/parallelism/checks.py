@@ -60,6 +60,20 @@ def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
     return min(parameters, _DEEPSPEED_BUCKET)
 
 
+def offloads_masters(deepspeed_block: dict[str, Any]) -> bool:
+    """Whether masters and moments lie in host memory."""
+    return "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
+
+
+def check_state_device(state_device: str, deepspeed_block: dict[str, Any]) -> None:
+    """Of `outer.state_device`. Raises ConfigError."""
+    if state_device == "device" and offloads_masters(deepspeed_block):
+        raise ConfigError(
+            "outer.state_device = 'device' does not go with deepspeed.zero_optimization.offload_optimizer: deltas "
+            "are made where the masters are, in host memory; leave it out"
+        )
+
+
 def check_layout(
     architecture: Architecture,
     parallel: ParallelConfig,
