@@ -194,7 +194,7 @@ class WorkerRank:
         shard.version = weights.version
 
 
-def rebase(masters: Sequence[Tensor], theirs: Sequence[Tensor], anchors: Sequence[Tensor]) -> None:
+def rebase(masters: list[Tensor], theirs: list[Tensor], anchors: list[Tensor]) -> None:
     """Put the progress that was made since the anchors upon the new weights, in place."""
     torch._foreach_sub_(masters, anchors)
     torch._foreach_add_(masters, theirs)

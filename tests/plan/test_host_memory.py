@@ -50,5 +50,5 @@ def test_with_an_offloaded_optimizer_all_of_it_is_on_the_host() -> None:
     device, host = both(*OFFLOADED)
     assert device["outer"] == 0 and device["optimizer"] == 0 and host["pinned"] == 0
     assert host["outer"] > 0 and host["optimizer"] > 0
-    with pytest.raises(ConfigError, match="outer.state_device = 'device' does not go with .*offload_optimizer"):
+    with pytest.raises(ConfigError, match=r"outer\.state_device = 'device' does not go with .*offload_optimizer"):
         check_worker(run(*OFFLOADED, "outer.state_device=device"), WORKER)
