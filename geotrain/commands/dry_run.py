@@ -186,7 +186,8 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
     for worker in (worker for region in cluster.regions for worker in region.workers):
         setup = WorkerSetup.of(run, worker)
         parallel, block = setup.parallel, setup.deepspeed
-        work = Work(run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco)
+        fp8 = setup.precision.fp8 is not None
+        work = Work(run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco, fp8)
         replicas = worker.ranks // parallel.replica_ranks
         needed = sum(rank_memory(run, run.architecture, worker).values())
         for device in ACCELERATORS:
@@ -208,6 +209,7 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
     )
     for device in ACCELERATORS:
         console.print(
-            f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s, {device.bandwidth / 1e12:g} TB/s, "
+            f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s "
+            f"({device.fp8_flops / 1e12:,.0f} in FP8), {device.bandwidth / 1e12:g} TB/s, "
             f"{device.memory_bytes / 1e9:.0f} GB, NVLink {device.link / 1e9:.0f} GB/s each way"
         )

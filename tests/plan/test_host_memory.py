@@ -52,3 +52,18 @@ def test_with_an_offloaded_optimizer_all_of_it_is_on_the_host() -> None:
     assert host["outer"] > 0 and host["optimizer"] > 0
     with pytest.raises(ConfigError, match=r"outer\.state_device = 'device' does not go with .*offload_optimizer"):
         check_worker(run(*OFFLOADED, "outer.state_device=device"), WORKER)
+
+
+def test_fp8_keeps_weights_twice_more_and_half_of_what_products_read() -> None:
+    (plain, _), (fp8, _) = both(), both("precision.fp8=hybrid")
+    a, parallel = run().architecture, run().parallel
+    matrices = a.layers * (2 * a.hidden_size * a.heads * a.head_dim + 2 * a.hidden_size * a.kv_heads * a.head_dim)
+    matrices += a.layers * 3 * a.hidden_size * a.ffn_size
+    ranks = parallel.tensor * parallel.pipeline
+    assert fp8["weights"] - plain["weights"] == 2 * matrices // ranks
+    tokens = run().data.sequence_length * run().deepspeed["train_micro_batch_size_per_gpu"]
+    whole = parallel.tensor if parallel.sequence else 1
+    less = a.hidden_size / whole + 0.5 * (a.ffn_size - a.heads * a.head_dim) / parallel.tensor
+    assert plain["activations"] - fp8["activations"] == pytest.approx(2 * tokens * a.layers * less, rel=1e-6)
+    (with_acco, _), (without, _) = both("acco={}", "precision.fp8=hybrid"), both("acco={}")
+    assert with_acco["weights"] - without["weights"] == 2 * matrices // ranks

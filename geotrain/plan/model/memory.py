@@ -8,7 +8,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.parallelism.acco_forms import flat_bytes
 from geotrain.parallelism.checks import accumulates_in_fp32, offloads_masters, trains_in_bf16
-from geotrain.parallelism.memory import memory_per_rank, moment_bytes
+from geotrain.parallelism.memory import fp8_weights, memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parallelism.whole_matrices import shard_size
 
@@ -22,7 +22,13 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     setup = WorkerSetup.of(run, worker)
     parallel, block = setup.parallel, setup.deepspeed
     memory = memory_per_rank(
-        architecture, parallel, worker.ranks, block, run.data.sequence_length, run.model.recompute
+        architecture,
+        parallel,
+        worker.ranks,
+        block,
+        run.data.sequence_length,
+        run.model.recompute,
+        setup.precision.fp8 is not None,
     )
     dp = worker.ranks // (parallel.tensor * parallel.pipeline)
     state = {
@@ -34,10 +40,12 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
     if run.acco is not None:
         size, summed = 2 if trains_in_bf16(block) else 4, 4 if accumulates_in_fp32(block) else 2
+        in_fp8 = 2 * fp8_weights(architecture, parallel, memory.stage) if setup.precision.fp8 else 0
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
         flat = flat_bytes(run.acco.prediction, shard, size, summed)
         state["buffers"] = flat - state["weights"] - state["gradients"]
+        state["weights"] += in_fp8
     outer = 0 if outer_on_host(run, setup) else outer_bytes(run, shard.adamw + shard.matrices)
     return {**state, "activations": memory.activations_bytes, "outer": outer}
 
@@ -50,7 +58,13 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     setup = WorkerSetup.of(run, worker)
     parallel, block = setup.parallel, setup.deepspeed
     memory = memory_per_rank(
-        architecture, parallel, worker.ranks, block, run.data.sequence_length, run.model.recompute
+        architecture,
+        parallel,
+        worker.ranks,
+        block,
+        run.data.sequence_length,
+        run.model.recompute,
+        setup.precision.fp8 is not None,
     )
     dp = worker.ranks // (parallel.tensor * parallel.pipeline)
     shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
