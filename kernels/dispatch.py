@@ -137,6 +137,27 @@ def adam_step(
     _pick(weights).adam(weights, exp_avg, exp_avg_sq, grad, out, step, look_ahead, commit)
 
 
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) -> Tensor:
+    """The rotary embedding (Su et al., arXiv 2104.09864), each pair a half of a head apart, as Llama has it: in fp32,
+    rounded once.
+
+    x: fp32 or bf16 [sequence, batch, heads, size], of any strides but 1 in the last dimension. cosine, sine: fp32
+    [sequence, size / 2]. inverse: by the negative angles, which is also the way of gradients. Returns a new tensor
+    without gaps.
+    """
+    x = x.detach()
+    if x.dim() != 4 or x.shape[3] % 2 or x.dtype not in LOW_PRECISION or (x.numel() and x.stride(3) != 1):
+        raise ValueError(f"rotate: x must be fp32 or bf16 [sequence, batch, heads, even size], is {_tell(x)}")
+    for name, table in (("cosine", cosine), ("sine", sine)):
+        if table.shape != (x.shape[0], x.shape[3] // 2) or table.device != x.device:
+            raise ValueError(f"rotate: {name} must be [{x.shape[0]}, {x.shape[3] // 2}], is {_tell(table)}")
+    _check("rotate", cosine, {"cosine": cosine, "sine": sine})
+    out = x.new_empty(x.shape)
+    if x.numel():
+        _pick(x).rotate(x, out, cosine, sine, inverse)
+    return out
+
+
 def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
     """The nearly orthogonal factor of each matrix: its singular vectors, with all singular values near 1.
 

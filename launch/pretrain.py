@@ -101,7 +101,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     for line in release_stale_locks(build_folder()):
         _say(f"geotrain: worker in {region}: {line}", sys.stderr)
     end = end_of_document(run.data)
-    engine = build_engine(run, setup.parallel, setup.deepspeed, setup.precision, end_of_document=end)
+    engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end, precision=setup.precision)
     _say(_place(engine.mesh, server), sys.stdout)
     vocab_size = engine.architecture.vocab_size
     source = open_training(run.data, vocab_size, run.seed)

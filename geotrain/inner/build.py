@@ -41,9 +41,9 @@ def build_engine(
     run: RunConfig,
     parallel: ParallelConfig,
     deepspeed_block: dict[str, Any],
-    precision: PrecisionConfig | None = None,
     timeout_s: float = 600.0,
     end_of_document: int | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> GeoEngine:
     """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
 

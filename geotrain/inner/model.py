@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
 from geotrain.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.families import family_of
-from geotrain.inner import latent_attention, platform
+from geotrain.inner import latent_attention, platform, rotary
 from geotrain.inner.documents import PackedAttention, inside_documents
 from geotrain.inner.parallel import EXPERTS
 from geotrain.inner.router_bias import biased_routers, keep_counts_wide
@@ -24,6 +24,7 @@ from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -46,6 +47,8 @@ if not hasattr(
     moe_utils, "te_general_gemm"
 ):  # Megatron-core 0.16 asks whether it is None, but defines it with TE only
     moe_utils.te_general_gemm = None
+
+rope_utils._apply_rotary_pos_emb_bshd = rotary.rotated
 
 Recompute = Literal["none", "selective", "full"]
 PLAIN = PrecisionConfig()
@@ -141,7 +144,7 @@ def transformer_config(
         fp8_amax_history_len=1024,  # of the recipe "delayed": Transformer Engine's own defaults, not Megatron-core's
         fp8_amax_compute_algo="max",
         tp_only_amax_red=True,  # replicas may be at different micro-batches, as with `acco.balance`
-        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.rotary`
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,

@@ -235,7 +235,7 @@ def refused_and_repeated() -> list[Any]:
     block = deepspeed_block(1, bf16={"enabled": True})
     run = run_config(WIDE, block)
     with pytest.raises(ConfigError, match="needs a GPU, and this rank computes on the CPU"):
-        build_engine(run, ParallelConfig(), block, FP8)
+        build_engine(run, ParallelConfig(), block, precision=FP8)
     curves = []
     for _ in range(2):
         engine = start(WIDE, ParallelConfig(), block, precision=PrecisionConfig(deterministic_mode=True))

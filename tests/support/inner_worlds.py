@@ -139,7 +139,7 @@ def start(
     """An engine with the canonical test weights."""
     from geotrain.inner.build import build_engine
 
-    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, precision, 120)
+    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, 120, precision=precision)
     write(engine, canonical_weights(engine.architecture))
     return engine
 

@@ -39,7 +39,7 @@ SMALL_COLLECTIVES = 3  # of a step, over all ranks: the norm, whether it is fini
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker does. deepspeed: its block, with the worker's own keys laid over. fp8: whether its layers multiply
+    """What a worker does. deepspeed: its block, with the worker's own keys laid over. fp8: whether layers multiply
     in FP8; only the roofline knows it, since a cluster's devices have one rate."""
 
     architecture: Architecture
