@@ -28,11 +28,12 @@ from benchmarks.common import command_line, ratio, report
 from geotrain.config import CodecConfig, HalosConfig, codec_config, rule_config
 from geotrain.layout import Layout, Parameter
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.downlink import to_bytes
 from geotrain.outer.limits import norm
 from geotrain.outer.messages import Join, PieceDelta, UpdatePart
 from geotrain.outer.rules import Counts, global_rule
 from geotrain.outer.vault import Apply, Decode, Forget, Freeze, Vault
+from geotrain.staging import from_bytes
 
 STAGES = ("decode_and_norm", "rule", "answer")
 

@@ -23,7 +23,7 @@ from geotrain.config.block import (
     read_json,
 )
 from geotrain.config.deepspeed import check_block
-from geotrain.config.run import ParallelConfig
+from geotrain.config.run import ParallelConfig, PrecisionConfig
 
 RESERVED = ("global", "launcher", "wan")  # logs, events and messages name other processes so
 
@@ -69,6 +69,7 @@ class WorkerConfig(Block):
     )
     launcher_args: str = Field("", description="More arguments for srun, mpirun or pdsh.")
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
+    precision: PrecisionConfig | None = Field(None, description="Overrides the run's `precision` for this worker.")
     deepspeed: Annotated[dict[str, Any], AfterValidator(check_block)] = Field(
         {}, description="Keys laid over the run's `deepspeed` block."
     )

@@ -216,6 +216,11 @@ class OuterConfig(Block):
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
     limits: LimitsConfig = LimitsConfig()
+    state_device: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="Where ranks keep anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
+        "or on the host, to which masters cross for each delta while training waits. auto: where the masters are.",
+    )
 
     @property
     def flat(self) -> bool:

@@ -36,6 +36,19 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def capability() -> tuple[int, int] | None:
+    """CUDA's compute capability of this rank's device; None on a CPU."""
+    return torch.cuda.get_device_capability(device()) if HAS_CUDA else None
+
+
+def use_deterministic_algorithms(wanted: bool) -> None:
+    """Let torch refuse, from now on, what does not give the same bits twice. What must be set before CUDA starts,
+    `geotrain.launch.rank_environment` sets."""
+    torch.use_deterministic_algorithms(wanted)
+    # It would write all memory before its first use.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
     return "nccl" if HAS_CUDA else "gloo"

@@ -10,16 +10,15 @@ both know whether the mirrors are still equal; if they are not, the next weights
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig, codec_config
 from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
 from geotrain.outer.messages import PieceWeights
+from geotrain.staging import from_bytes, on_host
 
 # Takes a payload and a check, runs the check on the payload in host memory, returns it on the device that decodes it.
 Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
@@ -28,13 +27,6 @@ Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
 ABSOLUTE = ("fp32", "bf16")
 MARK_BYTES = 1 << 18  # so much of a payload, spread over it, goes into a mark
 VALIDATION_CODEC = codec_config("bf16")
-
-
-def on_host(payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
-    """A `Bring` for the CPU: the payload as a uint8 tensor in host memory, after `check` has accepted it."""
-    host = from_bytes(payload)
-    check(host)
-    return host
 
 
 def sends_changes(config: CodecConfig) -> bool:
@@ -144,14 +136,3 @@ class WeightsReceiver(_Mirror):
 def to_bytes(payload: Tensor) -> bytes:
     """A payload (uint8, 1-D, on any device) as bytes for a message. On a GPU this waits for the device."""
     return payload.cpu().numpy().tobytes()
-
-
-# Payloads are only read, so a tensor over a message's memory need not be writable. torch warns once, here.
-with warnings.catch_warnings(action="ignore"):
-    torch.frombuffer(b"0", dtype=torch.uint8)
-
-
-def from_bytes(payload: bytes) -> Tensor:
-    """A message's payload as a tensor (uint8, 1-D, CPU) over the same memory, which must not be written to.
-    `frombuffer` refuses an empty buffer, which a part that holds nothing of a fragment sends."""
-    return torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

@@ -12,35 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import rounding_seed
 from geotrain.outer.messages import Answer, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
 from geotrain.outer.server import Identity
+from geotrain.staging import Pending
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Protocol[T_co]):
-    """A future, as far as the outer loop needs one. `result` blocks, and raises what the future failed with."""
-
-    def done(self) -> bool: ...
-    def result(self) -> T_co: ...
-
-
-@dataclass(frozen=True)
-class Ready(Generic[T]):
-    """A future whose result is known from the start."""
-
-    value: T
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> T:
-        return self.value
 
 
 Waiting = Generator[Pending[Any], Any, T]

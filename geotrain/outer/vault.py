@@ -18,10 +18,11 @@ from torch import Tensor
 from geotrain.config import CodecConfig
 from geotrain.layout import Layout, Piece, gather, numel, scatter
 from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, rounding_seed
-from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender, from_bytes, to_bytes
+from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender, to_bytes
 from geotrain.outer.messages import Answer, Join, PieceWeights, UpdatePart
 from geotrain.outer.rules import RegionRule, Rule, Vectors
 from geotrain.outer.rules.rule import Told
+from geotrain.staging import from_bytes
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ happens is in `exchange`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,68 +16,12 @@ from torch import Tensor
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout, StridedSlice, joined, numel
 from geotrain.outer.codec import NonFiniteError, make_codec, refusal
-from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, from_bytes, on_host
-from geotrain.outer.exchange import Pending, Ready
+from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver
 from geotrain.outer.messages import PieceDelta, PieceWeights
 from geotrain.pieces import Cut, cut
+from geotrain.staging import Made, Pending, Staging, SynchronousStaging, from_bytes
 
 T = TypeVar("T")
-
-
-class Staging(Protocol):
-    """How a rank's payloads get from its device to host memory and back while it trains.
-
-    `SynchronousStaging` does everything at once. `geotrain.staging.CudaStaging` works beside training, on a
-    CUDA stream and a thread of its own. It is handed in because nothing in `outer` may run asynchronously by itself.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-    def beside(self) -> AbstractContextManager[None]:
-        """A context whose computations run beside training, on the values that training's tensors have on entry."""
-
-    def mark(self) -> Any:
-        """A mark behind all work that was given to this staging so far."""
-
-    def wait(self, mark: Any, *made: Tensor) -> None:
-        """Let training's computations from now on begin only behind the mark (None: no mark yet). On a GPU the device
-        waits, not the host. made: tensors made in `beside` that training will use."""
-
-    def fetch(self, key: int, payload: Tensor, finite: Any, build: Callable[[bytes, bool], T]) -> Pending[T]:
-        """The result of build(payload, finite), called once both are in host memory. key: names the host buffer,
-        which the next fetch with this key uses again."""
-
-    def bring(self, key: int, payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
-        """The payload on the device (uint8, 1-D), after `check` has accepted it in host memory. key: as in
-        `fetch`."""
-
-    def when_fetched(self, call: Callable[[], Pending[T]]) -> Pending[T]:
-        """The result of `call`, called once everything given to `fetch` so far is in host memory."""
-
-
-class SynchronousStaging:
-    """Does everything at once, in the caller's thread: for training on a CPU, and for the simulator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def mark(self) -> None:
-        return None
-
-    def wait(self, mark: Any, *made: Tensor) -> None:
-        pass
-
-    def fetch(self, key: int, payload: Tensor, finite: Any, build: Callable[[bytes, bool], T]) -> Pending[T]:
-        return Ready(build(payload.cpu().numpy().tobytes(), bool(finite)))
-
-    def bring(self, key: int, payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
-        return on_host(payload, check).to(self.device)
-
-    def when_fetched(self, call: Callable[[], Pending[T]]) -> Pending[T]:
-        return call()
 
 
 @dataclass
@@ -100,7 +44,7 @@ class _Shard:
     What it pushes comes first, so that what a delta needs is a prefix of each vector. own: what lies in the piece.
     """
 
-    def __init__(self, own: Sequence[tuple[OwnedSlices, Cut]], device: torch.device) -> None:
+    def __init__(self, own: Sequence[tuple[OwnedSlices, Cut]], staging: Staging) -> None:
         ordered = sorted(own, key=lambda each: not each[0].pushes)
         # A part of a master is a view of it, so what is written to it is the master's.
         self.masters = [owned.master[c.begin : c.end] for owned, c in ordered]
@@ -109,9 +53,10 @@ class _Shard:
         self.pushes = joined(s for owned, c in own if owned.pushes for s in c.slices)
         self.holds = joined((*self.pushes, *(s for owned, c in own if not owned.pushes for s in c.slices)))
         self.pushed = numel(self.pushes)
+        self.staging = staging
         # On the staging's device even where this rank holds nothing: answers come to that device, and torch refuses
         # to combine tensors of two devices, empty ones included.
-        self.anchor = torch.zeros(sum(self.sizes), dtype=torch.float32, device=device)
+        self.anchor = torch.zeros(sum(self.sizes), dtype=torch.float32, device=staging.device)
         self.scratch = torch.empty_like(self.anchor)  # kept, so that a delta needs no fresh memory beside training
         self.residual: Tensor | None = None  # of what is pushed; made at the first delta of a lossy codec
         self.version = 0  # of the anchor
@@ -119,14 +64,12 @@ class _Shard:
 
     def read(self) -> Tensor:
         """A copy of the masters in one vector. It is the scratch buffer, which the next call overwrites."""
-        if self.masters:
-            torch.cat(self.masters, out=self.scratch)
+        self.staging.read(self.masters, self.scratch)
         return self.scratch
 
     def write(self, values: Tensor) -> None:
         """Copy one vector into the masters, in place: the optimizer keeps its references to them."""
-        if self.masters:
-            torch._foreach_copy_(self.masters, values.split(self.sizes))
+        self.staging.change(self.masters, torch._foreach_copy_, values)
 
     def refusal(self, values: Tensor) -> NonFiniteError:
         """An error that names the parameter whose part of `values` is not finite; if none is, it is the residual."""
@@ -139,9 +82,9 @@ class _Shard:
 class WorkerRank:
     """Anchors and residuals of what one rank holds of the model, piece by piece.
 
-    Memory: 8 bytes for each parameter that the rank owns (anchor and scratch buffer), 12 with a lossy codec
-    (residual). pieces: this rank's masters, each within one fragment. staging: None: do everything at once, on the
-    masters' device.
+    Memory on the staging's device: 8 bytes for each parameter that the rank owns (anchor and scratch buffer), 4 more
+    with a lossy codec (residual), 4 more where changes come down (mirror). pieces: this rank's masters, each within
+    one fragment. staging: None: do everything at once, on the masters' device.
     """
 
     def __init__(
@@ -157,8 +100,7 @@ class WorkerRank:
                 by_piece[each.piece].append((owned, each))
         device = pieces[0].master.device if pieces else torch.device("cpu")
         self.staging: Staging = SynchronousStaging(device) if staging is None else staging
-        device = self.staging.device
-        self.shards = [_Shard(own, device) for own in by_piece]
+        self.shards = [_Shard(own, self.staging) for own in by_piece]
 
     @property
     def pushes(self) -> tuple[tuple[StridedSlice, ...], ...]:
@@ -178,9 +120,11 @@ class WorkerRank:
         shard = self.shards[piece]
         self.staging.wait(shard.done)  # the last delta may still be read from the scratch buffer, which is filled now
         now = shard.read()  # a copy: training goes on
-        with self.staging.beside():
+        version = shard.version  # now: `on_weights` may change it before `build` runs on another thread
+
+        def make() -> Made:
             if self.codec.error_feedback and shard.residual is None:
-                shard.residual = torch.zeros(shard.pushed, dtype=torch.float32, device=now.device)
+                shard.residual = torch.zeros_like(now[: shard.pushed])
             try:
                 encoded = self.codec.encode(
                     now[: shard.pushed], anchor=shard.anchor[: shard.pushed], residual=shard.residual, seed=seed
@@ -188,15 +132,14 @@ class WorkerRank:
             except NonFiniteError:
                 raise shard.refusal(now) from None
             shard.anchor.copy_(now)
-            version = shard.version  # now: `on_weights` may change it before `build` runs on another thread
+            return encoded.payload, encoded.finite
 
-            def build(payload: bytes, finite: bool) -> PieceDelta:
-                if not finite:
-                    raise shard.refusal(shard.anchor)  # the masters as they were sent
-                return PieceDelta(piece, version, payload)
+        def build(payload: bytes, finite: bool) -> PieceDelta:
+            if not finite:
+                raise shard.refusal(shard.anchor)  # the masters as they were sent
+            return PieceDelta(piece, version, payload)
 
-            fetched = self.staging.fetch(piece, encoded.payload, encoded.finite, build)
-            shard.done = self.staging.mark()
+        fetched, shard.done = self.staging.fetch(piece, make, build)
         return fetched
 
     def mirrors(self) -> tuple[int, ...]:
@@ -243,8 +186,15 @@ class WorkerRank:
         if adopt == "replace":
             shard.write(theirs)
         elif adopt == "mix":
-            shard.write(shard.read().lerp_(theirs, 1 - self.overlap.mix))
+            share = 1 - self.overlap.mix
+            self.staging.change(shard.masters, lambda masters, new: torch._foreach_lerp_(masters, new, share), theirs)
         else:
-            shard.write(shard.read().sub_(shard.anchor).add_(theirs))
+            self.staging.change(shard.masters, rebase, theirs, shard.anchor)
         shard.anchor.copy_(theirs)  # a copy: `theirs` may be the downlink's mirror
         shard.version = weights.version
+
+
+def rebase(masters: list[Tensor], theirs: list[Tensor], anchors: list[Tensor]) -> None:
+    """Put the progress that was made since the anchors upon the new weights, in place."""
+    torch._foreach_sub_(masters, anchors)
+    torch._foreach_add_(masters, theirs)

@@ -8,12 +8,13 @@ from typing import Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout, fragments_due
-from geotrain.outer.exchange import Exchange, Pending, Ready, Weights
+from geotrain.outer.exchange import Exchange, Weights
 from geotrain.outer.messages import Lease, LeaseRequest, PieceDelta, PieceWeights
 from geotrain.outer.server import Identity
 from geotrain.simulate.clock import Clock, Script, VirtualProcess
 from geotrain.simulate.nodes import VirtualClient
 from geotrain.simulate.spec import WorkerSpec
+from geotrain.staging import Pending, Ready
 
 T = TypeVar("T")
 

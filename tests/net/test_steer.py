@@ -18,9 +18,10 @@ from geotrain.net.operator_client import ask_status, command
 from geotrain.net.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import VALIDATION_CODEC, from_bytes
+from geotrain.outer.downlink import VALIDATION_CODEC
 from geotrain.outer.leases import Validations
 from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
+from geotrain.staging import from_bytes
 from tests.support.net_worlds import Cluster, clusters, halves, outer, train_all, wait_for, whole
 from tests.support.outer_world import weights_of
 

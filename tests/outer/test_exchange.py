@@ -10,10 +10,11 @@ import pytest
 from geotrain.config import OuterConfig, OverlapConfig, rule_config
 from geotrain.layout import fragments_due
 from geotrain.outer.codec import NonFiniteError
-from geotrain.outer.exchange import Exchange, Ready, Waiting, wait_for
+from geotrain.outer.exchange import Exchange, Waiting, wait_for
 from geotrain.outer.messages import Answer, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
 from geotrain.outer.server import Identity
 from geotrain.plan.model.rounds import stops
+from geotrain.staging import Ready
 
 
 class Everything:

@@ -99,3 +99,31 @@ def test_of_everything_shipped_the_expected_is_below_the_ceiling(path: Path) -> 
     for device in ACCELERATORS:
         expected, ceiling = (roofline(work, 1, device, shares) for shares in (EXPECTED, CEILING))
         assert 0.0 < expected.mfu < ceiling.mfu < 1.0
+
+
+def test_in_fp8_products_go_at_its_peak_and_what_is_cast_moves_more() -> None:
+    work = work_of("8b.json", tensor=1)
+    fp8, (h100, *_) = replace(work, fp8=True), ACCELERATORS
+    before, after = ([o for o in micro_batch(w, 0) if o.name == "products"] for w in (work, fp8))
+    assert sum(o.flops for o in before) == sum(o.flops for o in after)
+    a, tokens = work.architecture, work.micro_tokens
+    head = 3 * 2 * tokens * a.hidden_size * a.vocab_size
+    assert sum(o.flops for o in after if not o.fp8) == pytest.approx(head)  # the head's stay in bf16
+    for o in after:
+        peak = h100.fp8_flops if o.fp8 else h100.flops
+        assert o.seconds(h100, CEILING) == pytest.approx(max(o.flops / peak, o.bytes / h100.bandwidth))
+    moved = [sum(o.bytes for o in micro_batch(w, 0) if o.name == "memory") for w in (work, fp8)]
+    assert moved[1] > moved[0]
+    slow, fast = (roofline(w, 8, h100) for w in (work, fp8))
+    assert fast.products_s < 0.6 * slow.products_s and fast.step_s < slow.step_s and fast.mfu < slow.mfu
+    assert roofline(fp8, 8, h100, CEILING).mfu < 1
+
+
+def test_a_ring_sends_keys_and_values_to_every_other_rank() -> None:
+    heads = work_of("long-8b.json")
+    ring = replace(heads, parallel=heads.parallel.model_copy(update={"context_exchange": "ring"}))
+    a, parallel = heads.architecture, heads.parallel
+    kv, q, cp = a.kv_heads * a.head_dim, a.heads * a.head_dim, parallel.context
+    each = heads.micro_tokens / cp * a.layers / parallel.tensor * 2 * (3 if heads.recompute == "full" else 2)
+    difference = each * ((cp - 1) * 2 * kv - (cp - 1) / cp * (2 * q + 2 * kv))
+    assert exchanged_bytes(ring) - exchanged_bytes(heads) == pytest.approx(difference / parallel.pipeline)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, HalosConfig, MomentumConfig, OuterConfig, RegionMomentumConfig, SyncConfig
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import from_bytes
 from geotrain.outer.messages import Lease, PieceWeights, UpdatePart
+from geotrain.staging import from_bytes
 
 
 @dataclass

@@ -13,10 +13,14 @@ section 3.1); twice the rest. Cross entropy: three passes over fp32 logits. Adam
 Ranks of a replica exchange activations four times a layer, hidden behind nothing: tensor ranks all of them, expert
 and context ranks what goes to others. Gradients and weights between replicas hide behind one micro-batch, with ACCO
 behind all. A pipeline of p stages and m micro-batches takes (m + p − 1) / m as long.
+
+With FP8 the layers' products go at its peak, and read factors of a byte that were cast before; head, attention and
+all else stay in bf16. Utilization is then of FP8's peak. Weights are cast once a step, which is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,8 +40,8 @@ IN_HOST = 8  # devices that share a host's fast links
 class Accelerator:
     """Rates as NVIDIA's data sheets of the SXM modules say.
 
-    flops: dense bf16, a second. memory_bytes, bandwidth: of the HBM; bytes, bytes a second. link: NVLink, bytes a
-    second each way. network: one 400 Gbit/s adapter for each device, bytes a second, each way.
+    flops, fp8_flops: dense bf16 and FP8, a second. memory_bytes, bandwidth: of the HBM; bytes, bytes a second. link:
+    NVLink, bytes a second each way. network: one 400 Gbit/s adapter for each device, bytes a second, each way.
     """
 
     name: str
@@ -46,13 +50,14 @@ class Accelerator:
     bandwidth: float
     link: float
     network: float = 50e9
+    fp8_flops: float = math.nan
 
 
 ACCELERATORS = (
-    Accelerator("H100", 989.4e12, 80e9, 3.35e12, 450e9),  # H100 Tensor Core GPU data sheet, 2023
-    Accelerator("H200", 989.4e12, 141e9, 4.8e12, 450e9),  # H200 Tensor Core GPU data sheet, 2024
+    Accelerator("H100", 989.4e12, 80e9, 3.35e12, 450e9, fp8_flops=1978.9e12),  # H100 Tensor Core GPU data sheet, 2023
+    Accelerator("H200", 989.4e12, 141e9, 4.8e12, 450e9, fp8_flops=1978.9e12),  # H200 Tensor Core GPU data sheet, 2024
     Accelerator(
-        "B200", 2250e12, 180e9, 7.7e12, 900e9
+        "B200", 2250e12, 180e9, 7.7e12, 900e9, fp8_flops=4500e12
     ),  # HGX B200: an eighth of the board's, DGX B200 data sheet, 2024
 )
 
@@ -75,15 +80,18 @@ EXPECTED = RateShares(0.72, 0.55, 0.9, 0.8)
 
 @dataclass(frozen=True)
 class Operation:
-    """A part of one micro-batch on one rank. flops: executed. bytes: to and from the device's memory."""
+    """A part of one micro-batch on one rank. flops: executed, in FP8 or not. bytes: to and from the device's
+    memory."""
 
     name: str
     flops: float
     bytes: float
+    fp8: bool = False
 
     def seconds(self, device: Accelerator, shares: RateShares) -> float:
         rate = shares.attention if self.name == "attention" else shares.products
-        return max(self.flops / (rate * device.flops), self.bytes / (shares.bandwidth * device.bandwidth))
+        peak = device.fp8_flops if self.fp8 else device.flops
+        return max(self.flops / (rate * peak), self.bytes / (shares.bandwidth * device.bandwidth))
 
 
 @dataclass(frozen=True)
@@ -140,14 +148,15 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
         exchange_s=micro_batches * exchange_s,
         pipeline_s=pipeline_s,
         exposed_s=exposed_s,
-        mfu=useful / (step_s * ranks * device.flops),
+        mfu=useful / (step_s * ranks * (device.fp8_flops if work.fp8 else device.flops)),
     )
 
 
 def exchanged_bytes(work: Work) -> float:
     """What a rank sends of a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
     parallelism the two halves of one, after attention and MLP. Experts: each routed token there and back. Context: q,
-    k, v and the output of attention. Backward does it again; so does forward where it is computed again."""
+    k, v and the output of attention, or as a ring k and v to each other rank (which attention may hide; it is counted
+    as if not). Backward does it again; so does forward where it is computed again."""
     a, parallel = work.architecture, work.parallel
     tokens = work.micro_tokens / parallel.context
 
@@ -157,7 +166,11 @@ def exchanged_bytes(work: Work) -> float:
     sent = 4 * others(parallel.tensor) * a.hidden_size * a.layers
     chosen = a.experts.per_token if a.experts else 0
     sent += 2 * others(parallel.expert) * chosen * a.hidden_size * sum(map(a.has_experts, range(a.layers)))
-    sent += others(parallel.context) * sum(_attended(a)) / parallel.tensor * a.layers
+    if parallel.context_exchange == "ring":  # keys and values go round
+        _, key, value, _ = _attended(a)
+        sent += (parallel.context - 1) * (key + value) / parallel.tensor * a.layers
+    else:
+        sent += others(parallel.context) * sum(_attended(a)) / parallel.tensor * a.layers
     times = 3 if work.recompute == "full" else 2
     return times * sent / parallel.pipeline * work.bytes_per_weight * tokens
 
@@ -169,10 +182,15 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
     layers, last = a.layers // parallel.pipeline, stage == parallel.pipeline - 1
     forward, again = 1 + (work.recompute == "full"), int(work.recompute != "none")
 
-    def product(rows: float, k: float, n: float, weights: float, times: int) -> Iterator[Operation]:
-        """[rows, k] · [k, n]. weights: k · n, of all experts together."""
+    def product(
+        rows: float, k: float, n: float, weights: float, times: int, fp8: bool = False
+    ) -> Iterator[Operation]:
+        """[rows, k] · [k, n]. weights: k · n, of all experts together. fp8: both factors are cast before."""
+        factor = 1 if fp8 else size
         for _ in range(times + 2):
-            yield Operation("products", 2.0 * rows * k * n, size * (rows * k + weights + rows * n))
+            yield Operation("products", 2.0 * rows * k * n, factor * (rows * k + weights) + size * rows * n, fp8)
+        if fp8:  # input and gradient of the output, read, and written twice: as they are and transposed
+            yield Operation("memory", 0.0, (size + 2) * rows * (times * k + n))
         yield Operation("memory", 0.0, 2.0 * size * weights)  # the sum of gradients, read and written
 
     q, key, value, output = _attended(a)
@@ -185,7 +203,7 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
             held = matrix.count * k * n
             if a.experts is not None and matrix.count > 1:
                 rows, held = rows * a.experts.per_token, held / parallel.expert
-            yield from product(rows, k, n, held, forward)
+            yield from product(rows, k, n, held, forward, work.fp8 and matrix.cut != "whole")
         attended = a.heads * (a.query_dim + a.value_dim) / tp * work.sequence_length * tokens
         moved = size * tokens * (q + key + value + output) / tp
         for times in (1, again, 2.5):
@@ -193,7 +211,7 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
         streamed = whole + (2 * (q + key) + 3 * a.active_ffn_size(a.has_experts(layer))) / tp
         yield Operation("memory", 0.0, (forward + 2) * size * tokens * streamed)
     if last:
-        yield from product(tokens, a.hidden_size, a.vocab_size / tp, a.hidden_size * a.vocab_size / tp, 1)
+        yield from product(tokens, a.hidden_size, a.vocab_size / tp, a.hidden_size * a.vocab_size / tp, 1, False)
         yield Operation("memory", 0.0, tokens * a.vocab_size / tp * (2 * size + 3 * 4))
 
 
