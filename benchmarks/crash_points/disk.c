@@ -1,8 +1,10 @@
 /* A disk that fails on command: preloaded, it counts the system calls that change a file below one folder, and at the
-   n-th of them ends the process or gives an error.
+   n-th of them ends the process or gives an error; or it tells what it sees.
 
-   crash_arm(folder, at, how): how 0: end before the call; 1: end after half of the write; 2: end after the call; 3: ENOSPC at this call and at every later one that needs room; 4: EIO at this call alone.
-   at 0: only count. crash_kinds(): a letter for each call so far, w: a write, r: another that needs room, o: others. */
+   crash_arm(folder, at, how): how 0: end before the call; 1: ENOSPC at this call and at every later one that needs
+   room; 2: EIO at this call alone. at 0: only count. crash_kinds(): a letter for each call so far, w: a write, r: another
+   that needs room, o: others. crash_watch(seen): seen(0) is called after each call, and seen(1) where half of a write
+   is done. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -15,13 +17,22 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-enum { BEFORE, HALF, AFTER, FULL, BROKEN };
+enum { BEFORE, FULL, BROKEN };
 #define CRASHED 99
 
 static char root[4096];
 static long at, count;
 static char kinds[1 << 20];
 static int how;
+static void (*watcher)(int half);
+
+void crash_watch(void (*seen)(int)) { watcher = seen; }
+
+static void seen(int mine, int half) {
+  int before = errno;
+  if (watcher && mine) watcher(half);
+  errno = before;
+}
 
 void crash_arm(const char *folder, long point, int what) {
   snprintf(root, sizeof root, "%s/", folder);
@@ -48,8 +59,8 @@ static int below_fd(int fd) {
 
 static int below_at(int fd, const char *path) { return path[0] == '/' || fd == AT_FDCWD ? below(path) : below_fd(fd); }
 
-/* What becomes of this call: 0: done as always; 1: it fails with errno; 2: half, then the end; 3: done, then the end. */
-static int fate(char kind) {
+/* Whether this call fails, with errno. */
+static int fails(char kind) {
   int needs_room = kind != 'o';
   if (count < (long)sizeof kinds - 1) kinds[count] = kind;
   count++;
@@ -60,36 +71,38 @@ static int fate(char kind) {
   }
   if (count > at) return 0;
   if (how == BEFORE) _exit(CRASHED);
-  if (how == BROKEN) {
-    errno = EIO;
-    return 1;
-  }
-  return how == HALF ? 2 : 3;
+  errno = EIO;
+  return 1;
 }
 
 #define REAL(name) ((typeof(&name))dlsym(RTLD_NEXT, #name))
 #define WRAP(result, name, parameters, mine, room, call) \
   result name parameters { \
-    int end = (mine) ? fate(room) : 0; \
-    if (end == 1) return -1; \
+    int here = (mine); \
+    if (here && fails(room)) return -1; \
     result done = REAL(name) call; \
-    if (end) _exit(CRASHED); \
+    seen(here, 0); \
     return done; \
   }
 
 ssize_t write(int fd, const void *data, size_t size) {
-  int end = below_fd(fd) ? fate('w') : 0;
-  if (end == 1) return -1;
-  ssize_t done = REAL(write)(fd, data, end == 2 ? size / 2 : size);
-  if (end) _exit(CRASHED);
-  return done;
+  int here = below_fd(fd);
+  if (here && fails('w')) return -1;
+  ssize_t half = here && watcher ? REAL(write)(fd, data, size / 2) : 0;
+  if (half < 0) return half;
+  seen(here, 1);
+  ssize_t rest = REAL(write)(fd, (const char *)data + half, size - half);
+  seen(here, 0);
+  return rest < 0 ? rest : half + rest;
 }
 
 ssize_t pwrite64(int fd, const void *data, size_t size, off64_t place) {
-  int end = below_fd(fd) ? fate('w') : 0;
-  if (end == 1) return -1;
-  ssize_t done = REAL(pwrite64)(fd, data, end == 2 ? size / 2 : size, place);
-  if (end) _exit(CRASHED);
+  int here = below_fd(fd);
+  if (here && fails('w')) return -1;
+  if (here && watcher) REAL(pwrite64)(fd, data, size / 2, place);
+  seen(here, 1);
+  ssize_t done = REAL(pwrite64)(fd, data, size, place);
+  seen(here, 0);
   return done;
 }
 
@@ -114,10 +127,10 @@ static mode_t mode_of(int flags, va_list rest) { return flags & (O_CREAT | O_TMP
     va_start(rest, flags); \
     mode_t mode = mode_of(flags, rest); \
     va_end(rest); \
-    int end = CHANGES(flags) && below(path) ? fate('r') : 0; \
-    if (end == 1) return -1; \
+    int here = CHANGES(flags) && below(path); \
+    if (here && fails('r')) return -1; \
     int fd = REAL(name)(path, flags, mode); \
-    if (end) _exit(CRASHED); \
+    seen(here, 0); \
     return fd; \
   }
 OPEN(open)

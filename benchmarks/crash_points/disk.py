@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import shutil
@@ -16,12 +17,11 @@ from typing import Any
 from unittest.mock import patch
 
 SHIM = "GEOTRAIN_CRASH_SHIM"  # in the environment of a process that has disk.c preloaded
-# As disk.c has them; and at which kinds of calls each makes a difference. To end after a call is to end before the
-# next.
-HOW = {"before": 0, "half": 1, "power": 2, "full": 3, "broken": 4}
+HOW = {"before": 0, "full": 1, "broken": 2}  # as disk.c has them
+# At which kinds of calls each makes a difference. To end after a call is to end before the next.
 AT = {"before": "wro", "half": "w", "power": "wro", "full": "wr", "broken": "wro"}
 CRASHED = 99
-DEADLINE_S = 60
+DEADLINE_S = 300
 
 
 def preloaded(folder: Path) -> None:
@@ -35,51 +35,107 @@ def preloaded(folder: Path) -> None:
     os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": str(shim), SHIM: str(folder)})
 
 
-def attempt(folder: Path, life: Callable[[Callable[[Any], None]], None], how: str, at: int) -> tuple[str, list[Any]]:
+Say = Callable[[Any], None]
+
+
+def attempt(folder: Path, life: Callable[[Say], None], how: str = "before", at: int = 0) -> tuple[str, list[Any]]:
     """Run `life` in a process of its own, whose `at`-th change of a file below the folder goes wrong as `how` says
     (0: none does). Returns how it ended ("crashed", "ended", or a traceback), and what it said.
 
     life: gets a function to say things with. The last thing said, if it ended, is the kinds of its calls, as disk.c
     names them.
     """
+
+    def lived(say: Say) -> None:
+        _shim().crash_arm(str(folder).encode(), at, HOW[how])
+        life(say)
+        say(_shim().crash_kinds().decode())
+
+    return _apart(lived)
+
+
+def states(folder: Path, life: Callable[[Say], None], kept: Path) -> list[tuple[str, int, int, str]]:
+    """Run `life` in a process of its own, where nothing goes wrong, and keep what the disk would hold if it ended at
+    any call that changes a file: before it ("before"), after half of a write ("half"), or after it, with all gone
+    that was not synced ("power").
+
+    Returns (which of these, number of the call, last thing said, name of the state, which is a folder in `kept`) for
+    each. States that are alike have one name.
+    """
+    found: list[tuple[str, int, int, str]] = []
+    said, calls, faults = 0, 0, list[str]()
+    durable = Durable(folder)
+
+    def note(how: str, at: int, state: Path) -> None:
+        name = digest(state)
+        if not (kept / name).exists():
+            shutil.copytree(state, kept / name)
+        found.append((how, at, said, name))
+
+    def seen(half: int) -> None:
+        nonlocal calls
+        try:
+            if half:
+                note("half", calls + 1, folder)
+                return
+            calls += 1
+            note("before", calls + 1, folder)
+            note("power", calls, durable.left())
+        except BaseException:  # which would not leave this call, made by disk.c
+            faults.append(traceback.format_exc())
+
+    def lived(say: Say) -> None:
+        def heard(what: int) -> None:
+            nonlocal said
+            said = max(said, what)
+
+        durable.begin()
+        note("before", 1, folder)
+        watcher = ctypes.CFUNCTYPE(None, ctypes.c_int)(seen)
+        _shim().crash_arm(str(folder).encode(), 0, HOW["before"])
+        _shim().crash_watch(watcher)
+        with durable.watching():
+            life(heard)
+        _shim().crash_watch(None)
+        if faults:
+            raise AssertionError(faults[0])
+        say([each for each in found if each[:2] != ("before", calls + 1)])
+
+    ended, told = _apart(lived)
+    assert ended == "ended", ended
+    return [tuple(each) for each in told[-1]]
+
+
+def _apart(life: Callable[[Say], None]) -> tuple[str, list[Any]]:
+    """Run it in a process of its own: (how it ended, what it said)."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
         code = 1
+
+        def say(what: Any) -> None:
+            rest = json.dumps(what).encode() + b"\n"
+            while rest:
+                rest = rest[os.write(write, rest) :]
+
         try:
             signal.alarm(DEADLINE_S)
-            _live(folder, life, how, at, write)
+            life(say)
             code = 0
         except BaseException:
-            _arm(folder, 0, "before")
-            os.write(write, json.dumps({"error": traceback.format_exc()}).encode() + b"\n")
+            _shim().crash_arm(b"", 0, 0)
+            _shim().crash_watch(None)
+            say({"error": traceback.format_exc()})
         finally:
             os._exit(code)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        said = [json.loads(line) for line in pipe]
+        told = [json.loads(line) for line in pipe]
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if said and isinstance(said[-1], dict) and "error" in said[-1]:
-        return said.pop()["error"], said
-    return {0: "ended", CRASHED: "crashed"}.get(status, f"ended with {status}"), said
-
-
-def _live(folder: Path, life: Callable[[Callable[[Any], None]], None], how: str, at: int, write: int) -> None:
-    def say(what: Any) -> None:
-        os.write(write, json.dumps(what).encode() + b"\n")
-
-    _arm(folder, at, how)
-    if how == "power":
-        with Durable(folder).watching():
-            life(say)
-    else:
-        life(say)
-    say(_shim().crash_kinds().decode())
-
-
-def _arm(folder: Path, at: int, how: str) -> None:
-    _shim().crash_arm(str(folder).encode(), at, HOW[how])
+    if told and isinstance(told[-1], dict) and "error" in told[-1]:
+        return told.pop()["error"], told
+    return {0: "ended", CRASHED: "crashed"}.get(status, f"ended with {status}"), told
 
 
 def _shim() -> ctypes.CDLL:
@@ -89,14 +145,24 @@ def _shim() -> ctypes.CDLL:
     return shim
 
 
+def digest(folder: Path) -> str:
+    """Of all names and contents below it."""
+    found = hashlib.blake2b(digest_size=12)
+    for path in sorted(folder.rglob("*")):
+        content = b"" if path.is_dir() else path.read_bytes()
+        found.update(f"{path.relative_to(folder)}/{path.is_dir()}/{len(content)}/".encode() + content)
+    return found.hexdigest()
+
+
 class Durable:
     """What of a folder is on the disk: the contents of files when they were last synced, and the names in folders
-    when these were. It is kept beside the folder, in `<folder>.durable`, by inode: so it outlives the process."""
+    when these were. It is kept beside the folder, in `<folder>.durable`, by inode."""
 
     forgets = False  # True: to see whether the explorer notices that syncs are missing
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.kept = folder, folder.with_name(folder.name + ".durable")
+        self._left, self._changed = folder.with_name(folder.name + ".left"), True
 
     def begin(self) -> None:
         """All that is there now counts as being on the disk."""
@@ -111,8 +177,7 @@ class Durable:
         def syncing(name: str) -> Callable[[int], None]:
             def sync(descriptor: int) -> None:
                 path = Path(f"/proc/self/fd/{descriptor}").readlink()
-                # Kept first: the process may be ended right after the call. A call that ends it before has synced
-                # nothing, but what it would have synced is then no more than what could be there.
+                # Kept first, since what is left is looked at when the call has been made.
                 if path.is_relative_to(self.folder) and not self.forgets:
                     self._keep(path)
                 real[name](descriptor)
@@ -122,6 +187,7 @@ class Durable:
         return patch.multiple(os, fsync=syncing("fsync"), fdatasync=syncing("fdatasync"))
 
     def _keep(self, path: Path) -> None:
+        self._changed = True
         inode = path.stat().st_ino
         if path.is_dir():
             names = {entry.name: [entry.inode(), entry.is_dir()] for entry in os.scandir(path)}
@@ -129,11 +195,13 @@ class Durable:
         else:
             shutil.copyfile(path, self.kept / str(inode))
 
-    def cut_power(self) -> None:
-        """Leave of the folder what is on the disk."""
-        top = self.folder.stat().st_ino
-        shutil.rmtree(self.folder)
-        self._bring_back(self.folder, top)
+    def left(self) -> Path:
+        """A folder with what is on the disk, good until the next call."""
+        if self._changed:
+            shutil.rmtree(self._left, ignore_errors=True)
+            self._bring_back(self._left, self.folder.stat().st_ino)
+            self._changed = False
+        return self._left
 
     def _bring_back(self, place: Path, inode: int) -> None:
         place.mkdir()

@@ -124,9 +124,10 @@ def faulty(files: tuple[Path, Path], disk: Path, clocks: Clocks, seed: int, seco
         run.play(faults, seconds, lambda text: print(text, flush=True))
         before = {worker: run.jobs_of(worker) for names in run.regions.values() for worker in names}
         run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
-        end_s = time.time()
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
         refused = run.lies_refused()
+        run.finish()
+        end_s = time.time()
     run.keep(seconds=seconds, end_s=end_s, hung=hung, lies_refused=refused)
 
 

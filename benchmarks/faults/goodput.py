@@ -1,19 +1,25 @@
 """How much of what the surviving workers could have trained was committed, and how long the healthy stood still.
 
-A worker survives from when its last rank has joined until it is killed, its death is seen, or the run ends. In that
-time it could have trained its own step rate: the tokens of its jobs over the seconds of those jobs, less the seconds
-in which training waited. Waiting for servers or data, saving checkpoints, steps lost with a killed worker and updates
-that never reached the global weights all count as loss; being dead and starting again do not (`goodput_of_all` counts
-them, too: as if every worker had lived from its first step to the end).
+A worker survives from when its last rank has joined until it is killed, its death is seen, it leaves, or the run
+ends. In that time it could have trained its own step rate: the tokens of its jobs over the seconds of those jobs,
+less the seconds in which training waited. Waiting for servers or data, saving checkpoints, steps lost with a killed
+worker and updates that never reached the global weights all count as loss; being dead and starting again do not
+(`goodput_of_all` counts them, too: as if every worker had lived from its first step to the end).
+
+`goodput_bound` is what would be left if nothing cost anything but the deaths themselves: with a worker dies the part
+of a job that it is in, half of one on average, and the job before, if a fragment of it had not left yet. With F
+fragments, which leave in turn, that is so for (F − 1)/F of the time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from benchmarks.faults.liar import LIAR
 from benchmarks.faults.runner import FaultyRun
+from geotrain.layout import layout_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class Life:
     begin_s: float
     end_s: float
     jobs: tuple[dict[str, Any], ...]  # JobTrained, in order
+    died: bool
 
     @property
     def seconds(self) -> float:
@@ -39,15 +46,21 @@ def goodput(run: FaultyRun, committed_samples: int, end_s: float) -> dict[str, A
             could += sum(life.seconds * (_rate(life.jobs) if life.jobs else rate) for life in mine)
             could_all += rate * (end_s - mine[0].begin_s)
     tokens = committed_samples * run.run.data.sequence_length
-    stalls = [_longest_stall(life) for mine in lives.values() for life in mine]
+    every = [life for mine in lives.values() for life in mine]
+    jobs_s = [_training_s(job) for life in every for job in life.jobs]
+    fragments = len(layout_of(run.run).fragments)
+    lost_s = sum(life.died for life in every) * (0.5 + (fragments - 1) / fragments) * fmean(jobs_s or [0.0])
+    stalls = [_longest_stall(life) for life in every]
     return {
         "committed_tokens": tokens,
         "goodput": round(tokens / could, 4) if could else 0.0,
+        "goodput_bound": round(1 - lost_s / max(1e-9, sum(life.seconds for life in every)), 4),
+        "deaths_of_workers": sum(life.died for life in every),
         "goodput_of_all": round(tokens / could_all, 4) if could_all else 0.0,
         "longest_stall_s": round(max(stalls, default=0.0), 2),
         "worker_lives": sum(len(mine) for mine in lives.values()),
         "surviving_share": round(
-            sum(life.seconds for mine in lives.values() for life in mine)
+            sum(life.seconds for life in every)
             / max(1e-9, sum(end_s - mine[0].begin_s for mine in lives.values() if mine)),
             4,
         ),
@@ -64,13 +77,14 @@ def _lives(run: FaultyRun, region: str, worker: str, end_s: float) -> list[Life]
     begins = sorted(max(parts.values()) for parts in joined.values() if len(parts) == ranks)
     ends = [t for t, fault in run.done if fault.what == "kill" and _hits(fault, region, worker)]
     ends += [e["time_s"] for e in run.events("launcher") if e["event"] == "ProcessDied" and e["unit"] == worker]
+    left = [e["time_s"] for e in run.events(region) if e["event"] == "Left" and e["member"] == worker]
     jobs = [e for e in run.events(worker) if e["event"] == "JobTrained"]
     lives = []
     for begin_s, next_s in zip(begins, [*begins[1:], end_s], strict=True):
-        until_s = min([t for t in ends if begin_s < t < next_s], default=min(next_s, end_s))
+        until_s = min([t for t in (*ends, *left) if begin_s < t < next_s], default=min(next_s, end_s))
         if until_s > begin_s:
             mine = tuple(job for job in jobs if begin_s < job["time_s"] <= until_s)
-            lives.append(Life(worker, begin_s, until_s, mine))
+            lives.append(Life(worker, begin_s, until_s, mine, until_s < end_s and until_s not in left))
     return lives
 
 

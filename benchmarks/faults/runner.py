@@ -25,9 +25,12 @@ import psutil
 from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.liar import BELIEVED
 from benchmarks.faults.scenario import Event, Fault
+from geotrain.commands.operate import LiveRun
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
+from geotrain.net.grpc_client import Unreachable
+from geotrain.outer.messages import Refused
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches
@@ -35,7 +38,8 @@ POLL_S = 0.1
 KEEP_S = 0.5  # between looks at the journals: a segment stays for much longer
 SAMPLE_TURNS = 10  # of those, between samples of memory and open files
 LATE_S = 120.0  # that faults may be
-STOP_S = 60.0  # for an orderly end of the run
+STOP_S = 60.0  # for the run's end after Ctrl-C
+FINISH_S = 180.0  # for an orderly end
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,16 @@ class FaultyRun:
                 command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
+    def finish(self) -> None:
+        """End the run as `geotrain stop` does: workers train what they were lent, and all of it reaches the global
+        weights. What goes on after FINISH_S is left to `stop`."""
+        with suppress(Refused, Unreachable):
+            LiveRun(self.folder).steer("stop")
+        with suppress(subprocess.TimeoutExpired):
+            self.launcher.wait(FINISH_S)
+
     def stop(self) -> None:
-        """End the run as an operator does, by Ctrl-C at the launcher: servers write their last snapshots."""
+        """End the run by Ctrl-C at the launcher, if it is still on: servers write their last snapshots."""
         if self.launcher.poll() is None:
             self.launcher.send_signal(signal.SIGINT)
         try:
