@@ -344,7 +344,8 @@ class Server(Membership):
             if x is None or x.numel() != piece.numel:
                 raise LayoutError(
                     f"the state is not cut into pieces of {self.layout.piece_elements:,} elements; resume with the "
-                    "outer.fragments.piece_elements with which the run began"
+                    "outer.fragments.piece_elements with which the run began. Of a run from before there were pieces "
+                    "and with larger fragments, begin a new one from its export"
                 )
         sent = {name: saved for name, saved in meta.get("sent", {}).items() if self._load_sent(name, saved, tensors)}
         marks = meta.get("region", {}).get("marks", {})  # older snapshots have none: the next weights come whole

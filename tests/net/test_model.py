@@ -107,8 +107,10 @@ class KilledServers(RuleBasedStateMachine):
 
     def _begin(self, server: Any) -> None:
         server.set_weights(self._zeros())
-        for state in server.fragments:
-            server.rule.start(state)
+        for counts in server.fragments:
+            server.rule.start(counts)
+        for vectors in server.vaults.all[0].vectors.values():
+            server.rule.begin(vectors)
 
     def _recover(self) -> Recovered:
         with self.disk.attached():

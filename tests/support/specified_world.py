@@ -494,6 +494,19 @@ class SpecifiedWorld:
             self.check_weights(self.region(name), self.spec.region.get(name, []))
         for server in self.servers.values():
             json.dumps(server.status(), allow_nan=False)
+            self.check_vaults(server)
+
+    def check_vaults(self, server: Server) -> None:
+        """They hold what the book knows of, and no more: what is forgotten takes no memory."""
+        for vault in server.vaults.all:
+            for name, known in vault.members.items():
+                member = server.members[name]
+                assert known.joins.keys() == member.joined.keys()
+                assert known.updates.keys() == member.arriving.keys() and known.answers.keys() <= member.answers.keys()
+        for name in REGIONS:
+            region = self.region(name)
+            travelling = {delta.piece for update in region.in_flight.values() for delta in update.deltas}
+            assert {piece for vault in region.vaults.all for piece in vault.in_flight} == travelling
 
     def check_weights(self, server: Server, wanted: list[Vector]) -> None:
         for piece, v in zip(self.shape.pieces if server.fragments else (), wanted, strict=False):

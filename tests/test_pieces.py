@@ -1,0 +1,108 @@
+"""Where a rank's share is cut, and that a rank which is cut trains as one which is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geotrain.config import OuterConfig, OverlapConfig, codec_config
+from geotrain.layout import LayoutError, Piece, StridedSlice, gather, numel, scatter
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.messages import PieceWeights
+from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.pieces import cut, deal
+from tests.support.outer_world import layout
+
+FP32 = codec_config("fp32")
+# Runs of the embedding, 24 elements, as ranks have them: rows, and columns of rows; in any order.
+runs = st.lists(
+    st.sampled_from(
+        [
+            StridedSlice(0, 24, parameter="embed"),
+            StridedSlice(5, 9, parameter="embed"),
+            StridedSlice(1, 2, 4, 6, parameter="embed"),
+            StridedSlice(0, 3, 4, 5, parameter="embed"),
+            StridedSlice(23, 1, parameter="embed"),
+            StridedSlice(2, 5, parameter="norm"),
+        ]
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(runs, st.integers(1, 40))
+def test_cuts_name_the_same_elements_in_the_same_order(local: list[StridedSlice], piece_elements: int) -> None:
+    lay = layout(None, piece_elements)
+    vector = torch.arange(64.0)
+    wanted = gather(vector, lay.slices(local, 0)).clone()
+    found, position = torch.full_like(wanted, -1), 0
+    for each in cut(lay, local):
+        piece = lay.pieces[each.piece]
+        lay.check_slices(each.piece, each.slices[:1])
+        assert each.begin == position and each.end - each.begin == numel(each.slices) > 0
+        found[each.begin : each.end] = gather(vector[piece.start : piece.start + piece.numel], each.slices)
+        position = each.end
+    assert torch.equal(found, wanted) and position == len(wanted)
+
+
+def test_pieces_are_counted_through_all_fragments() -> None:
+    lay = layout(1, 10)
+    assert [[p.index for p in of] for of in lay.pieces_of] == lay.piece_numbers == [[0, 1], [2, 3], [4, 5, 6], [7]]
+    assert [p.numel for p in lay.pieces] == [10, 6, 10, 6, 10, 10, 4, 8]
+    assert lay.fragments_of([4, 5, 6, 0, 1]) == (2, 0) and lay.fragments_of([]) == ()
+    assert lay.called(5) == "fragment 2, piece 2 of 3" and lay.called(7) == "fragment 3"
+    for wrong in ([0], [1, 0], [0, 1, 0, 1], [0, 1, 8], [-1]):
+        with pytest.raises(LayoutError, match="no whole fragments"):
+            lay.fragments_of(wrong)
+
+
+@given(st.lists(st.integers(1, 1 << 27), max_size=40), st.integers(1, 8))
+def test_vaults_get_about_as_much_each(sizes: list[int], vaults: int) -> None:
+    pieces = [Piece(i, 0, 0, size) for i, size in enumerate(sizes)]
+    dealt = deal(pieces, vaults)
+    assert sorted((p for own in dealt for p in own), key=lambda p: p.index) == pieces and len(dealt) == vaults
+    loads = [sum(p.numel for p in own) for own in dealt]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert deal(pieces[::-1], vaults) == dealt  # whoever deals gets the same
+
+
+@pytest.mark.parametrize("adopt", ["replace", "mix", "rebase"])
+@pytest.mark.parametrize("piece_elements", [7, 24, 40])
+def test_a_rank_that_is_cut_sends_and_adopts_what_one_that_is_not_does(adopt: str, piece_elements: int) -> None:
+    """It owns columns of the embedding, and holds copies of the norm and of a layer."""
+    overlap = OverlapConfig(steps=int(adopt != "replace"), adopt=adopt)  # type: ignore[arg-type]
+    server, ranks = torch.linspace(-1, 1, 64), []
+    for elements in (1 << 27, piece_elements):
+        lay = layout(None, elements)
+        masters = torch.zeros(12), torch.zeros(8), torch.zeros(16)
+        owned = [
+            OwnedSlices((StridedSlice(0, 8, parameter="norm"),), masters[1], False),
+            OwnedSlices((StridedSlice(2, 2, 4, 6, parameter="embed"),), masters[0], True),
+            OwnedSlices((StridedSlice(0, 16, parameter="layer.1"),), masters[2], False),
+        ]
+        ranks.append((lay, masters, WorkerRank(lay, OuterConfig(local=FP32, overlap=overlap), owned)))
+    generator, sent = torch.Generator().manual_seed(3), []
+    for turn in range(4):
+        sent.clear()
+        steps = [torch.randn(n, generator=generator) for n in (12, 8, 16)]
+        for lay, masters, worker in ranks:
+            told = torch.full((64,), 99.0)
+            for piece in lay.pieces if turn else ():
+                delta = worker.make_delta(piece.index, seed=1).result()
+                values = make_codec(FP32).decode(from_bytes(delta.payload), numel(worker.pushes[piece.index]))
+                scatter(values, worker.pushes[piece.index], told[piece.start : piece.start + piece.numel])
+            sent.append(told)
+            for piece in lay.pieces:
+                held = gather(server[piece.start : piece.start + piece.numel], worker.holds[piece.index])
+                payload = to_bytes(make_codec(FP32).encode(held.contiguous()).payload)
+                worker.on_weights(PieceWeights(piece.index, turn, payload), start=not turn)
+            for master, step in zip(masters, steps, strict=True):
+                master.add_(step)
+        assert torch.equal(*sent)
+        assert all(torch.equal(one, two) for one, two in zip(ranks[0][1], ranks[1][1], strict=True))
+        server = server + 0.5
+    assert not sent[0].eq(99.0).all()
