@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
 from geotrain.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.families import family_of
-from geotrain.inner import latent_attention, platform, rotary
+from geotrain.inner import latent_attention, platform
 from geotrain.inner.documents import PackedAttention, inside_documents
+from geotrain.inner.fused import GatedSilu, rotated
 from geotrain.inner.parallel import EXPERTS
 from geotrain.inner.router_bias import biased_routers, keep_counts_wide
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
@@ -48,7 +49,7 @@ if not hasattr(
 ):  # Megatron-core 0.16 asks whether it is None, but defines it with TE only
     moe_utils.te_general_gemm = None
 
-rope_utils._apply_rotary_pos_emb_bshd = rotary.rotated
+rope_utils._apply_rotary_pos_emb_bshd = rotated
 
 Recompute = Literal["none", "selective", "full"]
 PLAIN = PrecisionConfig()
@@ -133,6 +134,7 @@ def transformer_config(
         hidden_dropout=0.0,
         rotary_interleaved=False,
         bias_activation_fusion=platform.HAS_CUDA,
+        use_te_activation_func=not platform.HAS_CUDA,  # that is, the one in the layer's specification
         bias_dropout_fusion=platform.HAS_CUDA,
         masked_softmax_fusion=False,  # the softmax is inside the fused attention
         gradient_accumulation_fusion=False,
@@ -144,7 +146,7 @@ def transformer_config(
         fp8_amax_history_len=1024,  # of the recipe "delayed": Transformer Engine's own defaults, not Megatron-core's
         fp8_amax_compute_algo="max",
         tp_only_amax_red=True,  # replicas may be at different micro-batches, as with `acco.balance`
-        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.rotary`
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.fused`
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,
@@ -183,7 +185,7 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = around(PackedAttention if packed else attention.core_attention)
         return spec
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedSilu)
     dense = ModuleSpec(module=MLP, submodules=linear)
     sparse = ModuleSpec(
         module=MoELayer,

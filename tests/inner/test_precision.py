@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,13 @@ from geotrain.config import (
     ConfigError,
     ParallelConfig,
     PrecisionConfig,
+    load_cluster,
+    load_run,
     parse,
 )
 from geotrain.context_parallel import Parts
+from geotrain.launch.check import check_worker
+from geotrain.launch.host_check import hosts_of
 from geotrain.parallelism.checks import check_deterministic, check_layout
 from geotrain.parallelism.transformer_engine import asked_by, check_device, check_transformer_engine
 from tests.support.expert_models import DEEPSEEK, QWEN_MOE
@@ -248,3 +253,31 @@ def refused_and_repeated() -> list[Any]:
 def test_without_a_gpu_fp8_is_refused_and_runs_repeat() -> None:
     for first, second in run_world(2, refused_and_repeated):
         assert first == second
+
+
+# ------------------------------------------------------------------------------------------------------- a launch
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_a_launch_refuses_what_a_worker_cannot_do_and_tells_hosts_what_to_have() -> None:
+    """A worker's own precision counts, since regions have different GPUs."""
+    cluster = load_cluster(CONFIGS / "clusters/four-regions-ssh.json")
+    worker = cluster.regions[0].workers[0]
+    run = load_run(CONFIGS / "runs/1b.json", ["precision.fp8=hybrid"])
+    check_worker(run, worker)
+    blackwell = worker.model_copy(update={"precision": PrecisionConfig(fp8="e4m3", fp8_recipe="mxfp8")})
+    check_worker(run, blackwell)
+    fp32 = blackwell.model_copy(update={"deepspeed": {"bf16": {"enabled": False}}})
+    with pytest.raises(
+        ConfigError, match=rf"worker '{worker.name}': precision\.fp8 = 'e4m3'.* needs deepspeed\.bf16"
+    ):
+        check_worker(run, fp32)
+    mixed = cluster.regions[0].model_copy(update={"workers": (blackwell,)})
+    cluster = cluster.model_copy(update={"regions": (mixed, *cluster.regions[1:])})
+    sites = tuple(region.name for region in cluster.regions)
+    needs = [each for found in hosts_of(run, cluster, sites).values() for each in found]
+    asked = {each.worker: (each.asks, each.capability) for each in needs}
+    assert asked.pop(worker.name) == ("precision.fp8 = 'e4m3', precision.fp8_recipe = 'mxfp8'", (10, 0))
+    assert set(asked.values()) == {("precision.fp8 = 'hybrid', precision.fp8_recipe = 'delayed'", (8, 9))}
