@@ -2,10 +2,10 @@
 
     python -m benchmarks.servers [--parameters 0.5e9] [--rounds 4] [--folder DIR] [--record]
 
-One region and a global server as processes (`geotrain serve`), and two workers of two ranks each that push noise: bf16
-inside the region, int4 up and down, K 2, six fragments. Each round updates every fragment of each worker, one update
-after another, and waits until what goes up has come down. Between the updates of a round, a vector as long as the
-fragment is copied. The last line printed is one JSON object:
+One region and a global server as processes (`geotrain serve`), and two workers of two ranks each that push noise:
+bf16 inside the region, int4 up and down, K 2. Each round updates every fragment of each worker, one update after
+another, and waits until what goes up has come down. Between the updates of a round, a vector as long as the fragment
+is copied. The last line printed is one JSON object:
 
 region_bytes_per_parameter, global_bytes_per_parameter
                      the most resident memory of each process (without mapped files), snapshots included

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +16,7 @@ from geotrain.net.journal import Journal
 from geotrain.outer.codec import make_codec, rounding_seed
 from geotrain.outer.downlink import WeightsReceiver, WeightsSender, from_bytes, to_bytes
 from geotrain.outer.limits import norm
-from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, UpdatePart
+from geotrain.outer.messages import Answer, FragmentDelta, UpdatePart
 from geotrain.outer.rules import FragmentState
 from geotrain.outer.rules.region_momentum import MomentumRegion
 
@@ -50,29 +51,37 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
     list(journal.replay(1))
     times: dict[str, list[float]] = {}
 
-    def stage(name: str, call: Callable[[], object]) -> object:
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
         begin = time.perf_counter()
-        result = call()
+        yield
         times.setdefault(name, []).append(time.perf_counter() - begin)
-        return result
 
     for number in range(1, ROUNDS + 1):
-        frames = list(wire.frames(part))
-        stage("frames_in", lambda: _read(frames, 8 * numel))
-        stage("journal_write", lambda: journal.append(part))
-        stage("journal_flush", journal.flush)
-        payload = from_bytes(part.deltas[0].payload)
-        stage("decode_and_norm", lambda: norm([local.decode_measured(payload, delta)]))
-        stage("rule", lambda: rule.on_delta(state, "w", delta, 1))
-        answer = stage("answer", lambda: sender.encode(0, number, state.x))
-        assert isinstance(answer, FragmentWeights)
-        stage("frames_out", lambda: list(wire.frames(Answer(1, (answer,)))))
-        progress, _ = rule.take_progress(state)
-        seed = rounding_seed("eu", 0, number, 0)
-        stage("up_encode", lambda: to_bytes(wide.encode(progress, residual=residual, seed=seed).payload))
+        frames, payload = list(wire.frames(part)), from_bytes(part.deltas[0].payload)
+        with stage("frames_in"):
+            _read(frames, 8 * numel)
+        with stage("journal_write"):
+            journal.append(part)
+        with stage("journal_flush"):
+            journal.flush()
+        with stage("decode_and_norm"):
+            norm([local.decode_measured(payload, delta)])
+        with stage("rule"):
+            rule.on_delta(state, "w", delta, 1)
+        with stage("answer"):
+            answer = sender.encode(0, number, state.x)
+        with stage("frames_out"):
+            list(wire.frames(Answer(1, (answer,))))
+        with stage("up_encode"):
+            progress, _ = rule.take_progress(state)
+            seed = rounding_seed("eu", 0, number, 0)
+            to_bytes(wide.encode(progress, residual=residual, seed=seed).payload)
         down = above.encode(0, number, state.x + 1e-5)
-        vector = stage("down_decode", lambda: receiver.decode(down, numel))
-        stage("merge", lambda: rule.on_global_weights(state, vector))
+        with stage("down_decode"):
+            vector = receiver.decode(down, numel)
+        with stage("merge"):
+            rule.on_global_weights(state, vector)
     journal.close()
     return times
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Worker:
                 (FragmentDelta(fragment, self.versions[fragment], bytes(self.noise[: self.width * size])),),
                 adopted=self.sequence - 1,
             )
-            for rank, size in enumerate(after - before for before, after in zip(cut, cut[1:], strict=False))
+            for rank, size in enumerate(after - before for before, after in pairwise(cut))
         ]  # fmt: skip
         begin = time.perf_counter()
         pushed = [client.push(part) for client, part in zip(self.clients, parts, strict=True)]

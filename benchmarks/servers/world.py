@@ -35,7 +35,7 @@ def write_files(folder: Path, parameters: float) -> Path:
         **LAYER,
     }
     run = {
-        "name": "servers", "folder": str(folder / "run"), "model": {"config": model},
+        "name": "servers", "folder": str(folder / "run"), "model": {"config": {**model, **LAYER}},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
         "deepspeed": {
             "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
