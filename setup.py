@@ -69,6 +69,7 @@ setup(
         "numpy>=2",
         "scipy>=1.14",
         "zstandard>=0.23",
+        "zlib-ng>=0.5",
         "pyarrow>=18",
         "tensorboard>=2.18",
         "psutil>=6",

@@ -58,6 +58,16 @@ PARTS = (
     ),
     Part("monitoring", (Goal("overhead_ratio"),)),
     Part("server", (Goal("speedup_over_torch"), Goal("vs_memcpy"))),
+    Part(
+        "servers",
+        (
+            Goal("region_bytes_per_parameter", most=20),
+            Goal("global_bytes_per_parameter", most=13),
+            Goal("update_vs_memcpy", most=6),
+            Goal("stall_at_snapshot", most=2),
+            Goal("recovery_s_per_gb"),
+        ),
+    ),
     Part("snapshots", (Goal("memory_share"), Goal("stall_of_state_share"))),
     Part("codec", (Goal("int4.encode_vs_memcpy"), Goal("int4.decode_vs_memcpy"), Goal("topk2.encode_vs_memcpy"))),
     Part("kernels", (Goal("outer_update.vs_memcpy"), Goal("merge.vs_memcpy"), Goal("adam_step.vs_memcpy"))),

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import struct
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32
 
 from geotrain.files import make_folder, sync
 from geotrain.layout import Layout, LayoutError
@@ -101,7 +101,7 @@ class SnapshotStore:
             make_folder(temporary)
             files = {name: _write_tensor(temporary / _file(name), name, state) for name in state.names()}
             body = json.dumps({"files": files, "meta": meta}).encode()
-            _write(temporary / META, (b"%08x\n" % zlib.crc32(body), body))
+            _write(temporary / META, (b"%08x\n" % crc32(body), body))
             # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
             sync(temporary)
             temporary.rename(final)
@@ -231,7 +231,7 @@ def checked_meta(content: bytes) -> dict[str, Any]:
     Raises DamagedSnapshot.
     """
     checksum, _, body = content.partition(b"\n")
-    if checksum != b"%08x" % zlib.crc32(body):
+    if checksum != b"%08x" % crc32(body):
         raise DamagedSnapshot(f"{META} differs from what was written (its checksum is wrong)")
     saved: dict[str, Any] = json.loads(body)
     return saved
@@ -256,7 +256,7 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
     size = crc = 0
     with path.open("xb") as file:
         for piece in pieces:
-            crc = zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
             size += file.write(piece)
         file.flush()
         os.fsync(file.fileno())
@@ -273,7 +273,7 @@ def _read(path: Path, size: int, crc: int) -> Tensor:
         if text_bytes > size - len(head):
             raise DamagedSnapshot(f"{path.name}: its header is said to have {text_bytes} bytes")
         text = file.read(text_bytes)
-        found = zlib.crc32(head + text)
+        found = crc32(head + text)
         stated = json.loads(text)["tensor"]
         dtype = KINDS[stated["dtype"]]
         if prod(stated["shape"]) * dtype.itemsize != size - len(head) - len(text):
@@ -284,7 +284,7 @@ def _read(path: Path, size: int, crc: int) -> Tensor:
             piece = data[start : start + PIECE_BYTES]
             if file.readinto(piece) != len(piece):
                 raise DamagedSnapshot(f"{path.name} ends early")
-            found = zlib.crc32(piece, found)
+            found = crc32(piece, found)
     if found != crc:
         raise DamagedSnapshot(f"{path.name} differs from what was written (its checksum is wrong)")
     return tensor

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import types
 import typing
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -21,6 +20,7 @@ from math import isfinite
 from typing import Any, Union, get_args, get_origin
 
 import msgpack
+from zlib_ng.zlib_ng import crc32
 
 VERSION = 3
 CHUNK_BYTES = 1 << 20
@@ -82,7 +82,7 @@ def pack(message: Any) -> bytes:
 
 
 def _sealed(body: bytes | memoryview) -> bytes:
-    return b"".join((zlib.crc32(body).to_bytes(CRC_BYTES, "little"), body))
+    return b"".join((crc32(body).to_bytes(CRC_BYTES, "little"), body))
 
 
 def _plain(value: Any, payloads: list[bytes]) -> Any:
@@ -141,7 +141,7 @@ class FrameReader:
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES}")
         body = memoryview(frame)[CRC_BYTES:]
-        if len(frame) < CRC_BYTES or zlib.crc32(body).to_bytes(CRC_BYTES, "little") != frame[:CRC_BYTES]:
+        if len(frame) < CRC_BYTES or crc32(body).to_bytes(CRC_BYTES, "little") != frame[:CRC_BYTES]:
             raise DamagedError(f"a frame of {len(frame)} bytes is damaged: its checksum differs")
         if self._kind is None:
             self._read_header(body)

@@ -1,0 +1,191 @@
+"""Real servers, with sockets, journal and disk, of a model of half a billion parameters.
+
+    python -m benchmarks.servers [--parameters 0.5e9] [--rounds 4] [--folder DIR] [--record]
+
+One region and a global server as processes (`geotrain serve`), and two workers of two ranks each that push noise:
+bf16 inside the region, int4 up and down, K 2. Each round updates every fragment of each worker, one update after
+another, and waits until what goes up has come down. Between the updates of a round, a vector as long as the fragment
+is copied. The last line printed is one JSON object:
+
+region_bytes_per_parameter, global_bytes_per_parameter
+                     the most resident memory of each process (without mapped files), snapshots included
+at_rest              the same when all is answered and nothing is under way
+update_vs_memcpy     seconds from the first byte that is pushed to the last byte of the answer, over those of copying
+                     the update's fp32 vector once; median over the updates of large fragments, and its 95 % interval
+ns_per_parameter     of an update: from end to end; processor time of each server; and of each stage, on one thread
+stall_at_snapshot    the longest update while snapshots of both servers are written, over the median one
+recovery_s_per_gb    of the region's server, killed with -9: seconds until it listens again, less those of a server
+                     without a state, over the snapshot's size
+first_weights_mb_s   speed at which the region and its first worker got the weights
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.common import command_line, report, spread, units_by_ending
+from benchmarks.servers import stages, worker
+from benchmarks.servers.world import (
+    REGION,
+    WORKERS,
+    PeakMemory,
+    ServerProcess,
+    state_bytes,
+    status,
+    write_files,
+)
+from geotrain.config import load_run
+from geotrain.layout import layout_of
+from geotrain.net import rpc
+from geotrain.net.operator_client import command
+
+UNITS = {"_mb_s": "MB/s", "_per_gb": "s/GB", "per_parameter": "bytes", "memcpy": "ratio", "snapshot": "ratio"}
+QUIET_S = 600.0
+
+
+def main() -> None:
+    parser = command_line(__doc__, quick={"parameters": 2e7, "rounds": 2})
+    parser.add_argument("--parameters", type=float, default=0.5e9)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="servers-", dir=options.folder))
+    servers: list[ServerProcess] = []
+    try:
+        figures = measure(folder, options.parameters, options.rounds, servers)
+    finally:
+        for server in servers:
+            server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    unit = units_by_ending(UNITS)
+    note = f"{figures['parameters'] / 1e6:.0f} M parameters"
+    report("servers", figures, options, lambda metric: "ns" if metric.startswith("ns_") else unit(metric), note)
+
+
+def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> dict[str, object]:
+    run_path = write_files(folder, parameters)
+    layout = layout_of(load_run(run_path))
+    sizes = [fragment.numel for fragment in layout.fragments]
+    print(f"{layout.numel / 1e6:.1f} M parameters, {len(sizes)} fragments", flush=True)
+    top, region = ServerProcess(run_path, "global"), ServerProcess(run_path, REGION)
+    servers += [top, region]
+    began_s = {server.name: server.start() for server in servers}
+    memory = PeakMemory(servers)
+    begin = time.perf_counter()
+    pipes = [start_worker(run_path, name, region.address) for name in WORKERS]
+    weights_s = time.perf_counter() - begin
+    print(f"servers listened after {began_s}, workers have their weights after {weights_s:.1f} s", flush=True)
+
+    source, target = torch.ones(max(sizes)), torch.empty(max(sizes))
+    before_s = {server.name: server.cpu_s() for server in servers}
+    updates: list[tuple[float, float, int]] = []  # seconds, seconds of a copy, elements
+    large = [size for size in sizes if size > max(sizes) / 2]  # the others' time is a call's, not a parameter's
+
+    def update(pipe: Connection, fragment: int) -> float:
+        pipe.send(fragment)
+        took_s: float = pipe.recv()
+        return took_s
+
+    for number in range(rounds + 1):
+        for fragment, size in enumerate(sizes):
+            for pipe in pipes:
+                took_s = update(pipe, fragment)
+                begin = time.perf_counter()
+                target[:size].copy_(source[:size])
+                copied_s = time.perf_counter() - begin
+                if number:  # the first round warms up
+                    updates.append((took_s, copied_s, size))
+            wait_until_quiet(region)
+        print(f"round {number} of {rounds}", flush=True)
+        if not number:
+            before_s = {server.name: server.cpu_s() for server in servers}
+    done = sum(size for *_, size in updates)
+    processor = {server.name: (server.cpu_s() - before_s[server.name]) / done * 1e9 for server in servers}
+    at_rest = {server.name: server.resident_bytes() / layout.numel for server in servers}
+
+    usual_s = {size: median(took for took, _, each in updates if each == size) for size in sizes}
+    stalls = []
+    for server in servers:
+        with SnapshotUnderWay(server) as under_way:
+            while not under_way.over:
+                for fragment, size in enumerate(sizes):
+                    stalls += [update(pipe, fragment) / usual_s[size] for pipe in pipes if size in large]
+                    wait_until_quiet(region)
+    peak = memory.close()
+
+    for pipe in pipes:
+        pipe.send(None)
+    region.kill()
+    recovered_s, size_gb = region.start(resume=True), state_bytes(region) / 1e9
+    recovery = max(0.0, recovered_s - min(began_s[REGION], recovered_s)) / size_gb
+    return {
+        "parameters": layout.numel,
+        "region_bytes_per_parameter": peak[REGION] / layout.numel,
+        "global_bytes_per_parameter": peak["global"] / layout.numel,
+        "at_rest": {f"{name}_bytes_per_parameter": value for name, value in at_rest.items()},
+        **spread("update_vs_memcpy", [took / copied for took, copied, size in updates if size in large]),
+        "ns_per_parameter": {
+            "end_to_end": median(took / size * 1e9 for took, _, size in updates if size in large),
+            "memcpy": median(copied / size * 1e9 for _, copied, size in updates if size in large),
+            "processor_of_the_region": processor[REGION],
+            "processor_of_the_global_server": processor["global"],
+            **stages.measure(folder, max(sizes)),
+        },
+        "stall_at_snapshot": max(stalls),
+        "recovery_s_per_gb": recovery,
+        "snapshot_gb": size_gb,
+        "first_weights_mb_s": 4 * layout.numel / 1e6 / weights_s,
+    }
+
+
+def start_worker(run_path: Path, name: str, address: str) -> Connection:
+    """A process of `worker.main`, once it has its weights."""
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=worker.main, args=(there, run_path, name, address), daemon=True).start()
+    if not here.poll(QUIET_S) or here.recv() != "ready":
+        raise RuntimeError(f"worker {name} has no weights after {QUIET_S:g} s")
+    return here
+
+
+def wait_until_quiet(region: ServerProcess) -> None:
+    """Until nothing of the region is on its way up or down. Raises RuntimeError."""
+    deadline = time.monotonic() + QUIET_S
+    while status(region)["in_flight"]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the region's update is not answered after {QUIET_S:g} s")
+        time.sleep(0.005)
+
+
+class SnapshotUnderWay:
+    """A snapshot that the server is told to take, as long as the block lasts and until it is written."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+
+    def __enter__(self) -> SnapshotUnderWay:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._pool = ThreadPoolExecutor(1)
+        self._told = self._pool.submit(command, self.server.address, rpc.Control("snapshot"), QUIET_S)
+        return self
+
+    @property
+    def over(self) -> bool:
+        return self._told.done()
+
+    def __exit__(self, *_: object) -> None:
+        self._told.result(QUIET_S)
+        self._pool.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A worker that trains nothing: its ranks push deltas of noise, and take the answers. Run as a process, told over a
+pipe."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from benchmarks.servers.world import RANKS
+from geotrain.config import load_run
+from geotrain.layout import StridedSlice, layout_of
+from geotrain.net.worker_client import WorkerClient
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import to_bytes
+from geotrain.outer.messages import FragmentDelta, Join, UpdatePart
+from geotrain.outer.server import identity_of
+
+NOISE = 1e-4
+
+
+class Worker:
+    """Ranks divide each fragment into equal parts. One payload of noise serves all fragments."""
+
+    def __init__(self, run_path: Path, name: str, address: str) -> None:
+        run = load_run(run_path)
+        layout, self.name, self.life = layout_of(run), name, uuid.uuid4().hex
+        self.cuts = [[f.numel * rank // RANKS for rank in range(RANKS + 1)] for f in layout.fragments]
+        self.clients = [WorkerClient(address) for _ in range(RANKS)]
+        i = identity_of(run, layout)
+        welcome = None
+        for rank, client in enumerate(self.clients):
+            slices = tuple((StridedSlice(cut[rank], cut[rank + 1] - cut[rank]),) for cut in self.cuts)
+            names = i.run, i.config_digest, i.layout_digest, i.model, name, self.life
+            welcome = client.join(Join(*names, rank, RANKS, slices, slices))
+        assert welcome is not None
+        self.sequence, self.every = welcome.sequence, tuple(range(len(self.cuts)))
+        answers = [client.pull(0, self.every) for client in self.clients]
+        self.versions = {w.fragment: w.version for w in answers[0].result().weights}
+        answers[1].result()
+        codec = make_codec(run.outer.local)
+        longest = max(cut[rank + 1] - cut[rank] for cut in self.cuts for rank in range(RANKS))
+        noise = torch.empty(longest).normal_(std=NOISE, generator=torch.Generator().manual_seed(hash(name) % 1000))
+        self.noise = memoryview(to_bytes(codec.encode(noise).payload))
+        self.width = len(self.noise) // longest
+
+    def update(self, fragment: int) -> float:
+        """Seconds from the first byte that is pushed to the last one of the answer, of all ranks."""
+        cut = self.cuts[fragment]
+        parts = [
+            UpdatePart(
+                self.name, self.life, self.sequence, rank,
+                (FragmentDelta(fragment, self.versions[fragment], bytes(self.noise[: self.width * size])),),
+                adopted=self.sequence - 1,
+            )
+            for rank, size in enumerate(after - before for before, after in pairwise(cut))
+        ]  # fmt: skip
+        begin = time.perf_counter()
+        pushed = [client.push(part) for client, part in zip(self.clients, parts, strict=True)]
+        answers = [client.pull(self.sequence, (fragment,)) for client in self.clients]
+        for done in pushed:
+            done.result(600)
+        weights = [answer.result(600).weights for answer in answers]
+        took_s = time.perf_counter() - begin
+        self.versions[fragment] = weights[0][0].version
+        self.sequence += 1
+        return took_s
+
+
+def main(pipe: Connection, run_path: Path, name: str, address: str) -> None:
+    """Does what comes through the pipe: a fragment to update, or None to end. Says "ready", then seconds."""
+    torch.set_num_threads(1)
+    worker = Worker(run_path, name, address)
+    pipe.send("ready")
+    while (fragment := pipe.recv()) is not None:
+        pipe.send(worker.update(fragment))
+    for client in worker.clients:
+        client.close()

@@ -1,0 +1,152 @@
+"""A region's server and a global server as processes, with journal, disk and sockets, of a model of any size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from geotrain.config import load_run
+from geotrain.launch.check import free_ports
+from geotrain.net.server_host import LISTENING
+
+REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
+LAYER = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+LAYER_NUMEL = 4 * 1024**2 + 3 * 1024 * 4096
+FRAGMENTS = 5  # of layers; the embedding is one more
+START_S = 600.0  # a server writes its first weights to the disk before it listens
+
+
+def write_files(folder: Path, parameters: float) -> Path:
+    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it."""
+    layers = max(FRAGMENTS, round(parameters / LAYER_NUMEL / FRAGMENTS) * FRAGMENTS)
+    model = {
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": True,
+        **LAYER,
+    }
+    run = {
+        "name": "servers", "folder": str(folder / "run"), "model": {"config": {**model, **LAYER}},
+        "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
+        "deepspeed": {
+            "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        },
+        "outer": {
+            "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
+            "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
+            "fragments": {"layers_per_fragment": layers // FRAGMENTS},
+        },
+        "checkpoint": {"keep": 1, "every_minutes": 1e4},
+        "monitor": {"sample_s": 2.0},
+    }  # fmt: skip
+    ports = free_ports(2)
+    hosts = [{"host": "localhost", "slots": RANKS}]
+    cluster = {
+        "name": "servers", "global_server": {"host": "127.0.0.1", "port": ports[0]},
+        "regions": [
+            {
+                "name": REGION, "server": {"host": "127.0.0.1", "port": ports[1]},
+                "workers": [{"name": name, "hosts": hosts} for name in WORKERS],
+            }
+        ],
+    }  # fmt: skip
+    for name, content in (("run", run), ("cluster", cluster)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder / "run.json"
+
+
+class ServerProcess:
+    """`geotrain serve` of one server. name: "global" or the region's."""
+
+    def __init__(self, run_path: Path, name: str) -> None:
+        self.run_path, self.name = run_path, name
+        self.folder = load_run(run_path).run_folder / "servers" / name
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, resume: bool = False) -> float:
+        """Returns the seconds until it listens. Raises RuntimeError if it ends before, or does not within START_S."""
+        begin = time.monotonic()
+        which = ["global"] if self.name == "global" else ["region", self.name]
+        options = ["--run", str(self.run_path), *(["--resume"] if resume else [])]
+        listening = self.folder / LISTENING
+        listening.unlink(missing_ok=True)
+        with (self.run_path.parent / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "geotrain", "serve", *which, *options], stdout=log, stderr=log,
+                env={**os.environ, "DS_ACCELERATOR": "cpu"},
+            )  # fmt: skip
+        while not listening.exists():
+            if self.process.poll() is not None or time.monotonic() - begin > START_S:
+                tail = Path(log.name).read_text()[-2000:]
+                raise RuntimeError(f"the server {self.name} does not listen; its log ends:\n{tail}")
+            time.sleep(0.05)
+        return time.monotonic() - begin
+
+    @property
+    def address(self) -> str:
+        return str(json.loads((self.folder / LISTENING).read_text())["address"])
+
+    def cpu_s(self) -> float:
+        """Processor time so far."""
+        assert self.process is not None
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_bytes(self) -> int:
+        """Memory of its own, without files that are mapped and can be read again."""
+        assert self.process is not None
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * sum(
+            int(line.split()[1]) for line in status.splitlines() if line.startswith(("RssAnon", "RssShmem"))
+        )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+
+
+class PeakMemory:
+    """The most resident bytes of each server, looked at every 20 ms."""
+
+    def __init__(self, servers: list[ServerProcess]) -> None:
+        self.servers, self.peak_bytes = servers, {server.name: 0 for server in servers}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.02):
+            for server in self.servers:
+                with suppress(OSError):
+                    self.peak_bytes[server.name] = max(self.peak_bytes[server.name], server.resident_bytes())
+
+    def close(self) -> dict[str, int]:
+        self._over.set()
+        self._thread.join()
+        return self.peak_bytes
+
+
+def state_bytes(server: ServerProcess) -> int:
+    """Of its newest snapshot on the disk."""
+    newest = max((server.folder / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime)
+    return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+
+
+def status(server: ServerProcess) -> dict[str, Any]:
+    from geotrain.net.operator_client import ask_status
+
+    said = ask_status(server.address, 60.0)
+    if said is None:
+        raise RuntimeError(f"the server {server.name} does not answer")
+    return said
