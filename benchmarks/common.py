@@ -198,5 +198,5 @@ def triton_resources(call: Callable[[], object]) -> dict[str, dict[str, int]]:
     from benchmarks import triton_aot
 
     (launch,) = triton_aot.launches(call)
-    found = {target: triton_aot.compile_launch(launch, target) for target in triton_aot.TARGETS}
+    found = {target: triton_aot.compile_launch(launch, target).resources for target in triton_aot.TARGETS}
     return {target: {"registers": r.registers, "spilled": r.spilled} for target, r in found.items()}

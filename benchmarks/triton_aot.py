@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -46,6 +48,17 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
+    programs: int
+
+    @property
+    def constants(self) -> list[str]:
+        """Names of the arguments that are compiled in."""
+        return [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the arguments that the compiled kernel takes, in order."""
+        return [p.name for p in self.kernel.params if not p.is_constexpr and self.arguments[p.name] is not None]
 
 
 @dataclass(frozen=True)
@@ -58,23 +71,33 @@ class Resources:
     shared: int  # bytes of a block of threads
 
 
-def launches(call: Callable[[], object]) -> list[Launch]:
-    """Run a launcher and list what it would have launched. Its tensors may be on the CPU; nothing is computed."""
+@dataclass(frozen=True)
+class Compiled:
+    """ttir: Triton's own form, before it is made for a target. code: PTX or AMDGCN."""
+
+    resources: Resources
+    ttir: str
+    code: str
+
+
+def launches(call: Callable[[], object], target: str = "") -> list[Launch]:
+    """Run a launcher and list what it would have launched. Its tensors may be on the CPU or "meta"; nothing is
+    computed. target: some launchers ask which maker's GPU it is."""
     found: list[Launch] = []
 
-    def record(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+    def record(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         named = dict(zip(kernel.arg_names, args, strict=False))
         options = {key: value for key, value in kwargs.items() if key not in kernel.arg_names}
         named.update({key: value for key, value in kwargs.items() if key in kernel.arg_names})
-        found.append(Launch(kernel, named, options))
+        found.append(Launch(kernel, named, options, grid[0]))
 
-    with _replaced(JITFunction, "run", record):
+    with _replaced(JITFunction, "run", record), _replaced(torch.version, "hip", "gfx" in target or None):
         call()
     return found
 
 
-def compile_launch(launch: Launch, target: str) -> Resources:
-    """Compile for a name in TARGETS; raises what Triton raises."""
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    """Compile for a name in TARGETS, without Triton's cache; raises what Triton raises."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
@@ -85,8 +108,16 @@ def compile_launch(launch: Launch, target: str) -> Resources:
         elif _divisible(value) and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
-    return _resources(launch.kernel.__name__, compiled)
+    # ptxas would run twice: Triton does not keep what it says.
+    always, binary = _replaced(knobs.compilation, "always_compile", True), _replaced(CUDABackend, "make_cubin", _none)
+    with always, binary:
+        compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
+    code = compiled.asm["amdgcn" if "amdgcn" in compiled.asm else "ptx"]
+    return Compiled(_resources(launch.kernel.__name__, compiled), compiled.asm["ttir"], code)
+
+
+def _none(*_: Any) -> bytes:
+    return b""
 
 
 def _kind(value: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from geotrain.kernels import triton_topk
 from geotrain.kernels.layout import GRIDS, SCALE_SHIFT, SQUARES_BLOCK, SQUARES_LANES, Spec
-from geotrain.kernels.triton_math import as_float, as_int, put, to_level
+from geotrain.kernels.triton_math import aligned_parts, as_float, as_int, put, to_level
 
 ELEMENTS = 4096  # of one program
 STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -79,7 +79,7 @@ def sum_of_squares(x, numel, squares, BLOCK: tl.constexpr, LANES: tl.constexpr):
         at = start + row + lane
         wide = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float64)
         total += wide * wide
-    tl.store(squares + tl.program_id(0) * LANES + lane, total)
+    tl.store(squares + tl.program_id(0).to(tl.int64) * LANES + lane, total)
 
 
 def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
@@ -90,9 +90,11 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, s
         triton_topk.launch_dequantize(payload, out, spec, common)
     elif spec.format in ("fp32", "bf16"):
         wide = spec.format == "fp32"
-        if numel:
-            dequantize_plain[(triton.cdiv(numel, ELEMENTS),)](
-                payload.view(torch.int32 if wide else torch.int16), out, numel, ELEMENTS=ELEMENTS, WIDE=wide, **common
+        codes = payload.view(torch.int32 if wide else torch.int16)
+        for part in aligned_parts(numel):
+            count = part.stop - part.start
+            dequantize_plain[(triton.cdiv(count, ELEMENTS),)](
+                codes[part], out[part], count, ELEMENTS=ELEMENTS, WIDE=wide, **common
             )
     else:
         _launch_dense(payload, out, out, spec, common)

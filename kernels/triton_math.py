@@ -7,14 +7,28 @@ Every launch passes enable_fp_fusion=False: a fused multiply-add would change bi
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+ALIGNED = 16  # Triton knows of integers that are multiples of it, and then accesses 16 bytes at once
 TINY_BITS = tl.constexpr(27 << 23)
 NAN_BITS = tl.constexpr(0x7FC00000)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 SIGN = tl.constexpr(-0x80000000)
+
+
+def num_warps(threads: int) -> int:
+    """So many threads, in the units that the device has: AMD's warps have 64."""
+    return max(threads // (64 if torch.version.hip else 32), 1)
+
+
+def aligned_parts(numel: int) -> list[slice]:
+    """What wide accesses reach, and the last few elements, if any: with a limit that is no multiple of ALIGNED, every
+    element of a tensor would be accessed by itself."""
+    whole = numel - numel % ALIGNED
+    return [part for part in (slice(0, whole), slice(whole, numel)) if part.start < part.stop]
 
 
 @triton.jit

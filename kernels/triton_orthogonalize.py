@@ -18,10 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels.steps import Coefficients
-from geotrain.kernels.triton_math import as_float, read_float, to_bf16
+from geotrain.kernels.triton_math import ALIGNED, as_float, read_float, to_bf16
 
 ELEMENTS = 4096  # of one program of the two kernels that normalize
-ALIGNED = 16  # Triton knows of integers that are multiples of it, and then loads 16 bytes at once
 # Triton's interpreter would multiply the bits of bf16 numbers: it is given their values in fp32, of equal products.
 WIDENS = tl.constexpr(triton.knobs.runtime.interpret)
 

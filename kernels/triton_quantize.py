@@ -24,13 +24,14 @@ from geotrain.kernels.triton_math import (
     as_int,
     copy_sign,
     note_bad,
+    num_warps,
     random_words,
     read_meant,
     to_code,
     to_level,
 )
 
-ELEMENTS = 2048  # of one program: 16 a thread; with 32, sm_80 spills
+ELEMENTS, THREADS = 2048, 128  # of one program: 16 a thread, four of each stream; with 32, sm_80 spills
 STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -152,15 +153,16 @@ def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
     return code, left
 
 
-@triton.jit(do_not_specialize=["rows", "seed"])
+@triton.jit(do_not_specialize=["first", "rows", "seed"])
 def quantize_plain(
-    values, anchor, residual, codes, all_finite, rows, numel, decay, seed,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    values, anchor, residual, codes, all_finite, first, rows, numel, decay, seed,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """fp32 and bf16. all_finite: cleared where an element was not finite."""
+    """fp32 and bf16: blocks [first, first + rows). all_finite: cleared where an element was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
-    block = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = (first + row).to(tl.int64)
     counter = block * QUARTER + tl.arange(0, QUARTER)[None, :]
     if STOCHASTIC:
         words = random_words(seed, counter)
@@ -168,13 +170,18 @@ def quantize_plain(
         words = 0, 0, 0, 0
     for S in tl.static_range(4):
         at = block * BLOCK + S * QUARTER + tl.arange(0, QUARTER)[None, :]
-        mask = (at < numel) & (block < rows)
+        mask = (row < rows) & (at >= 0)
+        if TAIL:
+            mask = mask & (at < numel)
         v = read_meant(values, anchor, residual, at, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
         finite = (as_int(v) & MAGNITUDE) < INFINITY_BITS
         code, left = code_plain(v, words[S], WIDE, STOCHASTIC)
         tl.store(codes + at, code, mask=mask)
-        if RESIDUAL:
-            tl.store(residual + at, left, mask=mask & finite)
+        if (
+            RESIDUAL
+        ):  # what stays is written, too: a mask that changes from one element to the next allows no wide store
+            left = tl.where(finite, left, tl.load(residual + at, mask=mask, other=0.0))
+            tl.store(residual + at, left, mask=mask)
         note_bad(all_finite, mask & ~finite)
 
 
@@ -190,16 +197,19 @@ def quantize(
         "VALUES_BF16": bf16, "ANCHOR": anchor is not None, "RESIDUAL": residual is not None,
         "enable_fp_fusion": False,
     }  # fmt: skip
+    streamed = {**common, "num_warps": num_warps(THREADS)}
     rows_each = max(ELEMENTS // spec.block, 1)
     if spec.format == "topk2":
         triton_topk.launch_quantize(inputs, payload, all_finite, numel, spec, common)
     elif spec.format in ("fp32", "bf16"):
         wide = spec.format == "fp32"
         codes = payload.view(torch.int32 if wide else torch.int16)
-        if numel:
-            quantize_plain[(triton.cdiv(blocks, rows_each),)](
-                *inputs, codes, all_finite, blocks, numel, ROWS=rows_each, WIDE=wide, **common
-            )
+        for first, rows, length in spec.groups(numel):
+            rows_of = rows_each if length == spec.block else 1
+            quantize_plain[(triton.cdiv(rows, rows_of),)](
+                *inputs, codes, all_finite, first, rows, numel,
+                ROWS=rows_of, TAIL=length < spec.block, WIDE=wide, **streamed,
+            )  # fmt: skip
     else:
         grid, offset, scale_bytes = GRIDS[spec.format], spec.codes_offset(numel), blocks * spec.scale_bytes
         scales, codes = payload[:scale_bytes].view(STORED[spec.scale_bytes]), payload[offset:]
@@ -209,6 +219,6 @@ def quantize(
                 *inputs, scales, codes, all_finite, first, rows, numel, offset - scale_bytes,
                 inverse_level=1.0 / grid.max_level, ROWS=rows_of, TAIL=length < spec.block,
                 MANTISSA=grid.mantissa, MAX_CODE=grid.max_code, SCALE_SHIFT=SCALE_SHIFT[spec.scale],
-                MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4, **common,
+                MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4, **streamed,
             )  # fmt: skip
     return all_finite.view(torch.bool)[0]  # its lowest byte: a comparison would be a launch of its own

@@ -43,8 +43,10 @@ def rotate(x: Tensor, out: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) 
     """As `reference.rotate`."""
     length, batch, heads, size = x.shape
     bf16 = x.dtype == torch.bfloat16
+    padded = triton.next_power_of_2(size // 2)
     rotate_kernel[(length * batch, triton.cdiv(heads, HEADS))](
         x.view(torch.int16) if bf16 else x, out.view(torch.int16) if bf16 else out, cosine, sine,
         batch, heads, size // 2, *x.stride()[:3],
-        HEADS=HEADS, HALF=triton.next_power_of_2(size // 2), INVERSE=inverse, BF16=bf16, enable_fp_fusion=False,
+        HEADS=HEADS, HALF=padded, INVERSE=inverse, BF16=bf16, enable_fp_fusion=False,
+        num_warps=max(1, HEADS * padded // 512),  # so few that a thread has whole 16 bytes in a row
     )  # fmt: skip

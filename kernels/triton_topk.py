@@ -20,6 +20,7 @@ from geotrain.kernels.triton_math import (
     as_float,
     as_int,
     copy_sign,
+    num_warps,
     put,
     random_words,
     read_meant,
@@ -190,14 +191,14 @@ def launch_quantize(
     for first, rows, length in spec.groups(numel):
         quantize_topk[(rows,)](
             *inputs, payload.view(torch.int32), all_finite, first, MAX_SCALE_BITS=spec.max_scale_bits,
-            num_warps=warps(spec.block), **_constants(spec.record(length), spec), **common,
+            num_warps=num_warps(threads(spec.block)), **_constants(spec.record(length), spec), **common,
         )  # fmt: skip
 
 
-def warps(block: int) -> int:
-    """For one block: four elements a thread. With more than eight, the bisection's values no longer fit into
-    registers; with fewer, its 31 sums wait for more warps than they have work for."""
-    return min(max(block // 128, 1), 16)
+def threads(block: int) -> int:
+    """For one block: four elements each. With more than eight, the bisection's values no longer fit into registers;
+    with fewer, its 31 sums wait for more warps than they have work for."""
+    return min(max(block // 4, 32), 512)
 
 
 def launch_dequantize(payload: Tensor, out: Tensor, spec: Spec, common: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels.steps import AdamStep, OuterStep
-from geotrain.kernels.triton_math import read_float, to_bf16
+from geotrain.kernels.triton_math import aligned_parts, read_float, to_bf16
 
 ELEMENTS = 1024  # of one program
 
@@ -55,9 +55,10 @@ def outer_update(
     weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep
 ) -> None:
     """As `reference.outer_update`."""
-    if weights.numel():
-        outer_update_kernel[(triton.cdiv(weights.numel(), ELEMENTS),)](
-            weights, delta, momentum, accumulator, weights.numel(),
+    for part in aligned_parts(weights.numel()):
+        count = part.stop - part.start
+        outer_update_kernel[(triton.cdiv(count, ELEMENTS),)](
+            *_cut(part, weights, delta, momentum, accumulator), count,
             step.keep, step.gain, step.from_momentum, step.from_delta,
             ELEMENTS=ELEMENTS, MOVES=step.moves_momentum, ACCUMULATES=accumulator is not None, enable_fp_fusion=False,
         )  # fmt: skip
@@ -65,9 +66,10 @@ def outer_update(
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, alpha: float) -> None:
     """As `reference.merge`."""
-    if weights.numel():
-        merge_kernel[(triton.cdiv(weights.numel(), ELEMENTS),)](
-            weights, base, incoming, sent, weights.numel(), 1 - alpha, alpha,
+    for part in aligned_parts(weights.numel()):
+        count = part.stop - part.start
+        merge_kernel[(triton.cdiv(count, ELEMENTS),)](
+            *_cut(part, weights, base, incoming, sent), count, 1 - alpha, alpha,
             ELEMENTS=ELEMENTS, PENDING=sent is not None, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -121,14 +123,21 @@ def adam(
     commit: bool,
 ) -> None:
     """As `reference.adam`."""
-    if not weights.numel():
-        return
     next_root_scale, _, next_rate, next_shrink = (look_ahead or step).coefficients[5:]
     grad_bf16, out_bf16 = grad.dtype == torch.bfloat16, out is not None and out.dtype == torch.bfloat16
-    adam_kernel[(triton.cdiv(weights.numel(), ELEMENTS),)](
-        weights, exp_avg, exp_avg_sq, grad.view(torch.int16) if grad_bf16 else grad,
-        out.view(torch.int16) if out is not None and out_bf16 else out, weights.numel(),
-        *step.coefficients, next_root_scale, next_rate, next_shrink,
-        ELEMENTS=ELEMENTS, COMMIT=commit, AHEAD=look_ahead is not None, GRAD_BF16=grad_bf16,
-        OUT=out is not None, OUT_BF16=out_bf16, enable_fp_fusion=False,
-    )  # fmt: skip
+    grad, out = (
+        grad.view(torch.int16) if grad_bf16 else grad,
+        out.view(torch.int16) if out_bf16 and out is not None else out,
+    )
+    for part in aligned_parts(weights.numel()):
+        count = part.stop - part.start
+        adam_kernel[(triton.cdiv(count, ELEMENTS),)](
+            *_cut(part, weights, exp_avg, exp_avg_sq, grad, out), count,
+            *step.coefficients, next_root_scale, next_rate, next_shrink,
+            ELEMENTS=ELEMENTS, COMMIT=commit, AHEAD=look_ahead is not None, GRAD_BF16=grad_bf16,
+            OUT=out is not None, OUT_BF16=out_bf16, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _cut(part: slice, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.view(-1)[part] for tensor in tensors]

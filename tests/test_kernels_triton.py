@@ -3,15 +3,21 @@
 import os
 import subprocess
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from benchmarks import triton_aot
+from benchmarks import aot, compiled_code, kernel_space, triton_aot
+from geotrain.acco.prediction import _SPEC
+from geotrain.config import codec_config
 from geotrain.kernels import triton_ops
-from geotrain.kernels.layout import FORMATS, Spec
+from geotrain.kernels.layout import FORMATS
 from geotrain.kernels.steps import QUINTIC, AdamStep
+from geotrain.outer.codec import make_codec
 from tests.support.kernel_cases import (
     OUTER_STEPS,
     SIZES,
@@ -26,9 +32,6 @@ from tests.support.kernel_cases import (
 from tests.support.orthogonal_cases import LARGE_SHAPES, SHAPES, UNEQUAL, check_awkward_values, check_bf16_kernels
 
 HERE = Path(__file__).parent
-# Bytes of shared memory that one block may take. For sm_80, what its smaller kin (sm_86, sm_89) has.
-SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10}
-SHARED["gfx950"] = 160 << 10
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
 
 
@@ -50,54 +53,117 @@ def test_under_the_interpreter():
     assert f"{len(SPECS) + len(OUTER_STEPS) + 7} passed" in done.stdout
 
 
-def every_launch() -> list[triton_aot.Launch]:
-    """What the launchers launch for every kernel and format, with a tail."""
-    numel = 5 * 128 + 77
-    x, y, z, w = (torch.zeros(numel) for _ in range(4))
-    half = torch.zeros(numel, dtype=torch.bfloat16)
-    squares = torch.zeros(1, dtype=torch.float64)
-    heads, angles = torch.zeros(4, 2, 9, 128), torch.zeros(4, 64)
-    calls = []
-    for name in FORMATS:
-        spec = Spec(name, stochastic=name in ("bf16", "e2m1"))
-        payload = torch.zeros(spec.encoded_bytes(numel), dtype=torch.uint8)
-        weights, anchor = (half, None) if name == "e3m0" else (x, y)
-        calls.append(lambda v=weights, p=payload, s=spec, a=anchor: triton_ops.quantize(v, p, s, a, z, 2**40))
-        weight = None if name == "int8" else 0.5
-        calls.append(lambda p=payload, s=spec, w=weight: triton_ops.dequantize(p, x, s, w, squares))
-    for spec in (Spec("topk2", 4096), Spec("topk2", 2048, stochastic=True), Spec("int4", 4096)):  # the most a program
-        large, kept = torch.zeros(spec.block), torch.zeros(spec.block)
-        payload = torch.zeros(spec.encoded_bytes(spec.block), dtype=torch.uint8)
-        calls.append(lambda v=large, r=kept, p=payload, s=spec: triton_ops.quantize(v, p, s, v, r, 1))
-    calls += [
-        lambda: triton_ops.outer_update(x, y, z, w, OUTER_STEPS[1]),
-        lambda: triton_ops.merge(x, y, z, w, 0.25),
-        lambda: triton_ops.rotate(heads, heads, angles, angles, True),
-        lambda: triton_ops.rotate(heads.bfloat16(), heads.bfloat16(), angles, angles, False),
-        lambda: triton_ops.adam(x, y, z, half, half, STEP, STEP, True),
-        lambda: triton_ops.adam(x, y, z, w, w, STEP, None, False),
-    ]
-    for shape in ((2, 512, 1408), (2, 1408, 512), (3, 7, 90), (3, 900, 40)):  # blocks of all sizes
-        for dtype in (torch.float32, torch.bfloat16):
-            matrices = torch.zeros(shape, dtype=dtype)
-            calls.append(lambda m=matrices: triton_ops.orthogonalize(m, QUINTIC[:2]))
-    return [launch for call in calls for launch in triton_aot.launches(call)]
+KERNELS = {
+    *("quantize_dense", "quantize_plain", "quantize_topk", "dequantize_dense", "dequantize_plain"),
+    *("dequantize_topk", "outer_update_kernel", "merge_kernel", "adam_kernel", "sum_of_squares", "rotate_kernel"),
+    *("squares_kernel", "normalize_kernel", "symmetric_kernel", "product_kernel"),
+}
+
+
+def sample() -> list[tuple[triton_aot.Launch, str]]:
+    """Of what `benchmarks.aot` compiles: of each kernel three, each for another target; the largest blocks first."""
+    found, targets = [], list(triton_aot.TARGETS)
+    kept: dict[str, int] = dict.fromkeys(KERNELS, 0)
+    for op in kernel_space.factors():
+        for case, target in sorted(aot.by_pairs(op), key=lambda c: -dict(c[0].settings).get("block", 0)):
+            for launch in case.launches(target):
+                name = launch.kernel.__name__
+                turn = (sorted(KERNELS).index(name) + 2 * kept[name]) % len(targets)
+                if kept[name] < 3 and targets[turn] == target:
+                    kept[name] += 1
+                    found.append((launch, target))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", triton_aot.TARGETS)
-def test_compiles_ahead_of_time_without_spilling(target):
-    found = every_launch()
-    assert {launch.kernel.__name__ for launch in found} == {
-        *("quantize_dense", "quantize_plain", "quantize_topk", "dequantize_dense", "dequantize_plain"),
-        *("dequantize_topk", "outer_update_kernel", "merge_kernel", "adam_kernel", "sum_of_squares", "rotate_kernel"),
-        *("squares_kernel", "normalize_kernel", "symmetric_kernel", "product_kernel"),
+def test_compiles_ahead_of_time_for_every_target():
+    """A sample of the space; all of it takes minutes (`python -m benchmarks.aot`)."""
+    found = sample()
+    assert {launch.kernel.__name__ for launch, _ in found} == KERNELS
+    assert {target for _, target in found} == set(triton_aot.TARGETS)
+    wrong = [(finding, launch) for launch, target in found if (finding := aot.look(launch, target)).wrong]
+    assert not wrong, wrong
+
+
+def test_what_is_launched_lies_in_the_space():
+    """Every call of the tests' cases, of each codec's own settings and of ACCO compiles what the space has."""
+    inside = {
+        kernel_space.key(launch)
+        for op in kernel_space.factors()
+        for case in kernel_space.whole(op)
+        if dict(case.settings).get("numel") != kernel_space.LARGE
+        for launch in case.launches("sm_90")
     }
-    for launch in found:
-        resources = triton_aot.compile_launch(launch, target)
-        assert 0 < resources.registers <= 255
-        assert resources.spilled == 0, (resources, launch)
-        assert resources.shared <= SHARED[target], (resources, launch)
+    seen = set()
+
+    def launched(call) -> None:
+        for launch in triton_aot.launches(call, "sm_90"):
+            seen.add(launch.kernel.__name__)
+            assert kernel_space.key(launch) in inside, launch
+
+    specs = [*SPECS, *(make_codec(codec_config(name))._spec for name in FORMATS), _SPEC]
+    for spec in specs:
+        for numel in (1, 333, spec.block * 3, spec.block * 5 + 77):
+            values, anchor, out = (torch.zeros(numel) for _ in range(3))
+            payload = torch.zeros(spec.encoded_bytes(numel), dtype=torch.uint8)
+            squares = torch.zeros(-(-numel // 4096), dtype=torch.float64)
+            launched(lambda v=values, p=payload, s=spec, a=anchor, o=out: triton_ops.quantize(v, p, s, a, o, 2**40))
+            launched(lambda v=values, p=payload, s=spec: triton_ops.quantize(v.bfloat16(), p, s, None, None, 1))
+            launched(lambda p=payload, s=spec, o=out, q=squares: triton_ops.dequantize(p, o, s, 0.5, q))
+            launched(lambda p=payload, s=spec, o=out: triton_ops.dequantize(p, o, s, None))
+    x = torch.zeros(40)
+    for step in OUTER_STEPS:
+        momentum = x if step.moves_momentum or step.from_momentum else None
+        launched(lambda s=step, m=momentum: triton_ops.outer_update(x, x, m, x if m is not None else None, s))
+    for shape in (*SHAPES, *LARGE_SHAPES, (2, 300, 500), (3, 1921, 641), (1, 4096, 14336)):
+        for dtype in (torch.float32, torch.bfloat16):
+            matrices = torch.empty(shape, dtype=dtype, device="meta")
+            if matrices.numel():
+                launched(lambda m=matrices: triton_ops.orthogonalize(m, QUINTIC[:2]))
+    for look_ahead, commit, out in ((STEP, True, torch.zeros(40)), (None, False, torch.zeros(40).bfloat16())):
+        launched(lambda a=look_ahead, c=commit, o=out: triton_ops.adam(x, x, x, o, o, STEP, a, c))
+    launched(lambda: triton_ops.merge(x, x, x, None, 0.25))
+    for heads, size in ((1, 64), (9, 128)):
+        for dtype in (torch.float32, torch.bfloat16):
+            states, angles = torch.zeros(4, 2, heads, size, dtype=dtype), torch.zeros(4, size // 2)
+            for inverse in (False, True):
+                launched(lambda t=states, a=angles, i=inverse: triton_ops.rotate(t, t, a, a, i))
+    assert seen == KERNELS
+
+
+def test_what_compiled_code_is_looked_at_for():
+    """Offsets that overflow, and accesses that are narrow, are found where there are some."""
+
+    @triton.jit
+    def merge_kernel(weights, base, numel, WIDE: tl.constexpr, ELEMENTS: tl.constexpr):
+        program = tl.program_id(0)
+        if WIDE:
+            program = program.to(tl.int64)
+        at = program * ELEMENTS + tl.arange(0, ELEMENTS)
+        tl.store(base + at, tl.load(weights + at, mask=at < numel), mask=at < numel)
+
+    def told(wide: bool, numel: int) -> tuple[list[str], list[str]]:
+        x = torch.empty(numel, device="meta")
+        (launch,) = triton_aot.launches(lambda: merge_kernel[(numel // 1024,)](x, x, numel, WIDE=wide, ELEMENTS=1024))
+        compiled = triton_aot.compile_launch(launch, "sm_90")
+        return (
+            compiled_code.narrow_offsets(launch, compiled.ttir),
+            compiled_code.narrow_accesses(launch, compiled.code),
+        )
+
+    assert told(True, 1 << 33) == ([], [])
+    offsets, accesses = told(False, 1 << 33)
+    assert offsets and "arith.muli" in offsets[0] and not accesses
+    assert told(False, 1 << 20) == ([], [])
+    assert set(told(True, (1 << 20) + 19)[1]) == {"weights: 4 bytes of 16", "base: 4 bytes of 16"}
+
+
+def test_each_two_settings_meet():
+    values = {"a": range(5), "b": "xyz", "c": (True, False), "d": range(3)}
+    rows = kernel_space.pairs(values)
+    for a, b in combinations(values, 2):
+        assert {(row[a], row[b]) for row in rows} == set(product(values[a], values[b]))
+    assert 15 <= len(rows) <= 20
 
 
 @pytest.mark.gpu

@@ -58,6 +58,8 @@ LATENT = {
     "routed_scaling_factor": 2.5,
 }
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the traces of all
+
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     latent.write_text(json.dumps(raw))
     command = [sys.executable, "-m", "benchmarks.trace", "--run", *map(str, RUNS), str(latent)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -1,0 +1,209 @@
+"""Everything that the product can launch of the Triton kernels, from the tables that the launchers themselves read.
+
+An op has factors: what it can be called with, each with all its values. Sizes beyond 2^31 elements are among them.
+The whole space is their product; `pairs` is a part of it in which each two values of two factors meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from benchmarks import triton_aot
+from geotrain.kernels import AdamStep, OuterStep, layout, triton_ops
+from geotrain.kernels.dispatch import LOW_PRECISION
+from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_BYTES, Spec
+from geotrain.kernels.steps import QUINTIC
+
+SMALL, LARGE = 1 << 16, 1 << 35  # elements; the larger ones would take 128 GiB in fp32
+TAIL = 19  # elements of a shorter last block
+ADAM, NEXT = (AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=step) for step in (7, 8))
+FLAG = (False, True)
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op. settings: a value for each of its factors."""
+
+    op: str
+    settings: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return f"{self.op} {', '.join(f'{key} {value}' for key, value in self.settings)}"
+
+    def launches(self, target: str) -> list[triton_aot.Launch]:
+        return triton_aot.launches(lambda: _CALLS[self.op](**dict(self.settings)), target)
+
+
+def factors() -> dict[str, Settings]:
+    """Op → factor → its values."""
+    blocks = [1 << i for i in range(layout.MIN_BLOCK.bit_length() - 1, layout.MAX_BLOCK.bit_length())]
+    # A tail that is shorter than every block, and none.
+    sizes = {"numel": (SMALL, LARGE), "tail": (0, TAIL)}
+    given = {"values": LOW_PRECISION, "anchor": FLAG, "residual": FLAG, "stochastic": FLAG}
+    dense, coded = tuple(GRIDS), {"block": tuple(blocks), "scale": tuple(SCALE_BYTES)}
+    plain = tuple(name for name in FORMATS if name not in GRIDS and name != "topk2")
+    # A power of two for each number of low bits that a position can have, and one that is none.
+    densities = (*(2.0**-bits for bits in range(layout.MAX_BLOCK.bit_length())), 0.1)
+    sparse = {"density": densities, "block": tuple(blocks), "scale": tuple(SCALE_BYTES), **sizes}
+    sides = (16, 32, 64, 128, 512, 1408)
+    return {
+        "quantize": {"name": dense, **coded, **given, **sizes},
+        "quantize_plain": {"name": plain, "block": tuple(blocks), **given, **sizes},
+        "quantize_topk": {**sparse, **given},
+        "dequantize": {"name": dense, **coded, "accumulate": FLAG, **sizes},
+        "dequantize_plain": {"name": plain, "accumulate": FLAG, "measured": FLAG, **sizes},
+        "dequantize_topk": {**sparse, "accumulate": FLAG},
+        "add_decoded": {"name": dense, **coded, "base": LOW_PRECISION, "out": LOW_PRECISION, **sizes},
+        "outer_update": {"moves": FLAG, "momentum": FLAG, "accumulates": FLAG, **sizes},
+        "merge": {"pending": FLAG, **sizes},
+        "adam": {"grad": LOW_PRECISION, "out": (None, *LOW_PRECISION), "ahead": FLAG, "commit": FLAG, **sizes},
+        "rotate": {
+            "states": LOW_PRECISION,
+            "heads": (1, 8, 33),
+            "size": (64, 96, 128, 256),
+            "inverse": FLAG,
+            "length": (64, 1 << 24),
+        },
+        "orthogonalize": {"matrices": LOW_PRECISION, "rows": sides, "columns": sides, "batch": (2, 1 << 16)},
+    }
+
+
+def whole(op: str) -> Iterator[Case]:
+    values = factors()[op]
+    for chosen in product(*values.values()):
+        yield Case(op, tuple(zip(values, chosen, strict=True)))
+
+
+def pairs(values: Mapping[str, Sequence[Any]]) -> list[Settings]:
+    """Few settings, in which each two values of two factors meet: greedily, in a fixed order (D. Cohen et al., The
+    AETG system, 1997)."""
+    open_pairs = {
+        ((a, x), (b, y))
+        for a, b in combinations(values, 2)
+        for x in range(len(values[a]))
+        for y in range(len(values[b]))
+    }
+    rows = []
+    while open_pairs:
+        row = dict(min(open_pairs))
+        for factor in values:
+            if factor not in row:
+                gained = [
+                    sum(
+                        tuple(sorted([(factor, i), other], key=lambda p: list(values).index(p[0]))) in open_pairs
+                        for other in row.items()
+                    )
+                    for i in range(len(values[factor]))
+                ]
+                row[factor] = max(range(len(gained)), key=lambda i: (gained[i], -((i + len(rows)) % len(gained))))
+        ordered = [(factor, row[factor]) for factor in values]
+        open_pairs -= set(combinations(ordered, 2))
+        rows.append({factor: values[factor][i] for factor, i in ordered})
+    return rows
+
+
+def key(launch: triton_aot.Launch) -> tuple[Any, ...]:
+    """What the compiler is told of a launch, but for lengths that only a shorter last block has, and where its parts
+    lie."""
+    constants = {name: launch.arguments[name] for name in launch.constants}
+    if "KEPT" in constants:
+        full = constants["LENGTH"] == constants["BLOCK"]
+        constants["ALL"] = constants["KEPT"] == constants["LENGTH"]
+        dropped = ["KEPT", "LENGTH", "LOWS_AT", "HIGHS_AT", "VALUES_AT", "FULL_WORDS", "HIGH_BITS"]
+        constants = {
+            name: v
+            for name, v in constants.items()
+            if name not in (dropped if full else [*dropped, "LOW_BITS", "ALL"])
+        }
+    return launch.kernel.__name__, *sorted(constants.items()), *sorted(launch.options.items())
+
+
+def _meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def _quantize(spec: Spec, values: torch.dtype, anchor: bool, residual: bool, numel: int) -> None:
+    payload = _meta(spec.encoded_bytes(numel), torch.uint8)
+    others = (_meta(numel) if given else None for given in (anchor, residual))
+    triton_ops.quantize(_meta(numel, values), payload, spec, *others, 2**40)
+
+
+def _dequantize(spec: Spec, accumulate: bool, measured: bool, numel: int) -> None:
+    squares = _meta(-(-numel // layout.SQUARES_BLOCK), torch.float64) if measured else None
+    triton_ops.dequantize(
+        _meta(spec.encoded_bytes(numel), torch.uint8), _meta(numel), spec, 0.5 if accumulate else None, squares
+    )
+
+
+def _add_decoded(spec: Spec, base: torch.dtype, out: torch.dtype, numel: int) -> None:
+    payload = _meta(spec.encoded_bytes(numel), torch.uint8)
+    triton_ops.add_decoded(payload, _meta(numel, base), _meta(numel, out), spec, 0.5)
+
+
+def _outer_update(moves: bool, momentum: bool, accumulates: bool, numel: int) -> None:
+    if (moves and not momentum) or (momentum and not moves and not accumulates) or (accumulates and not momentum):
+        return  # `dispatch` refuses it, or no step has it
+    step = OuterStep(keep=0.9, gain=0.1, from_momentum=2.0, from_delta=0.2, moves_momentum=moves)
+    others = (_meta(numel) if given else None for given in (momentum, accumulates))
+    triton_ops.outer_update(_meta(numel), _meta(numel), *others, step)
+
+
+def _adam(grad: torch.dtype, out: torch.dtype | None, ahead: bool, commit: bool, numel: int) -> None:
+    new = None if out is None else _meta(numel, out)
+    states = (_meta(numel) for _ in range(3))
+    triton_ops.adam(*states, _meta(numel, grad), new, ADAM, NEXT if ahead else None, commit)
+
+
+def _rotate(states: torch.dtype, heads: int, size: int, inverse: bool, length: int) -> None:
+    given, angles = torch.empty(length, 2, heads, size, dtype=states, device="meta"), _meta(length * size // 2)
+    angles = angles.view(length, -1)
+    triton_ops.rotate(given, torch.empty_like(given), angles, angles, inverse)
+
+
+def _orthogonalize(matrices: torch.dtype, rows: int, columns: int, batch: int) -> None:
+    given = torch.empty(batch, rows, columns, dtype=matrices, device="meta")
+    triton_ops.orthogonalize(given, QUINTIC[:2])
+
+
+def _spec(name: str, block: int = 128, scale: str = "bf16", stochastic: bool = False, density: float = 0.1) -> Spec:
+    return Spec(name, block, scale, stochastic, density=density)
+
+
+_CALLS: dict[str, Any] = {
+    "quantize": lambda name, block, scale, stochastic, values, anchor, residual, numel, tail: _quantize(
+        _spec(name, block, scale, stochastic), values, anchor, residual, numel + tail
+    ),
+    "quantize_plain": lambda name, block, stochastic, values, anchor, residual, numel, tail: _quantize(
+        _spec(name, block, stochastic=stochastic), values, anchor, residual, numel + tail
+    ),
+    "quantize_topk": lambda block, scale, stochastic, density, values, anchor, residual, numel, tail: _quantize(
+        _spec("topk2", block, scale, stochastic, density), values, anchor, residual, numel + tail
+    ),
+    "dequantize": lambda name, block, scale, accumulate, numel, tail: _dequantize(
+        _spec(name, block, scale), accumulate, False, numel + tail
+    ),
+    "dequantize_plain": lambda name, accumulate, measured, numel, tail: _dequantize(
+        _spec(name), accumulate, measured, numel + tail
+    ),
+    "dequantize_topk": lambda block, scale, density, accumulate, numel, tail: _dequantize(
+        _spec("topk2", block, scale, density=density), accumulate, False, numel + tail
+    ),
+    "add_decoded": lambda name, block, scale, base, out, numel, tail: _add_decoded(
+        _spec(name, block, scale), base, out, numel + tail
+    ),
+    "outer_update": lambda moves, momentum, accumulates, numel, tail: _outer_update(
+        moves, momentum, accumulates, numel + tail
+    ),
+    "merge": lambda pending, numel, tail: triton_ops.merge(
+        *(_meta(numel + tail) for _ in range(3)), _meta(numel + tail) if pending else None, 0.25
+    ),
+    "adam": lambda grad, out, ahead, commit, numel, tail: _adam(grad, out, ahead, commit, numel + tail),
+    "rotate": _rotate,
+    "orthogonalize": _orthogonalize,
+}
