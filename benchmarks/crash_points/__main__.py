@@ -3,6 +3,7 @@
     python -m benchmarks.crash_points            # every call, or as many as ten minutes allow
     python -m benchmarks.crash_points --seconds 3600
     python -m benchmarks.crash_points --quick    # some of them, in some seconds
+    python -m benchmarks.crash_points --only checkpoint
 
 A life of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
 repeated, and at each of its calls that change a file (writes, opens that create, renames, deletions, fsyncs, …)
@@ -30,7 +31,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from benchmarks.crash_points.disk import AT, SHIM, Durable, attempt, preloaded
 MEMORY = Path("/dev/shm")  # where inode numbers are not used again, and a sync costs nothing
 QUICK_S, LONGEST_S = 8.0, 540.0
 SHOWN = 5
+SUBJECTS = ("region", "global", "checkpoint", "export", "prepare")
 
 
 class Explorer:
@@ -87,18 +89,19 @@ class Explorer:
                 print(f"{self.name}: {how} at call {at} of {len(self.calls)}: {fault}", file=sys.stderr, flush=True)
 
 
-def explorers(scratch: Path) -> list[Explorer]:
+def explorers(scratch: Path, only: Sequence[str]) -> list[Explorer]:
     from benchmarks.crash_points import subjects as kinds
 
     made = []
-    subjects = {
-        "region": kinds.ServerSubject("eu"),
-        "global": kinds.ServerSubject("global"),
-        "checkpoint": kinds.CheckpointSubject(),
-        "export": kinds.ExportSubject(),
-        "prepare": kinds.PrepareSubject(),
+    subjects: dict[str, Callable[[], Any]] = {
+        "region": lambda: kinds.ServerSubject("eu"),
+        "global": lambda: kinds.ServerSubject("global"),
+        "checkpoint": kinds.CheckpointSubject,
+        "export": kinds.ExportSubject,
+        "prepare": kinds.PrepareSubject,
     }
-    for name, subject in subjects.items():
+    for name in only:
+        subject = subjects[name]()
         first = Explorer(f"{name}, first life", subject, "live", scratch, lambda folder: 0)
         left = scratch / f"left-{name}"
         _, said, folder, _ = first._live("before", len(first.calls) * 2 // 3)
@@ -133,6 +136,7 @@ def main() -> None:
     parser = command_line(__doc__, quick={"seconds": QUICK_S})
     parser.add_argument("--seconds", type=float, default=LONGEST_S, help="after which no further call is tried")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="the lives that are tried")
     options = parser.parse_args()
     place = MEMORY if MEMORY.is_dir() else None
     if SHIM not in os.environ:
@@ -140,7 +144,7 @@ def main() -> None:
     torch.set_num_threads(1)
     scratch = Path(os.environ[SHIM])
     try:
-        lives = explorers(scratch)
+        lives = explorers(scratch, options.only)
         todo = [
             (life, how, at)
             for life in lives

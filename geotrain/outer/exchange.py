@@ -10,7 +10,7 @@ model. Much here serves this rule: wherever ranks could see different things, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -61,6 +61,7 @@ class Weights(Protocol):
     def pushes(self) -> tuple[tuple[Any, ...], ...]: ...
     @property
     def holds(self) -> tuple[tuple[Any, ...], ...]: ...
+    def parameters(self, fragments: tuple[int, ...]) -> Collection[str]: ...
     def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]: ...
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]: ...
     def on_weights(self, weights: FragmentWeights, start: bool = False) -> None: ...
@@ -80,8 +81,9 @@ class Rank(Protocol):
     def settle(self) -> None:
         """Wait until the master weights contain every optimizer step (with ACCO the last one may still travel)."""
 
-    def refresh(self) -> None:
-        """Copy the master weights to the weights that training computes with, on all ranks."""
+    def refresh(self, changed: Collection[str]) -> None:
+        """Copy the master weights to the weights that training computes with, on all ranks. changed: the parameters
+        whose masters were overwritten on some rank; no others need travel."""
 
 
 def wait_for(waiting: Waiting[T]) -> T:
@@ -266,4 +268,4 @@ class Exchange:
         self.rank.settle()
         for weights in answer.weights:
             self.weights.on_weights(weights, start)
-        self.rank.refresh()
+        self.rank.refresh(self.weights.parameters(fragments))

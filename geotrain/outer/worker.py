@@ -158,6 +158,7 @@ class WorkerRank:
         device = pieces[0].master.device if pieces else torch.device("cpu")
         self.staging: Staging = SynchronousStaging(device) if staging is None else staging
         device = self.staging.device
+        self._parameters = [[p.name for p in fragment.parameters] for fragment in layout.fragments]
         self.shards = [_FragmentShard(layout, i, members, device) for i, members in enumerate(by_fragment)]
 
     @property
@@ -167,6 +168,10 @@ class WorkerRank:
     @property
     def holds(self) -> tuple[tuple[StridedSlice, ...], ...]:
         return tuple(s.holds for s in self.shards)
+
+    def parameters(self, fragments: tuple[int, ...]) -> frozenset[str]:
+        """Names of all parameters in these fragments, whoever holds them."""
+        return frozenset(name for fragment in fragments for name in self._parameters[fragment])
 
     def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
         """Encode anchor − masters for what this rank pushes. seed: of the codec's rounding.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -42,6 +42,9 @@ class Idle:
         self.pushes = self.holds = tuple(layout.whole(f.index) for f in layout.fragments)
         self._versions = [0] * len(layout.fragments)
 
+    def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
+        return ()
+
     def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
         return Ready(FragmentDelta(fragment, self._versions[fragment], b""))
 
@@ -72,7 +75,8 @@ class OneRank:
     def settle(self) -> None:
         pass
 
-    refresh = settle
+    def refresh(self, changed: Collection[str]) -> None:
+        pass
 
 
 class SimWorker:

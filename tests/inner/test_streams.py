@@ -19,20 +19,22 @@ STREAMS = ("Stream", "current_stream", "stream")
 FORMS = ("exact", "int4", "local", "stale", "none")
 
 
-def run(cuda: Cuda, form: str, folder: Path | None = None) -> None:
-    """Steps of an engine with ACCO; with a folder also a checkpoint, an evaluation, and steps from the checkpoint."""
-    from geotrain import checkpoint
+def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
+    """Steps of an engine, with ACCO's form or ZeRO-1. With a folder also checkpoints, beside which it trains; an
+    evaluation; and steps from a checkpoint."""
     from geotrain.acco import communication_thread
+    from geotrain.checkpoint import saving
     from geotrain.inner import platform
 
     # What takes CUDA's place for Megatron-core on a CPU takes it from all threads.
     stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
     gpu = SimpleNamespace(HAS_CUDA=True, backend=lambda: "gloo", device=lambda: torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(communication_thread, "platform", gpu))
+        for module in (communication_thread, saving):
+            stack.enter_context(mock.patch.object(module, "platform", gpu))
         stack.enter_context(mock.patch.object(platform, "_cpu_stand_ins", lambda: stand_ins))
         with cuda.in_place():
-            acco = AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
+            acco = None if form is None else AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
             engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=4), acco=acco)
         given = [micro_batches(engine, step) for step in range(3)]
         stack.enter_context(cuda.emulated())
@@ -41,21 +43,26 @@ def run(cuda: Cuda, form: str, folder: Path | None = None) -> None:
         for step in range(3):
             engine.train_step(given[step], step)
         if folder is not None:
-            checkpoint.save(engine, folder, "a", {}, keep=1, with_masters=True)
+            checkpoints = saving.Checkpoints(engine, folder, keep=1, with_masters=True)
+            for turn in range(2):  # the second into the buffer of the first
+                checkpoints.save(f"job-{turn}", {})
+                engine.train_step(given[turn], 3 + turn)
+            checkpoints.save("a", {})
             engine.evaluate_lent(contextlib.nullcontext(), given[0])
-            engine.train_step(given[0], 3)
-            checkpoint.load(engine, folder, "a")
-            engine.train_step(given[0], 4)
+            engine.train_step(given[0], 5)
+            checkpoints.load("a")
+            engine.train_step(given[0], 6)
+            checkpoints.close()
         masters(engine).sum().item()
     stop(engine)
 
 
 def every_form(folder: str) -> dict[str, Any]:
     seen = {}
-    for form in FORMS:
+    for form in (None, *FORMS):
         cuda = Cuda()
-        run(cuda, form, Path(folder) / form)
-        seen[form] = cuda.faults, len(cuda.current_stream().clock)
+        run(cuda, form, Path(folder) / str(form))
+        seen[str(form)] = cuda.faults, len(cuda.current_stream().clock)
     return seen
 
 
