@@ -31,6 +31,7 @@ from geotrain.checkpoint.state import described, state_of
 from geotrain.files import sync
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
+from geotrain.optimizers.updates import step_counts
 from geotrain.staging import CudaStaging, NoStreams
 
 
@@ -78,13 +79,18 @@ class Checkpoints:
                 random["rng.cuda"] = torch.cuda.get_rng_state()
             manifest = {"format": FORMAT, "tag": tag, "shared": shared.whole}
             manifest |= described(engine, extra, self._with_masters)
+            counts = step_counts(engine.basic_optimizer)
+            on_device = [count for count in counts if isinstance(count, Tensor)]
 
             def write(copies: Sequence[Tensor]) -> None:
+                named = dict(zip(tensors, copies, strict=False))
+                on_host = [count for count in counts if not isinstance(count, Tensor)]
+                steps = max(map(int, (*on_host, *copies[len(tensors) :])), default=0)
                 with self._telling(tag):
-                    self._write({**random, **dict(zip(tensors, copies, strict=True))}, places, manifest, shared)
+                    self._write({**random, **named}, places, {**manifest, "optimizer_steps": steps}, shared)
 
             with self._staging.beside():
-                self._under_way = self._staging.keep(0, tuple(tensors.values()), write)
+                self._under_way = self._staging.keep(0, (*tensors.values(), *on_device), write)
                 engine.read_until(partial(self._staging.wait, self._staging.mark()))
 
     def wait(self) -> None:

@@ -11,7 +11,7 @@ from geotrain.inner.engine import GeoEngine
 from geotrain.inner.shards import OwnedShard
 from geotrain.layout import canonical_parameters, digest
 from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import moments, step_count
+from geotrain.optimizers.updates import moments
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -36,14 +36,13 @@ def has_usable_prediction(engine: GeoEngine, manifest: dict[str, Any]) -> bool:
 
 
 def described(engine: GeoEngine, extra: dict[str, Any], with_masters: bool) -> dict[str, Any]:
-    """What the manifest says of the engine as it is now. extra: anything JSON can hold."""
+    """What the manifest says of the engine as it is now, but for its steps. extra: anything JSON can hold."""
     return {
         "model": digest(canonical_parameters(engine.architecture)),
         "layout": layout_of_ranks(engine),
         "with_masters": with_masters,
         "predicted": engine.prediction_form if engine.has_prediction else None,
         "optimizer": kind_of(engine),
-        "optimizer_steps": step_count(engine.basic_optimizer),
         "counters": {counter: getattr(engine, counter) for counter in COUNTERS},
         "extra": extra,
     }

@@ -212,8 +212,13 @@ class Cuda:
             cuda.on_host(state)
             return state
 
+        def gathered_on_host(*args: Any, gather: Any = torch.distributed.all_gather_object, **options: Any) -> None:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():  # of objects, over gloo
+                gather(*args, **options)
+
         watched = (
             (torch, "get_rng_state", rng_state_on_host),
+            (torch.distributed, "all_gather_object", gathered_on_host),
             (ThreadPoolExecutor, "submit", submit_watched),
             (Future, "result", learned(result)),
             (Future, "exception", learned(exception)),
