@@ -25,7 +25,7 @@ from geotrain.inner import platform
 from geotrain.inner.parallel import first_line
 from geotrain.optimizers.muon import Muon
 from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
-from geotrain.parallelism.acco_forms import Form
+from geotrain.parallelism.acco_forms import CODED_AT_ONCE, Form
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
 from geotrain.zero.buckets import owned_pieces
@@ -35,9 +35,6 @@ with platform.quiet_imports():
     from deepspeed.utils import link_hp_params
 
 T = TypeVar("T")
-# Elements of a shard that are coded at once; a multiple of CODE_BLOCK. Each piece costs some launches, and an fp32
-# scratch of three times its size.
-_PIECE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class AccoOptimizer(ZeROOptimizer):
         self._owned = [layout.owned(mesh.dp_rank, *group) for group in layout.groups]
         self._masters = self._take_over(basic, device)
         self._counted, self._trained = self._pieces_that_count(placed), len(placed)
-        pieces = [layout.pieces(rank, _PIECE) for rank in range(mesh.dp_size)]
+        pieces = [layout.pieces(rank, CODED_AT_ONCE) for rank in range(mesh.dp_size)]
         self._prediction = WeightPrediction(form, self.communication, pieces, self._estimate)
         self._steps_committed = 0  # the last step that the masters hold
         self._steps_begun = 0  # the last step whose commit was begun: equal, or one more

@@ -163,11 +163,6 @@ def _checksum(manifest: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
 
-def _checksum(manifest: dict[str, Any]) -> int:
-    said = {key: value for key, value in manifest.items() if key != "checksum"}
-    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
-
-
 def bring_back(folder: Path) -> None:
     """Give an older checkpoint its name back if a save was killed after it had moved that checkpoint aside."""
     for replaced in folder.glob(f"*{_REPLACED}"):

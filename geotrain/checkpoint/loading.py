@@ -84,7 +84,8 @@ def _found(engine: GeoEngine, folder: Path, tag: str | None) -> dict[tuple[int, 
     if kind != kind_of(engine):
         raise CheckpointError(
             f"{found[0]['tag']!r} holds the state of {kind}, but deepspeed.optimizer.type is {kind_of(engine)}, "
-            "which keeps other moments; set the type back, or begin a new run from the exported weights (model.init_from)"
+            "which keeps other moments; set the type back, or begin a new run from the exported weights "
+            "(model.init_from)"
         )
     return {(manifest["number"], manifest["checksum"]): manifest for manifest in found}
 

@@ -84,8 +84,8 @@ class Checkpoints:
 
             def write(copies: Sequence[Tensor]) -> None:
                 named = dict(zip(tensors, copies, strict=False))
-                on_host = [count for count in counts if not isinstance(count, Tensor)]
-                steps = max(map(int, (*on_host, *copies[len(tensors) :])), default=0)
+                counted = [int(count) for count in counts if not isinstance(count, Tensor)]
+                steps = max([*counted, *(int(count) for count in copies[len(tensors) :])], default=0)
                 with self._telling(tag):
                     self._write({**random, **named}, places, {**manifest, "optimizer_steps": steps}, shared)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup
-from geotrain.parallelism.acco_forms import flat_bytes
+from geotrain.parallelism.acco_forms import flat_bytes, scratch_bytes
 from geotrain.parallelism.checks import accumulates_in_fp32, trains_in_bf16
 from geotrain.parallelism.memory import memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
@@ -35,7 +35,8 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
         flat = flat_bytes(run.acco.prediction, shard, size, summed)
-        state["buffers"] = flat - state["weights"] - state["gradients"]
+        scratch = scratch_bytes(run.acco.prediction, shard, size)
+        state["buffers"] = flat - state["weights"] - state["gradients"] + scratch
     up, _ = run.outer.worker_codecs
     each = 8 + (4 if up.name != "fp32" else 0)
     offloaded = "offload_optimizer" in block.get("zero_optimization", {})
