@@ -16,7 +16,7 @@ from geotrain.launch.terminal import size, table_of
 from geotrain.layout import Layout, layout_of
 from geotrain.outer.codec import make_codec
 from geotrain.parallelism.checks import accumulation_steps
-from geotrain.plan.model.memory import rank_memory
+from geotrain.plan.model.memory import checkpoint_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
 from geotrain.plan.model.step import Work
 
@@ -24,7 +24,7 @@ from geotrain.plan.model.step import Work
 @dataclass(frozen=True)
 class WorkerNeeds:
     """One worker. delta_bytes, answer_bytes: of one exchange with its server, over all its ranks (without the
-    padding of ranks' last blocks). memory: of its fullest rank."""
+    padding of ranks' last blocks). memory: of its fullest rank. checkpoint_bytes: on the host, of a copy for one."""
 
     name: str
     region: str
@@ -32,6 +32,7 @@ class WorkerNeeds:
     ranks: int
     parameters_per_rank: int
     memory: dict[str, int]
+    checkpoint_bytes: int
     delta_bytes: int
     answer_bytes: int
 
@@ -86,6 +87,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
                 worker.ranks,
                 check_shards(layout, run, parallel),
                 rank_memory(run, run.architecture, worker),
+                checkpoint_memory(run, run.architecture, worker),
                 coded_bytes(local_up),
                 coded_bytes(local_down),
             )
@@ -165,6 +167,8 @@ def show(found: Needs, console: Console) -> None:
     ]
     text = ("worker", "region", "ranks", "layout", "parameters/rank")
     console.print("\nmemory of the fullest rank", table_of(memory, left=text), sep="\n")
+    copied = max((w.checkpoint_bytes for w in found.workers), default=0)
+    console.print(f"on its host, pinned where there is a GPU: {size(copied)}, the copy of a checkpoint being written")
     links = [
         {"region": link.region, "up": size(link.up_bytes), "down": size(link.down_bytes)}
         | {"inner steps between": str(link.steps_between)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -81,6 +82,7 @@ def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
 
 def measure() -> list[dict[str, int]]:
     """Bytes of weights, of the optimizer's state, and of what autograd keeps of one micro-batch."""
+    from geotrain.checkpoint.saving import Checkpoints
     from geotrain.inner.router_bias import biased_routers
 
     measured = []
@@ -94,8 +96,11 @@ def measure() -> list[dict[str, int]]:
         state = [
             t for s in engine.basic_optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
         ]
+        with closing(Checkpoints(engine, "nowhere", 1)) as checkpoints:
+            copied, _ = checkpoints._saved(every_shard=True)
         measured.append(
             {
+                "checkpoint": sum(tensor.nbytes for tensor in copied.values()),
                 "parameters": sum(p.numel() for n, p in engine.module.named_parameters() if "shard_gap" not in n)
                 + sum(router.expert_bias.numel() for _, router in biased_routers(engine.module)),
                 "weights": sum(weights.values()),
@@ -128,6 +133,7 @@ def test_the_estimate_is_what_engines_use() -> None:
         assert memory.parameters == measured["parameters"]
         assert measured["weights"] == pytest.approx(memory.weights_bytes, rel=1e-3)  # DeepSpeed pads a little
         assert measured["optimizer"] == pytest.approx(memory.optimizer_bytes, rel=1e-3)
+        assert measured["checkpoint"] == pytest.approx(memory.checkpoint_bytes, rel=1e-2)
         if parallel.pipeline == 1 and "bf16" not in block:
             tokens = 2 * 16 // parallel.context
             expected = activation_bytes(a, parallel, tokens, 4, "none", 0, 1) + unfused_bytes(model, parallel, tokens)

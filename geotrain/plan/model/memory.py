@@ -10,6 +10,18 @@ from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parallelism.whole_matrices import shard_size
 
 
+def checkpoint_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> int:
+    """Bytes on the host, pinned where there is a GPU, of the copy of a checkpoint while it is written: at most, of
+    the fullest rank. Raises as `rank_memory`."""
+    setup = WorkerSetup.of(run, worker)
+    parallel, block = setup.parallel, setup.deepspeed
+    needs = memory_per_rank(architecture, parallel, worker.ranks, block, run.data.sequence_length)
+    if run.acco is None:
+        return needs.checkpoint_bytes
+    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
+    return moment_bytes(shard_size(architecture, parallel, needs.stage, dp, uses_muon(block), together=True), block)
+
+
 def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
     """Bytes on the device. Raises ConfigError when the worker cannot run this layout.
 
