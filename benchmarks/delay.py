@@ -31,10 +31,11 @@ from benchmarks.learner.training import Curve, Learning, Study, training_task
 from geotrain.config import OuterConfig, RegionMomentumConfig
 from geotrain.layout import Layout
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import Finished, FragmentWeights, Lease, LeaseRequest
+from geotrain.outer.messages import Finished, Lease, LeaseRequest, PieceWeights
 from geotrain.outer.region_server import RegionServer
-from geotrain.outer.rules import FragmentState
+from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion
+from geotrain.outer.rules.rule import Told
 from geotrain.outer.server import Identity
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.worker import Learner
@@ -55,21 +56,20 @@ class LookAhead(MomentumRegion):
         super().__init__(config, workers, decay)
         self.ahead, self.share = ahead, 1 / regions
 
-    def take_progress(self, state: FragmentState) -> tuple[Tensor, int]:
-        delta, weight = super().take_progress(state)
+    def progress(self, state: Vectors, told: Told) -> Tensor:
+        delta = super().progress(state, told)
         state.vector("own").copy_(delta)
-        return delta, weight
+        return delta
 
-    def on_global_weights(self, state: FragmentState, x_global: Tensor) -> tuple[str, ...]:
+    def merge(self, state: Vectors, x_global: Tensor) -> None:
         first = "seen" not in state.aux
         seen = state.vector("seen")
         others = x_global - seen + self.share * state.vector("own")
         seen.copy_(x_global)
-        answered = super().on_global_weights(state, x_global)
+        super().merge(state, x_global)
         if not first:
             state.x.add_(others, alpha=self.ahead)
             state.vector("base").add_(others, alpha=self.ahead)
-        return answered
 
 
 class Foreseen(AveragingGlobal):
@@ -80,11 +80,11 @@ class Foreseen(AveragingGlobal):
         super().__init__(regions)
         self.ahead = ahead
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
+    def apply(self, state: Vectors, member: str, delta: Tensor, told: Told) -> None:
         before = state.vector(f"before.{member}")
         foreseen = torch.lerp(before, delta, 1 + self.ahead)
         before.copy_(delta)
-        return super().on_delta(state, member, foreseen, weight)
+        super().apply(state, member, foreseen, told)
 
 
 class Agreeing(AveragingGlobal):
@@ -95,7 +95,7 @@ class Agreeing(AveragingGlobal):
         super().__init__(regions)
         self.layout = layout
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
+    def apply(self, state: Vectors, member: str, delta: Tensor, told: Told) -> None:
         name = f"given.{member}"
         if name in state.aux:
             delta, since = delta.clone(), state.aux[name] - state.x
@@ -104,9 +104,8 @@ class Agreeing(AveragingGlobal):
                 along = float((mine * moved).sum())
                 if along < 0:
                     mine.sub_(moved, alpha=along / float(moved.square().sum()))
-        answered = super().on_delta(state, member, delta, weight)
+        super().apply(state, member, delta, told)
         state.vector(name).copy_(state.x)
-        return answered
 
 
 def quasi_hyperbolic(share: float, rate: float) -> MakeRegion:
@@ -133,7 +132,7 @@ def sharing_momenta(make: Callable[[WorkerSpec], Learner]) -> Callable[[WorkerSp
         members.append(mine)
         take = mine.on_weights
 
-        def on_weights(weights: FragmentWeights, start: bool = False) -> None:
+        def on_weights(weights: PieceWeights, start: bool = False) -> None:
             take(weights, start)
             optimizers = [other.optimizer for other in members]
             mine.optimizer.m.copy_(torch.stack([o.m for o in optimizers]).mean(0))
@@ -276,6 +275,8 @@ def _with_global_rule(make: MakeGlobal) -> type[GlobalServer]:
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.rule = make(self.layout)
+            for vault in self.vaults.all:
+                vault.rule = self.rule
 
     return Server
 

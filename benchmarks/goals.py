@@ -71,6 +71,7 @@ PARTS = (
     Part("planner", (Goal("prediction_error"),)),
     Part("agreement", (Goal("same_order", least=1),)),
     Part("scale", (Goal("h32.utilization"),)),
+    Part("trace", (Goal("largest_difference", most=0.04), *zero("not_linear"))),
     Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),)),
     Part("fuzz", zero("crashes", "state_changes", "unclear_errors")),
     Part("crash_points", zero("broken")),

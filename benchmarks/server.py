@@ -26,30 +26,47 @@ from torch import Tensor
 
 from benchmarks.common import command_line, ratio, report
 from geotrain.config import CodecConfig, HalosConfig, codec_config, rule_config
+from geotrain.layout import Layout, Parameter
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import WeightsSender, from_bytes, to_bytes
+from geotrain.outer.downlink import to_bytes
 from geotrain.outer.limits import norm
-from geotrain.outer.rules import FragmentState, global_rule
+from geotrain.outer.messages import Join, PieceDelta, UpdatePart
+from geotrain.outer.rules import Counts, global_rule
+from geotrain.outer.vault import Apply, Decode, Forget, Freeze, Vault
+from geotrain.staging import from_bytes
 
 STAGES = ("decode_and_norm", "rule", "answer")
 
 
 class Kernels:
-    """What `geotrain.outer` does with an update of one part."""
+    """What a server's vault does with an update of one part."""
 
     def __init__(self, numel: int, codec: CodecConfig, payload: bytes) -> None:
-        rule = global_rule(rule_config("halos"), ("eu",))
-        self.rule, self.up, self.sender = rule, make_codec(codec), WeightsSender(codec)
-        self.state, self.delta, self.payload = FragmentState(torch.zeros(numel)), torch.empty(numel), payload
+        layout = Layout([Parameter("a", (numel,), None, "zeros")])
+        self.rule, self.counts = global_rule(rule_config("halos"), ("eu",)), Counts()
+        self.vault = Vault("global", layout, layout.pieces, self.rule, make_codec(codec), codec)
+        self.vault.set_weights(0, torch.zeros(numel))
+        whole = (layout.whole(0),)
+        self.vault.hear(Join("r", "c", layout.digest, "m", "eu", "1", 0, 1, whole, whole))
+        self.update = UpdatePart("eu", "1", 1, 0, (PieceDelta(0, 0, payload),))
 
     def decode_and_norm(self) -> float:
-        return norm([self.up.decode_measured(from_bytes(self.payload), self.delta)])
+        self.vault.hear(self.update)
+        decoded = self.vault.obey(Decode("eu", 1, (0,)))
+        self.vault.obey(Forget("eu", updates=(1,)))
+        return norm([each.squares for each in decoded])
 
     def apply(self) -> None:
-        self.rule.on_delta(self.state, "eu", self.delta, 1)
+        told, _ = self.rule.on_delta(self.counts, "eu", 1)
+        self.vault.obey(Apply("eu", 0, told))
 
-    def answer(self) -> object:
-        return self.sender.encode(0, self.state.version, self.state.x)
+    def answer(self) -> None:
+        self.vault.obey(Freeze("eu", 1, 0, self.counts.version))
+        self.vault.obey(Forget("eu", answers=(1,)))
+
+    @property
+    def x(self) -> Tensor:
+        return self.vault.vectors[0].x
 
 
 class Torch:
@@ -128,7 +145,7 @@ def measure(numel: int, codec: CodecConfig, rounds: int) -> dict[str, object]:
             for name in servers:
                 stages[name].append(spent[name])
     assert servers["own"].decode_and_norm() / servers["torch"].decode_and_norm() - 1 < 1e-6
-    torch.testing.assert_close(servers["own"].state.x, servers["torch"].x, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
+    torch.testing.assert_close(servers["own"].x, servers["torch"].x, rtol=1e-4, atol=1e-6)
     own, old = ([sum(times) for times in stages[name]] for name in ("own", "torch"))
     per_stage = {
         name: {stage: 1e9 * median(t[i] for t in times) / numel for i, stage in enumerate(STAGES)}

@@ -37,7 +37,7 @@ from geotrain.net.server_thread import ServerThread
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import to_bytes
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import AnswerWanted, FragmentDelta, Identity, Join, UpdatePart
+from geotrain.outer.messages import AnswerWanted, Identity, Join, PieceDelta, UpdatePart
 
 REGION, LIFE = "eu", "life-1"
 CALM_UPDATES = 40  # timed before each snapshot
@@ -96,9 +96,7 @@ class Run:
         fragment = self.sequence % len(self.payloads)
         self.sequence += 1
         version = self.recovered.server.versions[fragment]
-        return UpdatePart(
-            REGION, LIFE, self.sequence, 0, (FragmentDelta(fragment, version, self.payloads[fragment]),)
-        )
+        return UpdatePart(REGION, LIFE, self.sequence, 0, (PieceDelta(fragment, version, self.payloads[fragment]),))
 
     def join(self) -> Join:
         whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
@@ -121,7 +119,7 @@ async def measured(run: Run, snapshots: int, clone: bool) -> dict[str, float]:
     def begin() -> tuple[Any, FrozenState]:
         frozen, meta = begin_snapshot(server, store, journal, ended=False)
         if clone:
-            server.will_change = lambda *tensors: None
+            server.vaults.watch(lambda *tensors: None)
             frozen = FrozenState({name: tensor.clone() for name, tensor in server.state()[0].items()})
         return disk.submit(finish_snapshot, store, journal, frozen, meta), frozen
 

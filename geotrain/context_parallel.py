@@ -1,7 +1,8 @@
-"""Context parallelism, in the form of DeepSpeed-Ulysses (arXiv 2309.14509): ranks that share each sequence.
+"""Context parallelism: ranks that share each sequence.
 
-Everything in a model but attention treats tokens one by one, so that a rank needs only its own part: the r-th of
-`parallel.context` equal parts, in order. Around attention the ranks exchange heads for tokens by an all-to-all:
+Everything in a model but attention treats tokens one by one, so that a rank needs only its own part. Of attention
+there are two forms. As a ring (arXiv 2310.01889) it is Transformer Engine's, which passes keys and values round. In
+the form of DeepSpeed-Ulysses (arXiv 2309.14509) the ranks exchange heads for tokens around it by an all-to-all:
 inside, each rank has all tokens of its share of the heads; outside, all heads of its share of the tokens. So windows,
 the boundaries of documents and grouped queries are what they are on one rank, and whichever attention serves there,
 serves here. The mean of the parts' losses is the sequence's, and the mean of their gradients its gradient: to the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +21,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def part_of(tokens: Tensor, rank: int, size: int) -> Tensor:
-    """A context rank's part of samples, for which labels are one token ahead.
+@dataclass(frozen=True)
+class Parts:
+    """How the tokens of a sequence are divided among context ranks, and which are this one's.
 
-    tokens: [batch, length + 1], length a multiple of size. Returns a view, [batch, length / size + 1].
+    exchange: "heads": the rank-th of `size` equal parts. "ring": of twice as many, the rank-th from either end, since
+    causal attention gives a late token more to do: so the ranks of a ring, each of which computes for its own tokens,
+    have equally much. Megatron-core and Transformer Engine count on this.
     """
-    length = (tokens.shape[1] - 1) // size
-    return tokens[:, rank * length : (rank + 1) * length + 1]
+
+    rank: int
+    size: int
+    exchange: str
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor whose dimension `dim` are a sequence's tokens, a multiple of the parts. A view
+        where the part is one piece."""
+        if self.exchange == "heads":
+            return tensor.chunk(self.size, dim)[self.rank]
+        pieces = tensor.chunk(2 * self.size, dim)
+        return torch.cat((pieces[self.rank], pieces[-1 - self.rank]), dim)
+
+    def inputs_and_labels(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Of samples [batch, length + 1]: labels are one token ahead. Both [batch, length / size]."""
+        return self.of(samples[:, :-1], 1), self.of(samples[:, 1:], 1)
 
 
-def use_own_positions(rotary: nn.Module, rank: int, size: int) -> None:
-    """Let Megatron-core's rotary embedding give the positions of this rank's part.
-
-    Megatron-core by itself would give those of ring attention, where a rank has two parts, one from each end.
-    """
+def use_own_positions(rotary: nn.Module, parts: Parts) -> None:
+    """Let Megatron-core's rotary embedding give the positions of this rank's part. By itself it would give those of a
+    ring, whichever exchange there is."""
     rotary.cp_group = None  # type: ignore[assignment]  # it gives all positions without one
-    rotary.register_forward_hook(lambda module, args, positions: positions.chunk(size)[rank])
+    rotary.register_forward_hook(lambda module, args, positions: parts.of(positions, 0))
 
 
 class ContextAttention(nn.Module):

@@ -14,19 +14,19 @@ from geotrain.layout import Layout, LayoutError, StridedSlice
 MOST_STEPS = 1 << 20  # of `not_once`: a second or two; the ranks of a model of 70 B parameters need some thousands
 
 
-def check_cover(layout: Layout, fragment: int, slices: Iterable[StridedSlice]) -> None:
-    """Raises LayoutError unless the slices cover every element of the fragment exactly once."""
-    f, pieces = layout.fragments[fragment], list(slices)
-    for piece in pieces:
-        layout.check_slices(fragment, [piece])
+def check_cover(layout: Layout, piece: int, slices: Iterable[StridedSlice]) -> None:
+    """Raises LayoutError unless the slices cover every element of the piece exactly once."""
+    f, size, every = layout.fragments[layout.pieces[piece].fragment], layout.pieces[piece].numel, list(slices)
+    for each in every:
+        layout.check_slices(piece, [each])
     try:
-        at = not_once(pieces, f.numel)
+        at = not_once(every, size)
     except LayoutError as error:
         raise LayoutError(f"fragment {f.name!r}: {error}") from None
     if at is not None:
-        times = sum(_names(piece, at) for piece in pieces)
+        times = sum(_names(each, at) for each in every)
         what = f"covered {times} times" if times else "covered by no rank"
-        raise LayoutError(f"fragment {f.name!r}: element {at} of {f.numel} is {what}")
+        raise LayoutError(f"fragment {f.name!r}: element {layout.pieces[piece].start + at} of {f.numel} is {what}")
 
 
 def not_once(slices: Iterable[StridedSlice], size: int) -> int | None:

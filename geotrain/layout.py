@@ -3,7 +3,8 @@
 Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), or of
 the file that `model.weights` names; never those of a parallel layout. Servers, exports and checkpoints speak only of
 them, so regions may differ in tensor, pipeline and data parallelism. A *fragment* is a set of whole parameters that
-is synchronized together; its vector is those parameters, flattened and laid end to end in canonical order.
+is synchronized together; its vector is those parameters, flattened and laid end to end in canonical order. It is cut
+into *pieces*, the unit of what is coded, sent and stored (`geotrain.pieces` cuts a rank's slices at them).
 Everything here is plain data, except `gather` and `scatter`, which move elements between a fragment's vector and a
 rank's payload.
 """
@@ -144,18 +145,36 @@ class Fragment:
     numel: int
 
 
+@dataclass(frozen=True)
+class Piece:
+    """`numel` elements of a fragment's vector from `start` on. index: of the piece, counted through all fragments."""
+
+    index: int
+    fragment: int
+    start: int
+    numel: int
+
+
 class Layout:
-    """Parameters grouped into fragments.
+    """Parameters grouped into fragments, and these cut into pieces of `piece_elements` (the last of each is shorter).
 
     layers_per_fragment: None puts the whole model into one fragment. Otherwise layers are dealt out in strides
     (Streaming DiLoCo, arXiv 2501.18512, §3.2): with P layer fragments, layer i belongs to fragment i mod P, so that
     each fragment has layers of all depths. Embedding and head (with the final norm) are fragments of their own.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], layers_per_fragment: int | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], layers_per_fragment: int | None = None, piece_elements: int = 1 << 27
+    ) -> None:
         self.parameters = tuple(parameters)
         self.digest = digest(self.parameters)
         self.fragments = tuple(_fragments(self.parameters, layers_per_fragment))
+        self.piece_elements = piece_elements
+        starts = [(f, start) for f in self.fragments for start in range(0, f.numel, piece_elements)]
+        self.pieces = tuple(
+            Piece(i, f.index, start, min(piece_elements, f.numel - start)) for i, (f, start) in enumerate(starts)
+        )
+        self.pieces_of = tuple(tuple(p for p in self.pieces if p.fragment == f.index) for f in self.fragments)
         self._place = {  # parameter → (fragment, offset in its vector, elements)
             p.name: (f.index, offset, p.numel)
             for f in self.fragments
@@ -165,6 +184,11 @@ class Layout:
     @property
     def numel(self) -> int:
         return sum(f.numel for f in self.fragments)
+
+    @property
+    def piece_numbers(self) -> list[list[int]]:
+        """The indices of the pieces of each fragment."""
+        return [[piece.index for piece in pieces] for pieces in self.pieces_of]
 
     def fragment_of(self, parameter: str) -> int:
         """Index of the fragment of this parameter. Raises LayoutError."""
@@ -185,9 +209,23 @@ class Layout:
             result.append(piece)
         return tuple(result)
 
-    def whole(self, fragment: int) -> tuple[StridedSlice, ...]:
-        """The slice that is the whole fragment."""
-        return (StridedSlice(0, self.fragments[fragment].numel),)
+    def whole(self, piece: int) -> tuple[StridedSlice, ...]:
+        """The slice that is the whole piece."""
+        return (StridedSlice(0, self.pieces[piece].numel),)
+
+    def fragments_of(self, pieces: Sequence[int]) -> tuple[int, ...]:
+        """The fragments that these pieces are. Raises LayoutError unless they are all pieces of each, in order."""
+        known = [self.pieces[i] for i in pieces if 0 <= i < len(self.pieces)]
+        fragments = tuple(dict.fromkeys(piece.fragment for piece in known))
+        if list(pieces) != [piece.index for f in fragments for piece in self.pieces_of[f]]:
+            raise LayoutError(f"pieces {list(pieces)[:20]} are no whole fragments")
+        return fragments
+
+    def called(self, piece: int) -> str:
+        """What people call the piece: "fragment 2", or "fragment 2, piece 1 of 3"."""
+        p = self.pieces[piece]
+        count, which = len(self.pieces_of[p.fragment]), p.start // self.piece_elements
+        return f"fragment {p.fragment}" + (f", piece {which + 1} of {count}" if count > 1 else "")
 
     def split(self, fragment: int, vector: Tensor) -> Iterable[tuple[str, Tensor]]:
         """(name, tensor of the parameter's shape) for each parameter; views of the vector."""
@@ -195,21 +233,26 @@ class Layout:
         for p, offset in zip(f.parameters, f.offsets, strict=True):
             yield p.name, vector[offset : offset + p.numel].view(p.shape)
 
-    def not_finite(self, fragment: int, vector: Tensor) -> str | None:
-        """The first parameter whose part of the fragment's vector holds infinities or NaN; None if all is finite."""
-        bad = (name for name, part in self.split(fragment, vector) if not bool(part.isfinite().all()))
-        return next(bad, None)
-
-    def check_slices(self, fragment: int, slices: Iterable[StridedSlice]) -> None:
-        """Raises LayoutError when a slice reaches outside the fragment, or when together they have more elements than
-        it has: a server allocates by their sum."""
+    def not_finite(self, fragment: int, vector: Tensor, start: int = 0) -> str | None:
+        """The first parameter whose part of the vector holds infinities or NaN; None if all is finite. vector: the
+        fragment's, from element `start` on."""
         f = self.fragments[fragment]
+        for p, offset in zip(f.parameters, f.offsets, strict=True):
+            part = vector[max(0, offset - start) : max(0, offset + p.numel - start)]
+            if not bool(part.isfinite().all()):
+                return p.name
+        return None
+
+    def check_slices(self, piece: int, slices: Iterable[StridedSlice]) -> None:
+        """Raises LayoutError when a slice reaches outside the piece, or when together they have more elements than
+        it has: a server allocates by their sum."""
+        size, name = self.pieces[piece].numel, self.fragments[self.pieces[piece].fragment].name
         total = 0
-        for piece in slices:
-            _check(piece, f.numel, f.name)
-            total += piece.numel
-        if total > f.numel:
-            raise LayoutError(f"fragment {f.name!r}: slices of {total} elements overlap, it has {f.numel}")
+        for each in slices:
+            _check(each, size, name)
+            total += each.numel
+        if total > size:
+            raise LayoutError(f"fragment {name!r}: slices of {total} elements overlap, it has {size}")
 
     def _find(self, parameter: str) -> tuple[int, int, int]:
         try:
@@ -224,7 +267,7 @@ def layout_of(run: RunConfig) -> Layout:
         parameters = canonical_parameters(run.architecture)
     else:
         parameters = any_parameters(read_shapes(Path(run.model.weights)))
-    return Layout(parameters, run.outer.fragments.layers_per_fragment)
+    return Layout(parameters, run.outer.fragments.layers_per_fragment, run.outer.fragments.piece_elements)
 
 
 def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from geotrain.config import RunConfig
+from geotrain.cuda_staging import staging_for
 from geotrain.inner.shards import OwnedShard
 from geotrain.layout import Layout, fragments_due
 from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
@@ -23,8 +24,7 @@ from geotrain.outer import exchange
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Finished, Lease, LeaseRequest, Validated
 from geotrain.outer.server import Identity
-from geotrain.outer.worker import OwnedSlices, SynchronousStaging, WorkerRank
-from geotrain.staging import CudaStaging
+from geotrain.outer.worker import OwnedSlices, WorkerRank
 
 
 class LoopClient(exchange.Client, Protocol):
@@ -59,12 +59,13 @@ class LoopRank(exchange.Rank, Protocol):
 class WorkerLoop:
     """One rank of a worker in the outer loop. All ranks make the same calls, which contain collectives.
 
-    name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns, on
-    `device`. validate: called with the number of a validation that a lease asks for, before the lease is trained.
-    save: called with a job's number when the worker's own state is to be saved. report: called on the metrics rank
-    after every job, with what `geotrain.monitor.events.JobTrained` has. peak_flops_per_token_s: the worker's peak
-    FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known. expect: called
-    with the lease after this one as soon as it is known, in another thread, for data that take long to come.
+    name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns.
+    device: where it trains. validate: called with the number of a validation that a lease asks for, before the lease
+    is trained. save: called with a job's number when the worker's own state is to be saved. report: called on the
+    metrics rank after every job, with what `geotrain.monitor.events.JobTrained` has. peak_flops_per_token_s: the
+    worker's peak FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known.
+    expect: called with the lease after this one as soon as it is known, in another thread, for data that take long to
+    come.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class WorkerLoop:
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
         pieces = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
-        staging = CudaStaging if device.type == "cuda" else SynchronousStaging
-        self.weights = WorkerRank(layout, run.outer, pieces, staging(device))
+        staging = staging_for(run.outer.state_device, device, [piece.master for piece in pieces])
+        self.weights = WorkerRank(layout, run.outer, pieces, staging)
         client.mirrors = self.weights.mirrors
-        self.exchange = Exchange(name, run.outer, rank, self.weights, client, len(layout.fragments), clock)
+        self.exchange = Exchange(name, run.outer, rank, self.weights, client, layout.piece_numbers, clock)
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained

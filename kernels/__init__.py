@@ -16,6 +16,7 @@ from geotrain.kernels.dispatch import (
     outer_update,
     payload_ok,
     quantize,
+    rotate,
 )
 from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
 
@@ -32,4 +33,5 @@ __all__ = [
     "outer_update",
     "payload_ok",
     "quantize",
+    "rotate",
 ]

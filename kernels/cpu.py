@@ -61,6 +61,12 @@ _AdamJob = _struct(
     (_AdamStep, "step next"),
     (_int, "commit look_ahead grad_is_bf16 out_is_bf16 threads"),
 )
+_RotateJob = _struct(
+    "rotate_job",
+    (_pointer, "input output cosine sine"),
+    (_long, "sequence batch heads half by_token by_sample by_head"),
+    (_int, "inverse is_bf16 threads"),
+)
 _FUNCTIONS = {  # name: (job, result)
     "quantize": (_CodecJob, _int),
     "dequantize": (_CodecJob, None),
@@ -68,6 +74,7 @@ _FUNCTIONS = {  # name: (job, result)
     "outer_update": (_OuterJob, None),
     "merge": (_MergeJob, None),
     "adam": (_AdamJob, None),
+    "rotate": (_RotateJob, None),
 }
 
 
@@ -180,6 +187,15 @@ def adam(
         grad_is_bf16=grad.dtype == torch.bfloat16,
         out_is_bf16=out is not None and out.dtype == torch.bfloat16,
     )
+
+
+def rotate(x: Tensor, out: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> None:
+    """As `reference.rotate`."""
+    names = ("sequence", "batch", "heads", "half"), ("by_token", "by_sample", "by_head")
+    shape = dict(zip(names[0], (*x.shape[:3], x.shape[3] // 2), strict=True))
+    strides = dict(zip(names[1], x.stride()[:3], strict=True))
+    where = _tensors(input=x, output=out, cosine=cosine, sine=sine)
+    _run("rotate", **where, **shape, **strides, inverse=inverse, is_bf16=x.dtype == torch.bfloat16)
 
 
 def orthogonalize(matrices: Tensor, coefficients: Coefficients) -> Tensor:

@@ -36,7 +36,7 @@ def quantize(
     values = values.detach()
     _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": residual})
     if payload is None:
-        payload = torch.empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        payload = values.new_empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8)
     _check_payload("quantize", payload, values, spec)
     flat_anchor, flat_residual = (None if t is None else t.view(-1) for t in (anchor, residual))
     return payload, _pick(values).quantize(values.view(-1), payload, spec, flat_anchor, flat_residual, seed)
@@ -135,6 +135,27 @@ def adam_step(
     if out is None and (look_ahead is not None or not commit):
         raise ValueError("adam_step: look_ahead, or a step that is not committed, needs out")
     _pick(weights).adam(weights, exp_avg, exp_avg_sq, grad, out, step, look_ahead, commit)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) -> Tensor:
+    """The rotary embedding (Su et al., arXiv 2104.09864), each pair a half of a head apart, as Llama has it: in fp32,
+    rounded once.
+
+    x: fp32 or bf16 [sequence, batch, heads, size], of any strides but 1 in the last dimension. cosine, sine: fp32
+    [sequence, size / 2]. inverse: by the negative angles, which is also the way of gradients. Returns a new tensor
+    without gaps.
+    """
+    x = x.detach()
+    if x.dim() != 4 or x.shape[3] % 2 or x.dtype not in LOW_PRECISION or (x.numel() and x.stride(3) != 1):
+        raise ValueError(f"rotate: x must be fp32 or bf16 [sequence, batch, heads, even size], is {_tell(x)}")
+    for name, table in (("cosine", cosine), ("sine", sine)):
+        if table.shape != (x.shape[0], x.shape[3] // 2) or table.device != x.device:
+            raise ValueError(f"rotate: {name} must be [{x.shape[0]}, {x.shape[3] // 2}], is {_tell(table)}")
+    _check("rotate", cosine, {"cosine": cosine, "sine": sine})
+    out = x.new_empty(x.shape)
+    if x.numel():
+        _pick(x).rotate(x, out, cosine, sine, inverse)
+    return out
 
 
 def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:

@@ -245,6 +245,13 @@ def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, 
     weights.copy_(base if pending is None else base - pending)
 
 
+def rotate(x: Tensor, out: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> None:
+    """See `dispatch.rotate`."""
+    a, b = x.float().chunk(2, dim=-1)
+    c, s = cosine[:, None, None], (-sine if inverse else sine)[:, None, None]
+    out.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
+
+
 def adam(
     weights: Tensor,
     exp_avg: Tensor,

@@ -8,8 +8,8 @@ from geotrain.config import EXIT_FOR_GOOD, RestartConfig
 class Backoff:
     """Decides when a unit that died is restarted.
 
-    Pauses double with each death in a row and begin anew after a long life. How many restarts a time window may have
-    is limited. It reads no clock: the caller passes the time.
+    After a long life it is started again at once; pauses double with each death in a row. How many restarts a time
+    window may have is limited. It reads no clock: the caller passes the time.
     """
 
     def __init__(self, config: RestartConfig) -> None:
@@ -34,7 +34,9 @@ class Backoff:
 
     def next_pause_s(self, lived_s: float) -> float:
         """The pause after what is no death, as a connection's loss: it grows as others do, and counts nowhere."""
-        self._in_a_row = 0 if lived_s > self.config.longest_s else self._in_a_row
+        if lived_s > self.config.longest_s:
+            self._in_a_row = 0
+            return 0.0
         pause_s = min(self.config.first_s * 2.0 ** min(self._in_a_row, 30), self.config.longest_s)
         self._in_a_row += 1
         return pause_s

@@ -73,8 +73,9 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
 
     Raises ConfigError, whose message names the worker.
     """
+    from geotrain.parallelism import checks
     from geotrain.parallelism.acco_forms import check_acco
-    from geotrain.parallelism.checks import accumulation_steps, check_layout
+    from geotrain.parallelism.transformer_engine import check_transformer_engine
 
     setup = WorkerSetup.of(run, worker)
     block = setup.deepspeed
@@ -85,9 +86,14 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
             "train_micro_batch_size_per_gpu or gradient_accumulation_steps instead"
         )
     try:
-        dp = check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
+        dp = checks.check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
         if run.acco is not None:
-            check_acco(run.acco, run.architecture, block, accumulation_steps(block, dp))
+            check_acco(run.acco, run.architecture, block, checks.accumulation_steps(block, dp))
+        checks.check_state_device(run.outer.state_device, block)
+        checks.check_deterministic(setup.precision, run.acco)
+        tokens = run.data.sequence_length * int(block["train_micro_batch_size_per_gpu"])
+        bf16 = checks.trains_in_bf16(block)
+        check_transformer_engine(run, run.architecture, setup.parallel, setup.precision, bf16, tokens)
         return dp
     except ConfigError as error:
         raise ConfigError(f"worker {worker.name!r}: {error}") from None

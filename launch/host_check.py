@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerSetup
 from geotrain.launch.host_facts import MARK, HostFacts, read_host
 from geotrain.launch.host_rules import Finding, HostNeeds, Look, findings
 from geotrain.launch.site_processes import LaunchRequest, over_ssh, remote_python, ssh_hosts
@@ -50,11 +50,14 @@ def hosts_of(
 ) -> dict[tuple[str, str], list[HostNeeds]]:
     """(launcher, host) → what each worker wants of it, for all hosts on which these sites start ranks. Those of
     `local` workers are `HERE`."""
+    from geotrain.parallelism.transformer_engine import asked_by
     from geotrain.plan.model.memory import rank_memory
 
     found: dict[tuple[str, str], list[HostNeeds]] = {}
     workers = [(region.name, worker) for region in cluster.regions for worker in region.workers]
     for number, (region, worker) in enumerate(workers):
+        setup = WorkerSetup.of(run, worker)
+        asks = asked_by(setup.precision, setup.parallel) or ("", (0, 0))
         memory = rank_memory(run, run.architecture, worker)
         for position, host in enumerate(worker.hosts):
             # DeepSpeed's multi-node launchers start all ranks from the worker's home region.
@@ -71,6 +74,7 @@ def hosts_of(
                 host.device,
                 (worker.master_port or FIRST_MASTER_PORT + number,) if fixed else (),
                 worker.env.get("DS_ACCELERATOR") == "cpu",
+                *asks,
             )
             where = HERE if worker.launcher == "local" else host.host
             found.setdefault((worker.launcher, where), []).append(needs)

@@ -32,14 +32,24 @@ MARK = "geotrain-host: "  # before the line of JSON: shells and launchers print 
 SMI_S = 30.0  # without its persistence daemon the driver initializes each GPU anew
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 1 << 20
-_GPU_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "compute_mode")
+_GPU_FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "compute_mode",
+    "compute_cap",
+)
 _PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name")
 
 
 @dataclass(frozen=True)
 class GpuFacts:
     """One GPU, as `nvidia-smi` tells of it. memory_bytes, used_bytes: None where it does not know. processes: that
-    compute on it, as "NAME (process NUMBER)"; a container may not show those outside of it."""
+    compute on it, as "NAME (process NUMBER)"; a container may not show those outside of it. capability: CUDA's
+    compute capability; None: nvidia-smi does not know."""
 
     index: int
     uuid: str
@@ -49,13 +59,15 @@ class GpuFacts:
     used_bytes: int | None
     compute_mode: str
     processes: tuple[str, ...] = ()
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class HostFacts:
     """One host. clock_s: its clock, seconds since 1970. usable: CUDA devices that ranks would use, after what hides
     them in the environment. unusable: why devices that are there cannot be used. smi_error: what nvidia-smi said
-    instead of its answer. cuda, nccl: versions that torch brings. headers, compiler: for Triton, which compiles its
+    instead of its answer. cuda, nccl: versions that torch brings. transformer_engine: its version; None: it is not
+    installed. headers, compiler: for Triton, which compiles its
     launcher. shm_bytes, free_bytes: free in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
     """
 
@@ -66,6 +78,7 @@ class HostFacts:
     torch: str | None
     cuda: str | None
     nccl: str | None
+    transformer_engine: str | None
     driver: str | None
     usable: int
     unusable: str
@@ -114,6 +127,7 @@ def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
         torch=torch,
         cuda=cuda,
         nccl=nccl,
+        transformer_engine=_version_of("transformer-engine"),
         driver=driver,
         usable=usable,
         unusable=unusable,
@@ -141,6 +155,12 @@ def torch_build() -> tuple[str | None, str | None]:
     text = (Path(found.submodule_search_locations[0]) / "version.py").read_text()
     cuda = re.search(r"^cuda\b[^=]*= '([\d.]+)'", text, re.MULTILINE)
     return importlib.metadata.version("torch"), cuda.group(1) if cuda else None
+
+
+def _version_of(distribution: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return None
 
 
 def _nccl() -> str | None:
@@ -191,8 +211,18 @@ def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
     for row in _rows(processes, len(_PROCESS_FIELDS)):
         on.setdefault(row[0], []).append(f"{Path(row[2]).name} (process {row[1]})")
     return tuple(
-        GpuFacts(int(index), uuid, name, driver, _bytes(total), _bytes(used), mode, tuple(on.get(uuid, ())))
-        for index, uuid, name, driver, total, used, mode in _rows(gpus, len(_GPU_FIELDS))
+        GpuFacts(
+            int(index),
+            uuid,
+            name,
+            driver,
+            _bytes(total),
+            _bytes(used),
+            mode,
+            tuple(on.get(uuid, ())),
+            _capability(cap),
+        )
+        for index, uuid, name, driver, total, used, mode, cap in _rows(gpus, len(_GPU_FIELDS))
         if index.isdigit()
     )
 
@@ -213,6 +243,11 @@ def _rows(text: str, columns: int) -> list[list[str]]:
 def _bytes(mib: str) -> int | None:
     """None for what stands in place of a number: [N/A], [Not Supported], [Unknown Error], [GPU requires reset]."""
     return int(mib) * MIB if mib.isdigit() else None
+
+
+def _capability(text: str) -> tuple[int, int] | None:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 if __name__ == "__main__":

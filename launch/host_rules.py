@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from geotrain.launch import cuda_driver
 from geotrain.launch.host_facts import MIB, GpuFacts, HostFacts
+from geotrain.parallelism.transformer_engine import dotted
 
 CLOCK_S = 5.0  # clocks may differ by so much: logs of two hosts can still be laid side by side
 SHM_BYTES = 1 << 30  # NCCL's buffers between the ranks of a host lie there; containers begin with 64 MiB
@@ -34,7 +35,9 @@ class Finding:
 class HostNeeds:
     """What one worker wants of one host. memory_bytes: of a rank on its device, by the estimate. checkpoint_bytes:
     one checkpoint of the ranks on the host. device: the kind that the cluster file names. ports: that must be free.
-    on_cpu: its ranks take no GPU, by the worker's own environment."""
+    on_cpu: its ranks take no GPU, by the worker's own environment. asks: a key, with its value, that needs
+    Transformer Engine and GPUs of at least this capability.
+    """
 
     worker: str
     ranks: int
@@ -43,6 +46,8 @@ class HostNeeds:
     device: str | None = None
     ports: tuple[int, ...] = ()
     on_cpu: bool = False
+    asks: str = ""
+    capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def _of_host(host: str, look: Look, resume: bool) -> list[Finding]:
     if facts.free_bytes < (wanted := 2 * sum(needs.checkpoint_bytes for needs in look.needs)):
         what = f"{_gb(facts.free_bytes)} are free for the run's folder, two checkpoints take {_gb(wanted)}"
         tell(what, "make room, or give checkpoint.folder another place", False)
+    found += _of_transformer_engine(host, look)
     if ranks := sum(needs.ranks for needs in look.needs if not needs.on_cpu):
         found += _of_devices(host, facts, look.needs, ranks)
     return found
@@ -119,6 +125,25 @@ def _of_devices(host: str, facts: HostFacts, wanted: tuple[HostNeeds, ...], rank
     elif kinds and not facts.unusable:
         what = f"no GPU is visible, the cluster file says {kinds}: its ranks compute on the CPU"
         tell(what, "check the driver; a container must be started with the GPUs", False)
+    return found
+
+
+def _of_transformer_engine(host: str, look: Look) -> list[Finding]:
+    facts, found = look.facts, list[Finding]()
+    for needs in look.needs:
+        if needs.asks and (needs.on_cpu or not facts.usable):
+            found.append(Finding(host, f"{needs.asks} needs GPUs; its ranks compute on the CPU", "leave it out"))
+        elif needs.asks:
+            if facts.transformer_engine is None:
+                remedy = "install transformer-engine there (docs/gpu.md), or leave it out for this worker"
+                found.append(Finding(host, f"{needs.asks} needs Transformer Engine, which is not installed", remedy))
+            old = [
+                g for g in facts.gpus[: needs.ranks] if g.capability is not None and g.capability < needs.capability
+            ]
+            for gpu in old:
+                has, least = dotted(gpu.capability or (0, 0)), dotted(needs.capability)
+                what = f"{needs.asks} needs compute capability {least}, GPU {gpu.index} ({gpu.name}) has {has}"
+                found.append(Finding(host, what, "choose another recipe, or leave it out for this worker"))
     return found
 
 

@@ -81,6 +81,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             ranks_here=max(host.slots for host in worker.hosts),
             tensor_parallel=setup.parallel.tensor,
             overlaps_steps=run.acco is not None,
+            deterministic=setup.precision.deterministic_mode,
         )
     )
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
@@ -99,7 +100,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     server, folder = topology.servers[site], run.run_folder
     for line in release_stale_locks(build_folder()):
         _say(f"geotrain: worker in {region}: {line}", sys.stderr)
-    engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end_of_document(run.data))
+    end = end_of_document(run.data)
+    engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end, precision=setup.precision)
     _say(_place(engine.mesh, server), sys.stdout)
     vocab_size = engine.architecture.vocab_size
     source = open_training(run.data, vocab_size, run.seed)

@@ -7,11 +7,22 @@ from collections.abc import Mapping
 
 import psutil
 
+from geotrain.config import ConfigError
+
 # What Slurm and Open MPI call torch's variables; the other launchers set torch's own.
 RANK_VARIABLES = {
     "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "WORLD_SIZE": ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
     "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+
+
+# What equal bits need of the libraries: cuBLAS with a workspace of its own for each stream (as torch demands), no
+# sums inside NVLink's switches, whose order is not given, and of Transformer Engine the attention without atomics.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "^NVLS,NVLSTree",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
 
 
@@ -34,12 +45,19 @@ def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def library_settings(
-    env: Mapping[str, str], *, cores: int, ranks_here: int, tensor_parallel: int, overlaps_steps: bool
+    env: Mapping[str, str],
+    *,
+    cores: int,
+    ranks_here: int,
+    tensor_parallel: int,
+    overlaps_steps: bool,
+    deterministic: bool = False,
 ) -> dict[str, str]:
     """Settings of CUDA, torch and gloo that are not in `env`.
 
     cores: that this process may use. ranks_here: the worker's on this machine, which share them. overlaps_steps:
-    whether the run uses ACCO. MASTER_ADDR in `env` decides which network interface the ranks meet over.
+    whether the run uses ACCO. deterministic: `precision.deterministic_mode`. MASTER_ADDR in `env` decides which
+    network interface the ranks meet over. Raises ConfigError if `env` contradicts what is asked for.
     """
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),  # torch's default is all cores, for every rank
@@ -53,7 +71,24 @@ def library_settings(
     # gloo takes the address that this machine's name resolves to, which on many systems nobody else can reach.
     if (master := env.get("MASTER_ADDR")) and (interface := interface_to(master)) is not None:
         wanted["GLOO_SOCKET_IFNAME"] = interface
+    if deterministic:
+        wanted |= DETERMINISTIC
+        _check_deterministic(env)
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def _check_deterministic(env: Mapping[str, str]) -> None:
+    workspace, algorithms = env.get("CUBLAS_WORKSPACE_CONFIG"), env.get("NCCL_ALGO", "^")
+    wrong = {
+        "CUBLAS_WORKSPACE_CONFIG": workspace not in (None, ":4096:8", ":16:8"),
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0") != "0",
+        "NCCL_ALGO": "NVLS" in algorithms and not algorithms.startswith("^"),
+    }
+    if names := [name for name, is_wrong in wrong.items() if is_wrong]:
+        told = ", ".join(f"{name} = {env[name]!r}" for name in names)
+        raise ConfigError(
+            f"precision.deterministic_mode does not go with {told} in the worker's environment; take it out of there"
+        )
 
 
 def address_to(host: str, port: int = 9) -> str | None:

@@ -23,7 +23,7 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover", "context_parallel"},
+    {"initial", "parallelism", "cover", "pieces", "context_parallel", "staging"},
     {"outer", "optimizers"},
     {
         "inner",
@@ -37,7 +37,7 @@ LAYERS = [
         "hf_checkpoint",
         "export",
         "emulate",
-        "staging",
+        "cuda_staging",
     },
     {"checkpoint", "worker_loop"},
     {"trainer", "own_loop", "launch", "commands"},

@@ -99,7 +99,7 @@ def test_ranks_of_a_large_model_are_checked_by_their_slices_and_not_by_its_size(
             mine = [StridedSlice(layer * rows * columns + rank * 1024, 1024, columns, rows)]
             cuts = [0, 1_000_001, 5_000_000, 9_999_999, rows * 1024]
             slices += [piece for cut in pairwise(cuts) for piece in clip_runs(mine, *cut)]
-    layout = Layout([Parameter("a", (layers, rows, columns), 0, "normal")])
+    layout = Layout([Parameter("a", (layers, rows, columns), 0, "normal")], piece_elements=1 << 40)
     assert layout.numel > 69e9 and len(slices) > 8_000
     tracemalloc.start()
     check_cover(layout, 0, slices)
@@ -113,4 +113,4 @@ def test_slices_that_are_entangled_without_end_are_refused():
     """Each takes every second element of those that the ones before left: a period of 2^30."""
     slices = [StridedSlice((1 << i) - 1, 1, 2 << i, 1 << (31 - i)) for i in range(31)]
     with pytest.raises(LayoutError, match=r"fragment 'all': slices with .* as those of no ranks do"):
-        check_cover(Layout([Parameter("a", (1 << 32,), 0, "normal")]), 0, slices)
+        check_cover(Layout([Parameter("a", (1 << 32,), 0, "normal")], piece_elements=1 << 32), 0, slices)

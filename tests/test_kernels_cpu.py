@@ -16,6 +16,7 @@ from tests.support.kernel_cases import (
     check_merge,
     check_outer_update,
     check_quantize,
+    check_rotate,
     spec_id,
 )
 
@@ -40,6 +41,11 @@ def test_outer_update_matches_the_reference(step):
 def test_merge_matches_the_reference():
     for numel in (0, 1, 1000, 40_001):
         check_merge(cpu, numel)
+
+
+def test_rotate_matches_the_reference():
+    for shape in ((1, 1, 1, 2), (5, 2, 3, 10), (130, 2, 9, 64)):
+        check_rotate(cpu, shape)
 
 
 def test_adam_matches_the_reference():

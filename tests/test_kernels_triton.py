@@ -20,6 +20,7 @@ from tests.support.kernel_cases import (
     check_merge,
     check_outer_update,
     check_quantize,
+    check_rotate,
     spec_id,
 )
 from tests.support.orthogonal_cases import LARGE_SHAPES, SHAPES, UNEQUAL, check_awkward_values, check_bf16_kernels
@@ -46,7 +47,7 @@ def test_under_the_interpreter():
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=HERE.parent)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(SPECS) + len(OUTER_STEPS) + 6} passed" in done.stdout
+    assert f"{len(SPECS) + len(OUTER_STEPS) + 7} passed" in done.stdout
 
 
 def every_launch() -> list[triton_aot.Launch]:
@@ -55,6 +56,7 @@ def every_launch() -> list[triton_aot.Launch]:
     x, y, z, w = (torch.zeros(numel) for _ in range(4))
     half = torch.zeros(numel, dtype=torch.bfloat16)
     squares = torch.zeros(1, dtype=torch.float64)
+    heads, angles = torch.zeros(4, 2, 9, 128), torch.zeros(4, 64)
     calls = []
     for name in FORMATS:
         spec = Spec(name, stochastic=name in ("bf16", "e2m1"))
@@ -70,6 +72,8 @@ def every_launch() -> list[triton_aot.Launch]:
     calls += [
         lambda: triton_ops.outer_update(x, y, z, w, OUTER_STEPS[1]),
         lambda: triton_ops.merge(x, y, z, w, 0.25),
+        lambda: triton_ops.rotate(heads, heads, angles, angles, True),
+        lambda: triton_ops.rotate(heads.bfloat16(), heads.bfloat16(), angles, angles, False),
         lambda: triton_ops.adam(x, y, z, half, half, STEP, STEP, True),
         lambda: triton_ops.adam(x, y, z, w, w, STEP, None, False),
     ]
@@ -86,7 +90,7 @@ def test_compiles_ahead_of_time_without_spilling(target):
     found = every_launch()
     assert {launch.kernel.__name__ for launch in found} == {
         *("quantize_dense", "quantize_plain", "quantize_topk", "dequantize_dense", "dequantize_plain"),
-        *("dequantize_topk", "outer_update_kernel", "merge_kernel", "adam_kernel", "sum_of_squares"),
+        *("dequantize_topk", "outer_update_kernel", "merge_kernel", "adam_kernel", "sum_of_squares", "rotate_kernel"),
         *("squares_kernel", "normalize_kernel", "symmetric_kernel", "product_kernel"),
     }
     for launch in found:
@@ -110,6 +114,7 @@ def test_updates_on_the_gpu():
     for numel in (0, 1, 70_001):
         check_merge(triton_ops, numel, "cuda")
         check_adam(triton_ops, numel, "cuda")
+        check_rotate(triton_ops, (numel % 100 + 1, 2, 9, 128), "cuda")
         for step in OUTER_STEPS:
             check_outer_update(triton_ops, step, numel, "cuda")
 

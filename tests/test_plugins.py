@@ -113,8 +113,8 @@ class DampedRegion(AsyncRegion):
         super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
         self.share = config.share
 
-    def apply(self, state, delta):
-        average(state.x, delta, self.share)
+    def apply(self, v, member, delta, told):
+        average(v.x, delta, self.share)
 
 
 class SignConfig(PluggedCodec):
@@ -195,11 +195,11 @@ def test_a_rule_and_a_codec_of_another_package_train_a_world(installed: None) ->
         for part in worker.parts({0: torch.ones(lay.numel)}):
             world.tell("eu", part)
     region = world.regions["eu"]
-    assert torch.equal(region.fragments[0].x, torch.full((lay.numel,), -0.5))  # two deltas, a fourth of each
+    assert torch.equal(region.weights(0), torch.full((lay.numel,), -0.5))  # two deltas, a fourth of each
     sent = world.deliver("eu")
     (delta,) = sent.deltas  # type: ignore[union-attr]
     assert len(delta.payload) == 4 + lay.numel // 8
-    assert torch.allclose(world.top.fragments[0].x, torch.full((lay.numel,), -0.5))
+    assert torch.allclose(world.top.weights(0), torch.full((lay.numel,), -0.5))
 
 
 def test_the_codec_keeps_what_it_leaves_out(installed: None) -> None:

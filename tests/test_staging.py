@@ -7,14 +7,15 @@ import threading
 import pytest
 import torch
 
+from geotrain import cuda_staging
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
+from geotrain.cuda_staging import CudaStaging, HostStaging, staging_for
 from geotrain.layout import StridedSlice
 from geotrain.outer.codec import NonFiniteError, make_codec
-from geotrain.outer.downlink import from_bytes, to_bytes
-from geotrain.outer.exchange import Ready
-from geotrain.outer.messages import FragmentWeights
-from geotrain.outer.worker import OwnedSlices, Staging, SynchronousStaging, WorkerRank
-from geotrain.staging import CudaStaging
+from geotrain.outer.downlink import WeightsSender, to_bytes
+from geotrain.outer.messages import PieceDelta, PieceWeights
+from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.staging import Ready, Staging, SynchronousStaging, from_bytes
 from tests.support.cuda_stand_in import Cuda
 from tests.support.outer_world import layout
 
@@ -29,10 +30,10 @@ def rank(staging: Staging, codec: str = "int8") -> tuple[WorkerRank, torch.Tenso
     return WorkerRank(layout(), config, pieces, staging), matrix
 
 
-def whole(value: float, codec: str = "int8") -> FragmentWeights:
+def whole(value: float, codec: str = "int8") -> PieceWeights:
     """As a server sends them whose codec is this: a coarse one carries changes only, so that these are fp32."""
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
-    return FragmentWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
+    return PieceWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
 
 
 def test_the_streams_wait_for_each_other_and_the_host_for_neither(monkeypatch):
@@ -80,8 +81,9 @@ def test_what_is_fetched_is_not_overwritten_before_it_was_read():
     cuda = Cuda()
     staging = CudaStaging(CPU, cuda)
     finite = torch.tensor(True)
+    made = [torch.full((4,), i, dtype=torch.uint8) for i in range(9)]
     fetched = [
-        staging.fetch(0, torch.full((4,), i, dtype=torch.uint8), finite, lambda b, ok: (b, ok)) for i in range(9)
+        staging.fetch(0, lambda payload=payload: (payload, finite), lambda b, ok: (b, ok))[0] for payload in made
     ]
     assert [f.result() for f in fetched] == [(bytes([i] * 4), True) for i in range(9)]
 
@@ -109,7 +111,7 @@ def test_a_rank_that_holds_nothing_of_a_fragment_adopts_it_on_its_device(monkeyp
         monkeypatch.setattr(worker.downlink, "decode", lambda *_: torch.empty(0, device=meta))  # as it arrives
         empty = next(i for i, holds in enumerate(worker.holds) if not holds)
         for start in (True, False):
-            worker.on_weights(FragmentWeights(empty, 1, b""), start)
+            worker.on_weights(PieceWeights(empty, 1, b""), start)
         assert {shard.anchor.device for shard in worker.shards} == {meta}
 
 
@@ -142,6 +144,78 @@ def test_a_parameter_that_is_not_finite_is_named(staging, monkeypatch):
     matrix[3] = float("nan")
     with pytest.raises(NonFiniteError, match=r"parameter layer\.0: holds infinities or NaN"):
         worker.make_delta(0, seed=1).result()
+
+
+STATE = ("cpu", "device", "host")
+
+
+def staging_of(state: str) -> Staging:
+    if state == "host":
+        return HostStaging(CPU, Cuda(), piece=5)  # the masters are no multiple of it
+    return CudaStaging(CPU, Cuda()) if state == "device" else SynchronousStaging(CPU)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("adopt", ["mix", "rebase"])
+def test_where_the_state_lies_changes_no_bit(codec, adopt, monkeypatch):
+    """Deltas, masters, anchors and residuals over several exchanges and an evaluation. Changes come down, too."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    wire, seen = codec_config(codec), []
+    config = OuterConfig(levels=1, up=wire, down=wire, overlap=OverlapConfig(steps=1, adopt=adopt))
+    lent = PieceWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    for state in STATE:
+        generator = torch.Generator().manual_seed(3)
+        sender = WeightsSender(wire)
+        masters = [torch.zeros(9), torch.zeros(7)]  # the second is another rank's to push
+        runs = StridedSlice(0, 9, parameter="layer.0"), StridedSlice(9, 7, parameter="layer.0")
+        pieces = [
+            OwnedSlices((run,), master, i == 0) for i, (run, master) in enumerate(zip(runs, masters, strict=True))
+        ]
+        worker, trace = WorkerRank(layout(), config, pieces, staging_of(state)), []
+        worker.on_weights(sender.encode(0, 0, torch.randn(16, generator=generator)), start=True)
+        for turn in range(1, 4):
+            for master in masters:
+                master.add_(torch.randn(len(master), generator=generator))
+            delta = worker.make_delta(0, seed=turn)
+            for master in masters:
+                master.add_(torch.randn(len(master), generator=generator))  # on the way
+            trace.append(delta.result())
+            before = [master.clone() for master in masters]
+            with worker.lent([lent]):
+                assert all((master == 9).all() for master in masters)
+            assert all(map(torch.equal, masters, before))
+            worker.on_weights(sender.encode(0, turn, torch.randn(16, generator=generator)))
+            residual = worker.shards[0].residual
+            trace += [*map(torch.clone, masters), worker.shards[0].anchor.clone()]
+            trace += [torch.zeros(0) if residual is None else residual.clone()]
+        seen.append(trace)
+    for other in seen[1:]:
+        for mine, theirs in zip(seen[0], other, strict=True):
+            assert mine == theirs if isinstance(mine, PieceDelta) else torch.equal(mine, theirs)
+
+
+def test_through_two_pinned_buffers_passes_any_model():
+    staging = HostStaging(CPU, Cuda(), piece=8)
+    masters = [torch.arange(100.0), torch.arange(3.0)]
+    vector = torch.empty(103)
+    staging.read(masters, vector)
+    assert torch.equal(vector, torch.cat(masters))
+    staging.change(masters, torch._foreach_add_, vector)
+    assert torch.equal(torch.cat(masters), 2 * vector)
+    assert sum(buffer.values.numel() for buffer in staging._pinned) == 2 * 8
+
+
+def test_which_staging_serves(monkeypatch):
+    gpu, meta = torch.device("cuda"), torch.zeros(1, device="meta")
+    made = []
+    for kind in ("CudaStaging", "HostStaging"):
+        monkeypatch.setattr(cuda_staging, kind, lambda device, kind=kind: made.append(kind))
+    for state in ("auto", "device", "host"):
+        assert isinstance(staging_for(state, CPU, [torch.zeros(1)]), SynchronousStaging)
+    for state in ("auto", "device", "host"):
+        staging_for(state, gpu, [meta])
+    staging_for("auto", gpu, [torch.zeros(1)])  # the optimizer was offloaded
+    assert made == ["CudaStaging", "CudaStaging", "HostStaging", "HostStaging"]
 
 
 @pytest.mark.gpu

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
+from geotrain.cuda_staging import CudaStaging, HostStaging
 from geotrain.layout import StridedSlice
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import to_bytes
-from geotrain.outer.exchange import Ready
-from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.messages import PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.staging import CudaStaging
+from geotrain.staging import Ready
 from tests.support.cuda_emulator import Cuda, Event
 from tests.support.outer_world import layout
 
@@ -26,18 +26,26 @@ CPU = torch.device("cpu")
 READ_ON_A_CPU = "Codec.encode"  # whether all was finite; on a GPU that flag travels with the payload
 
 
-def exchange(cuda: Cuda, codec: str, adopt: Any = "rebase", omitted: Any = None) -> None:
-    """Three exchanges and evaluations beside training. omitted: (owner, name, what takes its place)."""
+def exchange(
+    cuda: Cuda, codec: str, adopt: Any = "rebase", omitted: Any = None, host: bool = False, waits: bool = True
+) -> None:
+    """Three exchanges and evaluations beside training. omitted: (owner, name, what takes its place). host: the state
+    lies there. waits: for a delta before its answer is adopted, as the exchange does."""
     config = OuterConfig(local=codec_config(codec), overlap=OverlapConfig(steps=int(adopt != "replace"), adopt=adopt))
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
     sent = [
-        FragmentWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
+        PieceWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
     ]  # as a server sends them
-    lent = FragmentWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    lent = PieceWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
     matrix = torch.zeros(16)
+    pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
+    if host:
+        worker = WorkerRank(layout(), config, pieces, HostStaging(CPU, cuda, piece=6))
+        for shard in worker.shards:
+            cuda.on_host(shard.anchor, shard.scratch)
     with cuda.emulated(), mock.patch.object(*omitted) if omitted else nullcontext():
-        pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
-        worker = WorkerRank(layout(), config, pieces, CudaStaging(CPU, cuda))
+        if not host:
+            worker = WorkerRank(layout(), config, pieces, CudaStaging(CPU, cuda))
         worker.on_weights(sent[0], start=True)
         for turn in range(1, 4):
             matrix.add_(0.5)
@@ -46,7 +54,8 @@ def exchange(cuda: Cuda, codec: str, adopt: Any = "rebase", omitted: Any = None)
             matrix.add_(0.25)
             with worker.lent([lent]):
                 matrix.mul(2.0)
-            made.result()
+            if waits:
+                made.result()
             worker.on_weights(sent[turn])
         matrix.add_(0.5)
 
@@ -84,11 +93,58 @@ def read_too_early(event: Event) -> None:
             lambda tensor, stream: None,
             "freed on stream 1 while training may use it",
         ),
-        ("int4", Event, "synchronize", read_too_early, "does not wait for stream 1: aten::copy_ at staging.py"),
+        ("int4", Event, "synchronize", read_too_early, "does not wait for stream 1: aten::copy_ at cuda_staging.py"),
     ],
     ids=["training", "mark", "record_stream", "buffer"],
 )
 def test_what_is_left_out_is_found(codec: str, owner: Any, name: str, omission: Any, words: str) -> None:
     cuda = Cuda(READ_ON_A_CPU)
     exchange(cuda, codec, omitted=(owner, name, omission))
+    assert any(words in fault for fault in cuda.faults), cuda.faults
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["answered", "not answered"])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_with_the_state_on_the_host_every_use_waits(codec: str, waits: bool) -> None:
+    for adopt in ("replace", "mix", "rebase"):
+        cuda = Cuda(READ_ON_A_CPU)
+        exchange(cuda, codec, adopt, host=True, waits=waits)
+        assert not cuda.faults, adopt
+
+
+def no_wait_for_a_delta(staging: HostStaging, mark: Any, *made: torch.Tensor) -> None:
+    """Nothing, as if what a delta is made of could be overwritten at any time."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "omission", "words"),
+    [
+        (HostStaging, "wait", no_wait_for_a_delta, "does not wait for thread"),
+        (Event, "synchronize", read_too_early, "does not wait for training: aten::copy_ at cuda_staging.py"),
+    ],
+    ids=["delta", "buffer"],
+)
+def test_with_the_state_on_the_host_what_is_left_out_is_found(
+    owner: Any, name: str, omission: Any, words: str
+) -> None:
+    cuda = Cuda(READ_ON_A_CPU)
+    exchange(cuda, "int4", omitted=(owner, name, omission), host=True, waits=False)
+    assert any(words in fault for fault in cuda.faults), cuda.faults
+
+
+@pytest.mark.parametrize(("of", "words"), [("read", "HostStaging._take"), ("change", "HostStaging._over")])
+def test_a_pinned_buffer_is_neither_read_nor_filled_too_early(of: str, words: str) -> None:
+    """Of the two waits each is left out alone."""
+    cuda, left = Cuda(), getattr(HostStaging, of)
+
+    def without(staging: HostStaging, *arguments: Any) -> None:
+        with mock.patch.object(Event, "synchronize", read_too_early):
+            left(staging, *arguments)
+
+    staging, matrix, vector = HostStaging(CPU, cuda, piece=4), torch.zeros(16), torch.zeros(16)
+    cuda.on_host(vector)
+    with cuda.emulated(), mock.patch.object(HostStaging, of, without):
+        matrix.add_(1.0)
+        staging.read([matrix], vector)
+        staging.change([matrix], torch._foreach_add_, vector)
     assert any(words in fault for fault in cuda.faults), cuda.faults

@@ -34,6 +34,7 @@ from tests.support.inner_worlds import (
 )
 from tests.support.local_servers import LocalClient, LocalServers
 from tests.support.outer_configs import outer_config
+from tests.support.outer_world import weights_of
 
 VALIDATED = "halos, validated"
 BALANCED = "identity, balanced"
@@ -101,7 +102,7 @@ def try_outer_loops() -> dict[str, Any]:
         loader.expect = lambda start, samples, expected=expected: expected.append(start)  # type: ignore[method-assign]
         servers = LocalServers(run)
         if outer is None:  # the same batches with no outer loop at all
-            write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.fragments[0].x)})
+            write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.weights(0))})
             for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
                 engine.train_step(batch, step)
         else:
@@ -120,7 +121,7 @@ def try_outer_loops() -> dict[str, Any]:
                 "status": servers.top.status(),
                 "lost": servers.region.lost_updates,
                 "left": servers.top.finished,
-                "weights": torch.cat([s.x for s in servers.top.fragments]).norm().item(),
+                "weights": torch.cat(weights_of(servers.top)).norm().item(),
                 "masters": masters.norm().item(),
                 "validations": checked,
             }
@@ -151,7 +152,7 @@ def try_acco(form: Any) -> dict[str, Any]:
     loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
 
     engine = start(LLAMA, ParallelConfig(), block, acco=acco)
-    write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.fragments[0].x)})
+    write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.weights(0))})
     losses, kept = [], []
     for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
         losses.append(engine.train_step(batch, step).loss)
@@ -193,8 +194,8 @@ def check_validations(engine: Any, servers: LocalServers, client: LocalClient, b
     def validated(result: Any) -> None:
         own = [shard.master.clone() for shard in engine.shards()]
         assert servers.region.frozen is not None
-        [weights] = servers.region.frozen.weights
-        write(engine, {name: view.clone() for name, view in servers.layout.split(0, weights.float())})
+        weights = servers.region.vaults.all[0].copy[0].float()
+        write(engine, {name: view.clone() for name, view in servers.layout.split(0, weights)})
         found.append((result.number, result.loss, engine.evaluate(batches)))
         for shard, values in zip(engine.shards(), own, strict=True):
             shard.master.copy_(values)

@@ -60,6 +60,7 @@ class Job:
         holds the `repr` of dataclasses: their names and fields cannot change without losing all rows."""
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json")
+        outer["fragments"].pop("piece_elements")  # models of studies are smaller than a piece
         later = {"until", "warmup_share"}  # left out where None: rows from before there were any keep their keys
         mine = {name: v for name, v in asdict(self).items() if v is not None or name not in later}
         parts = (VERSION, mine, outer, repr(r.world), repr(r.study), standard_library().digest)

@@ -148,7 +148,7 @@ def _messages(which: str) -> list[Any]:
                 sends = servers.region.handle(replace(update, job=number, leases=())).sends
                 for message in (send.message for send in sends if isinstance(send.message, UpdatePart)):
                     servers.top.handle(message)
-                    fragments = tuple(delta.fragment for delta in message.deltas)
+                    fragments = servers.layout.fragments_of([delta.piece for delta in message.deltas])
                     answer = servers.top.answer("eu", "1", 0, message.sequence, fragments)
                     if answer is not None:
                         servers.region.handle(answer)

@@ -7,6 +7,7 @@ journal gives.
 
     python -m benchmarks.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
     python -m benchmarks.faults --seconds 600 --every 20
+    python -m benchmarks.faults --again FOLDER        # the accounts of a run that was kept with --folder FOLDER
 
 short: one of each burden and kills of servers, in 12 s; minutes, the default: 5 minutes; hour: also the growth
 of memory and of open files.
@@ -65,20 +66,28 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
     )
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="no run: count once more what one has left")
     args = parser.parse_args()
     why_not = wan.cannot_emulate() or cannot_step()
     if why_not:
         print(f"faults: {why_not}", file=sys.stderr)
         return 2
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="geotrain-faults-"))
+    folder = args.again or args.folder or Path(tempfile.mkdtemp(prefix="geotrain-faults-"))
     seconds, every_s, size = PROFILES[args.profile]
     seconds, every_s = args.seconds or seconds, args.every or every_s
     with small_disk(folder / "disk", size) as disk:
-        clocks = Clocks(disk / "clocks")
-        result = faulty(make_world(disk, args.pace, clocks=clocks), disk, clocks, args.seed, seconds, every_s)
-        if args.folder is not None:
-            shutil.copytree(disk, folder / "left", ignore=shutil.ignore_patterns(WAN_CONTROL), dirs_exist_ok=True)
-    if args.folder is None:
+        if args.again:
+            shutil.copytree(folder / "left", disk, dirs_exist_ok=True)
+        else:
+            clocks = Clocks(disk / "clocks")
+            faulty(make_world(disk, args.pace, clocks=clocks), disk, clocks, args.seed, seconds, every_s)
+            if args.folder is not None:  # before anything is counted, which may fail
+                ignored = shutil.ignore_patterns(WAN_CONTROL)
+                shutil.copytree(disk, folder / "left", ignore=ignored, dirs_exist_ok=True)
+        print("the run has ended; its journals are replayed", flush=True)
+        result = counted(FaultyRun.kept(disk))
+        seconds = result["seconds"]
+    if args.folder is None and args.again is None:
         shutil.rmtree(folder)
     note = f"{args.profile}, {seconds:g} s; seed {args.seed}; pace {args.pace:g} s"
     report(
@@ -104,10 +113,9 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def faulty(
-    files: tuple[Path, Path], folder: Path, clocks: Clocks, seed: int, seconds: float, every_s: float
-) -> dict[str, Any]:
-    with FaultyRun(*files, folder / "archive", clocks=clocks) as run:
+def faulty(files: tuple[Path, Path], disk: Path, clocks: Clocks, seed: int, seconds: float, every_s: float) -> None:
+    """Launch the run, do to it what the seed says, end it, and leave on the disk what `counted` needs."""
+    with FaultyRun(*files, disk / "archive", clocks=clocks) as run:
         workers = [worker for names in run.regions.values() for worker in names]
         if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
@@ -119,16 +127,20 @@ def faulty(
         end_s = time.time()
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
         refused = run.lies_refused()
-    print("the run has ended; its journals are replayed", flush=True)
+    run.keep(seconds=seconds, end_s=end_s, hung=hung, lies_refused=refused)
+
+
+def counted(run: FaultyRun) -> dict[str, Any]:
+    """The accounts of a run that has ended."""
     found = accounts(run)
     return {
         **{name: sum(fault.what == what for _, fault in run.done) for what, name in COUNTED.items()},
         **{f"packets_{kind}": count for kind, count in sorted(run.impaired_packets().items())},
         **{key: value for key, value in found.items() if key != "committed_samples"},
-        **goodput(run, found["committed_samples"], end_s),
-        "seconds": seconds,
-        "hung": hung,
-        "lies_refused": refused,
+        **goodput(run, found["committed_samples"], run.noted["end_s"]),
+        "seconds": run.noted["seconds"],
+        "hung": run.noted["hung"],
+        "lies_refused": run.noted["lies_refused"],
         "servers_ended": sum(
             e["event"] == "ProcessDied"
             and e["unit"] in ("global", *run.regions)

@@ -127,10 +127,22 @@ def _compare(history: Replay, chain: Server, tensors: Any, meta: Any, what: str)
     ours, state = chain.state()
     plain = json.loads(json.dumps(state))
     other = json.loads(json.dumps(meta))
-    differing = [key for key in plain.keys() | other.keys() if plain.get(key) != other.get(key)]
+    differing = list(_paths(plain, other))
     differing += [name for name in ours.keys() | tensors.keys() if not _equal(ours.get(name), tensors.get(name))]
     if differing:
         history.mismatches.append(f"{what}: {', '.join(sorted(differing)[:5])}")
+
+
+def _paths(one: Any, other: Any, at: str = "") -> Iterator[str]:
+    """Where two pieces of plain data differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            yield from _paths(one.get(key), other.get(key), f"{at}.{key}" if at else key)
+    elif one != other:
+        sorted_too = (
+            isinstance(one, list) and isinstance(other, list) and sorted(map(str, one)) == sorted(map(str, other))
+        )
+        yield f"{at} (in its order only)" if sorted_too else at
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

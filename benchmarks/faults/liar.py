@@ -23,7 +23,7 @@ from geotrain.net.grpc_client import Unreachable
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import to_bytes
-from geotrain.outer.messages import FragmentDelta, Join, Refused, UpdatePart
+from geotrain.outer.messages import Join, PieceDelta, Refused, UpdatePart
 from geotrain.outer.server import identity_of
 
 WAIT_S = 20.0
@@ -68,7 +68,7 @@ def main() -> int:
             print(f"the join was refused: {error}")
             return 0
         zeros = (
-            FragmentDelta(f.index, 0, to_bytes(codec.encode(torch.zeros(f.numel)).payload)) for f in layout.fragments
+            PieceDelta(f.index, 0, to_bytes(codec.encode(torch.zeros(f.numel)).payload)) for f in layout.fragments
         )
         true = UpdatePart(worker, life, sequence, 0, tuple(zeros), job=1)
         for what, lie in lies(true):

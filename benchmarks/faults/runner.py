@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 
+KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches
 POLL_S = 0.1
 KEEP_S = 0.5  # between looks at the journals: a segment stays for much longer
@@ -76,6 +78,7 @@ class FaultyRun:
         self.done: list[tuple[float, Fault]] = []  # (Unix time, what was done)
         self.samples: dict[int, Samples] = {}
         self.liars: list[subprocess.Popen[str]] = []
+        self.noted: dict[str, Any] = {}  # what else is known of it, once it has ended
         self.exit_code: int | None = None
         self._ended = threading.Event()
         self._keeping = threading.Thread(target=self._keep_on, daemon=True)
@@ -153,7 +156,8 @@ class FaultyRun:
     def events(self, source: str) -> list[dict[str, Any]]:
         """The event log of a worker, a region, "global" or "launcher", with this machine's times."""
         steps = {round(fault.amount) for _, fault in self.done if fault.what == "clock"}
-        return on_one_clock(read_events(self.folder, source), self.began_s, time.time(), steps)
+        until_s = self.noted["end_s"] + STOP_S if self.noted else time.time()
+        return on_one_clock(read_events(self.folder, source), self.began_s, until_s, steps)
 
     def jobs_of(self, worker: str) -> int:
         """Jobs that it has trained until now."""
@@ -276,6 +280,18 @@ class FaultyRun:
         return refused
 
     # -- what is kept
+
+    def keep(self, **noted: Any) -> None:
+        """Write down beside the run what only this process knows of it."""
+        self.noted = noted
+        (self.folder.parent / KEPT).write_bytes(pickle.dumps((self.began_s, self.done, self.samples, self.noted)))
+
+    @staticmethod
+    def kept(disk: Path) -> FaultyRun:
+        """A run that has ended and was kept, to look at what it has left."""
+        run = FaultyRun(disk / "run.json", disk / "cluster.json", disk / "archive")
+        run.began_s, run.done, run.samples, run.noted = pickle.loads((disk / KEPT).read_bytes())
+        return run
 
     def _keep_on(self) -> None:
         turn = 0

@@ -18,13 +18,13 @@ from geotrain.net.recovery import KINDS
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     Finished,
-    FragmentDelta,
     Join,
     Lease,
     LeaseRequest,
     Leave,
     LiftQuarantine,
     MemberSilent,
+    PieceDelta,
     Refused,
     Release,
     RunComplete,
@@ -89,7 +89,7 @@ class Servers:
 
     def update(self, name: str, sequence: int, values: dict[int, float]) -> UpdatePart:
         deltas = tuple(
-            FragmentDelta(f, 0, torch.full((self.layout.fragments[f].numel,), v).numpy().tobytes())
+            PieceDelta(f, 0, torch.full((self.layout.fragments[f].numel,), v).numpy().tobytes())
             for f, v in values.items()
         )
         return UpdatePart(name, "1", sequence, 0, deltas, job=1, leases=(1,), metrics={"loss": 1.0})
@@ -101,10 +101,10 @@ def digest(server: Any) -> int:
     crc = zlib.crc32(repr(meta).encode())
     for name, tensor in tensors.items():
         crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(name.encode(), crc))
-    for member in server.members.values():
+    for name, member in server.members.items():
         arriving = {s: sorted(parts) for s, parts in member.arriving.items()}
-        answers = {s: {part: len(w) for part, w in parts.items()} for s, parts in member.answers.items()}
-        held = sorted(member.joined), arriving, member.awaiting, answers, sorted(member.senders)
+        answers = {s: list(given.items()) for s, given in member.answers.items()}
+        held = sorted(member.joined), arriving, member.awaiting, answers, server.vaults.marks_of(name)
         crc = zlib.crc32(repr(held).encode(), crc)
     return crc
 

@@ -15,12 +15,12 @@ from benchmarks.learner.text import standard_library
 from geotrain.config import OuterConfig
 from geotrain.initial import initial_tensor
 from geotrain.layout import Layout, StridedSlice, canonical_parameters
-from geotrain.outer.exchange import Pending
-from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease
+from geotrain.outer.messages import Lease, PieceDelta, PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.world import VirtualTask, VirtualWorld
+from geotrain.staging import Pending
 
 T = TypeVar("T")
 FINAL_WINDOWS = 5120
@@ -127,13 +127,13 @@ class Learning:
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
         return self.rank.parameters(fragments)
 
-    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
-        return self.rank.make_delta(fragment, seed)
+    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
+        return self.rank.make_delta(piece, seed)
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         return call()  # virtual time stands still meanwhile: also on a GPU, deltas need no background work
 
-    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
+    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
         self.rank.on_weights(weights, start)
 
     def train(self, lease: Lease, first: int, steps: int) -> None:
@@ -216,7 +216,7 @@ class Curve:
     def _flat(self, world: VirtualWorld) -> Tensor:
         named = {
             name: tensor
-            for fragment, state in enumerate(world.top.server.fragments)
-            for name, tensor in world.task.layout.split(fragment, state.x)
+            for fragment in range(len(world.task.layout.fragments))
+            for name, tensor in world.task.layout.split(fragment, world.top.server.weights(fragment))
         }
         return torch.cat([named[p.name].flatten() for p in self.model.parameters])

@@ -16,7 +16,7 @@ from geotrain.launch.terminal import size, table_of
 from geotrain.layout import Layout, layout_of
 from geotrain.outer.codec import make_codec
 from geotrain.parallelism.checks import accumulation_steps
-from geotrain.plan.model.memory import checkpoint_memory, rank_memory
+from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
 from geotrain.plan.model.step import Work
 
@@ -24,7 +24,7 @@ from geotrain.plan.model.step import Work
 @dataclass(frozen=True)
 class WorkerNeeds:
     """One worker. delta_bytes, answer_bytes: of one exchange with its server, over all its ranks (without the
-    padding of ranks' last blocks). memory: of its fullest rank. checkpoint_bytes: on the host, of a copy for one."""
+    padding of ranks' last blocks). memory, host_memory: of its fullest rank."""
 
     name: str
     region: str
@@ -32,7 +32,7 @@ class WorkerNeeds:
     ranks: int
     parameters_per_rank: int
     memory: dict[str, int]
-    checkpoint_bytes: int
+    host_memory: dict[str, int]
     delta_bytes: int
     answer_bytes: int
 
@@ -87,7 +87,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
                 worker.ranks,
                 check_shards(layout, run, parallel),
                 rank_memory(run, run.architecture, worker),
-                checkpoint_memory(run, run.architecture, worker),
+                host_memory(run, run.architecture, worker),
                 coded_bytes(local_up),
                 coded_bytes(local_down),
             )
@@ -167,8 +167,8 @@ def show(found: Needs, console: Console) -> None:
     ]
     text = ("worker", "region", "ranks", "layout", "parameters/rank")
     console.print("\nmemory of the fullest rank", table_of(memory, left=text), sep="\n")
-    copied = max((w.checkpoint_bytes for w in found.workers), default=0)
-    console.print(f"on its host, pinned where there is a GPU: {size(copied)}, the copy of a checkpoint being written")
+    hosts = [{"worker": w.name} | {part: size(count) for part, count in w.host_memory.items()} for w in found.workers]
+    console.print("\nhost memory of that rank", table_of(hosts, left=("worker",)), sep="\n")
     links = [
         {"region": link.region, "up": size(link.up_bytes), "down": size(link.down_bytes)}
         | {"inner steps between": str(link.steps_between)}
@@ -186,7 +186,8 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
     for worker in (worker for region in cluster.regions for worker in region.workers):
         setup = WorkerSetup.of(run, worker)
         parallel, block = setup.parallel, setup.deepspeed
-        work = Work(run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco)
+        fp8 = setup.precision.fp8 is not None
+        work = Work(run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco, fp8)
         replicas = worker.ranks // parallel.replica_ranks
         needed = sum(rank_memory(run, run.architecture, worker).values())
         for device in ACCELERATORS:
@@ -208,6 +209,7 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
     )
     for device in ACCELERATORS:
         console.print(
-            f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s, {device.bandwidth / 1e12:g} TB/s, "
+            f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s "
+            f"({device.fp8_flops / 1e12:,.0f} in FP8), {device.bandwidth / 1e12:g} TB/s, "
             f"{device.memory_bytes / 1e9:.0f} GB, NVLink {device.link / 1e9:.0f} GB/s each way"
         )

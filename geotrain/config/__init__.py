@@ -51,6 +51,7 @@ from geotrain.config.run import (
     ModelConfig,
     MonitorConfig,
     ParallelConfig,
+    PrecisionConfig,
     RunConfig,
     WandbConfig,
     config_digest,

@@ -23,7 +23,7 @@ from geotrain.config.block import (
     read_json,
 )
 from geotrain.config.deepspeed import check_block
-from geotrain.config.run import ParallelConfig
+from geotrain.config.run import ParallelConfig, PrecisionConfig
 
 RESERVED = ("global", "launcher", "wan")  # logs, events and messages name other processes so
 
@@ -69,6 +69,7 @@ class WorkerConfig(Block):
     )
     launcher_args: str = Field("", description="More arguments for srun, mpirun or pdsh.")
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
+    precision: PrecisionConfig | None = Field(None, description="Overrides the run's `precision` for this worker.")
     deepspeed: Annotated[dict[str, Any], AfterValidator(check_block)] = Field(
         {}, description="Keys laid over the run's `deepspeed` block."
     )
@@ -125,12 +126,12 @@ class SecurityConfig(Block):
 
 
 class RestartConfig(Block):
-    """When the launcher starts again what died. The pause doubles with each death in a row and is `first_s` again
-    after a life longer than `longest_s`. A configuration error is never tried again."""
+    """When the launcher starts again what died: at once after a life longer than `longest_s`, otherwise after a pause
+    that doubles with each death in a row. A configuration error is never tried again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
-    first_s: PositiveFloat = Field(1.0, description="The pause before a restart, after the first death.")
+    first_s: PositiveFloat = Field(1.0, description="The pause after the first short life.")
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
 
 

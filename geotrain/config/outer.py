@@ -133,6 +133,9 @@ class FragmentConfig(Block):
     """How layers are grouped for streaming (arXiv 2501.18512). One fragment means everything at once."""
 
     layers_per_fragment: PositiveInt | None = Field(None, description="None: the whole model is one fragment.")
+    piece_elements: Annotated[int, Field(ge=4096, le=1 << 27, multiple_of=4096)] = Field(
+        1 << 27, description="Fragments are coded, sent and stored in pieces of so many elements."
+    )
 
 
 class OverlapConfig(Block):
@@ -213,6 +216,11 @@ class OuterConfig(Block):
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
     limits: LimitsConfig = LimitsConfig()
+    state_device: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="Where ranks keep anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
+        "or on the host, to which masters cross for each delta while training waits. auto: where the masters are.",
+    )
 
     @property
     def flat(self) -> bool:

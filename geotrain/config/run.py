@@ -71,6 +71,11 @@ class ParallelConfig(Block):
     context: PositiveInt = Field(
         1, description="So many ranks share each sequence: a part of its tokens each, of its heads in attention."
     )
+    context_exchange: Literal["heads", "ring"] = Field(
+        "heads",
+        description="How context ranks compute attention: heads for tokens, at most as many ranks as key-value heads "
+        "or keys and values passed round by Transformer Engine, on GPUs.",
+    )
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
     expert: PositiveInt = Field(
         1, description="So many neighbouring data-parallel ranks divide a layer's experts among them."
@@ -84,6 +89,28 @@ class ParallelConfig(Block):
     def replica_ranks(self) -> int:
         """Ranks that train the same samples: one data-parallel replica."""
         return self.tensor * self.pipeline * self.context
+
+
+class PrecisionConfig(Block):
+    """Number formats, and equal bits; names and values are Megatron-core's."""
+
+    fp8: Literal["e4m3", "hybrid"] | None = Field(
+        None,
+        description="Matrix products of layers in FP8, by Transformer Engine: e4m3 for all, or e5m2 for gradients. "
+        "Weights stay bf16, masters fp32.",
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+        "delayed", description="Where FP8's scales come from: mxfp8 needs Blackwell, blockwise Hopper, the rest Ada."
+    )
+    deterministic_mode: bool = Field(
+        False, description="The same inputs on the same layout and devices give the same bits, more slowly."
+    )
+
+    @model_validator(mode="after")
+    def _recipe_does_something(self) -> PrecisionConfig:
+        if self.fp8 is None and self.differing("fp8_recipe"):
+            raise ValueError(f"fp8_recipe = {self.fp8_recipe!r} does nothing without fp8; set fp8, or leave it out")
+        return self
 
 
 class AccoConfig(Block):
@@ -187,6 +214,7 @@ class RunConfig(Block):
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig
     deepspeed: DeepSpeedBlock = Field(
         {},
@@ -334,12 +362,15 @@ def config_digest(run: RunConfig) -> str:
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
     shared["model"].pop("init_from")
     shared["model"].pop("weights")  # names and shapes are in the layout's digest
+    shared["outer"].pop("state_device")  # so is this
     shared["data"].pop("sha256")  # compared by itself: not every machine knows it
     shared["data"]["train"] = [each.weight for each in run.data.train]
     for key in ("validation", "tokenizer", "cache_folder", "cache_gb"):
         shared["data"].pop(key)
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")
+    if not run.outer.fragments.differing("piece_elements"):
+        shared["outer"]["fragments"].pop("piece_elements")
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))

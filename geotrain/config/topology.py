@@ -12,7 +12,7 @@ from typing import Any
 from geotrain.config.block import ConfigError
 from geotrain.config.cluster import Address, ClusterConfig, WorkerConfig
 from geotrain.config.deepspeed import completed
-from geotrain.config.run import ParallelConfig, RunConfig
+from geotrain.config.run import ParallelConfig, PrecisionConfig, RunConfig
 
 GLOBAL = "global"  # the global server's name, beside those of regions
 
@@ -24,12 +24,13 @@ class WorkerSetup:
     config: WorkerConfig
     parallel: ParallelConfig
     deepspeed: dict[str, Any]
+    precision: PrecisionConfig
 
     @staticmethod
     def of(run: RunConfig, worker: WorkerConfig) -> WorkerSetup:
         # DeepSpeed's blocks are replaced whole, not merged key by key.
         block = completed({**run.deepspeed, **worker.deepspeed}, run.total_steps)
-        return WorkerSetup(worker, worker.parallel or run.parallel, block)
+        return WorkerSetup(worker, worker.parallel or run.parallel, block, worker.precision or run.precision)
 
 
 class Topology:

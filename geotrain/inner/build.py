@@ -13,11 +13,12 @@ from torch import nn
 
 from geotrain.acco.engine import AccoEngine
 from geotrain.acco.flat_space import FlatLayout
-from geotrain.config import ParallelConfig, RunConfig
+from geotrain.config import ParallelConfig, PrecisionConfig, RunConfig
 from geotrain.config.deepspeed import completed
+from geotrain.context_parallel import Parts
 from geotrain.inner import platform
 from geotrain.inner.engine import GeoEngine
-from geotrain.inner.model import build_model, placements
+from geotrain.inner.model import HAS_TRANSFORMER_ENGINE, build_model, placements
 from geotrain.inner.parallel import EXPERTS, group_like, initialize, join
 from geotrain.optimizers.groups import parameter_groups
 from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
@@ -32,6 +33,7 @@ from geotrain.parallelism.optimizer_settings import (
     PluggedOptimizer,
     optimizer_settings,
 )
+from geotrain.parallelism.transformer_engine import check_device, check_transformer_engine
 from geotrain.parallelism.whole_matrices import ALIGNED, pack
 
 
@@ -41,25 +43,33 @@ def build_engine(
     deepspeed_block: dict[str, Any],
     timeout_s: float = 600.0,
     end_of_document: int | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> GeoEngine:
     """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
 
-    deepspeed_block: the run's `deepspeed` block, overridden by the worker's own keys; it may say "auto".
+    deepspeed_block: the run's `deepspeed` block, overridden by the worker's own keys; it may say "auto". precision:
+    None: the run's.
     timeout_s: the longest that a collective may wait. ACCO's collectives use `acco.timeout_s` instead.
     end_of_document: the id that ends documents, to keep attention inside them; None: it is causal over a sample.
     Raises ConfigError if the layout or the DeepSpeed block cannot work for this model.
     """
     architecture, deepspeed_block = run.architecture, completed(deepspeed_block, run.total_steps)
     sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
+    precision = precision or run.precision
     ranks = join(timeout_s)
     dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:
         check_acco(run.acco, architecture, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
+    checks.check_deterministic(precision, run.acco)
+    tokens = sequence_length * int(deepspeed_block["train_micro_batch_size_per_gpu"])
+    check_transformer_engine(run, architecture, parallel, precision, bf16, tokens)
+    check_device(precision, parallel, HAS_TRANSFORMER_ENGINE, platform.capability())
+    platform.use_deterministic_algorithms(precision.deterministic_mode)
     mesh, settings = initialize(parallel, timeout_s), optimizer_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
         shape = architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed
-        model = build_model(*shape, packed=end_of_document is not None)
+        model = build_model(*shape, packed=end_of_document is not None, precision=precision)
         placed = placements(model, architecture, parallel, mesh)
         numel = sum(place.numel for _, place in placed)
         buckets: dict[str, Any] = {}
@@ -79,6 +89,7 @@ def build_engine(
         parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
         engine = GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
         engine.end_of_document = end_of_document
+        engine.parts = Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange)
     if isinstance(optimizer, Muon):
         owned = owned_matrices(placed, architecture, engine.optimizer, bool(checks.zero_stage(deepspeed_block)))
         optimizer.bind(owned, tensor_ranks(mesh, optimizer.settings, timeout_s))

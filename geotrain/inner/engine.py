@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.config import Architecture
-from geotrain.context_parallel import part_of
+from geotrain.context_parallel import Parts
 from geotrain.inner import platform
 from geotrain.inner.documents import cu_seqlens
 from geotrain.inner.parallel import EXPERTS
@@ -87,10 +87,11 @@ class GeoEngine(DeepSpeedEngine):
     """A DeepSpeed engine driven by Megatron-core's schedules. Built by `geotrain.inner.build.build_engine`.
 
     placed: the model's parameters with their places in the canonical address space. end_of_document: the id behind
-    which attention begins anew; None: nowhere in a sample.
+    which attention begins anew; None: nowhere in a sample. parts: which of a sample's tokens are this rank's.
     """
 
     end_of_document: int | None = None
+    parts = Parts(0, 1, "heads")
 
     def __init__(
         self,
@@ -270,9 +271,9 @@ class GeoEngine(DeepSpeedEngine):
         boundaries = None
         if self.end_of_document is not None:  # found before the copy: on a device it would have to be waited for
             boundaries = cu_seqlens(tokens[:, :-1], self.end_of_document).to(self.device, non_blocking=True)
-        tokens = part_of(tokens, self.mesh.cp_rank, self.mesh.cp_size).to(self.device, non_blocking=True)
+        inputs, labels = self.parts.inputs_and_labels(tokens.to(self.device, non_blocking=True))
         # No position ids and no mask: the positions are rotary, and the attention is causal by itself.
-        return model(tokens[:, :-1], None, boundaries, labels=tokens[:, 1:])
+        return model(inputs, None, boundaries, labels=labels)
 
     def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool, summed: bool = False) -> Tensor:
         """Forward and, unless forward_only, backward of these micro-batches, by Megatron-core's pipeline schedule.

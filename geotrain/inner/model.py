@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from geotrain.config import Architecture, ParallelConfig
-from geotrain.context_parallel import ContextAttention, use_own_positions
+from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
+from geotrain.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.families import family_of
-from geotrain.inner import latent_attention, platform
+from geotrain.inner import latent_attention, platform, rotary
 from geotrain.inner.documents import PackedAttention, inside_documents
 from geotrain.inner.parallel import EXPERTS
 from geotrain.inner.router_bias import biased_routers, keep_counts_wide
@@ -24,6 +24,7 @@ from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -47,7 +48,10 @@ if not hasattr(
 ):  # Megatron-core 0.16 asks whether it is None, but defines it with TE only
     moe_utils.te_general_gemm = None
 
+rope_utils._apply_rotary_pos_emb_bshd = rotary.rotated
+
 Recompute = Literal["none", "selective", "full"]
+PLAIN = PrecisionConfig()
 
 HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and gpt_layer_specs.HAVE_TE
 
@@ -99,7 +103,11 @@ class RMSNorm(nn.RMSNorm):
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelConfig, bf16: bool, recompute: Recompute
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    bf16: bool,
+    recompute: Recompute,
+    precision: PrecisionConfig = PLAIN,
 ) -> TransformerConfig:
     """Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -128,8 +136,15 @@ def transformer_config(
         bias_dropout_fusion=platform.HAS_CUDA,
         masked_softmax_fusion=False,  # the softmax is inside the fused attention
         gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=bf16,  # "native": it rounds gradients of logits to bf16, whatever these are
-        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,
+        # "native": it rounds gradients of logits to bf16, whatever these are; Megatron-LM calls it not deterministic
+        cross_entropy_loss_fusion=bf16 and not precision.deterministic_mode,
+        deterministic_mode=precision.deterministic_mode,
+        fp8=precision.fp8,
+        fp8_recipe=precision.fp8_recipe,
+        fp8_amax_history_len=1024,  # of the recipe "delayed": Transformer Engine's own defaults, not Megatron-core's
+        fp8_amax_compute_algo="max",
+        tp_only_amax_red=True,  # replicas may be at different micro-batches, as with `acco.balance`
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.rotary`
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,
@@ -137,6 +152,7 @@ def transformer_config(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
+        cp_comm_type="p2p" if parallel.context_exchange == "ring" else None,
         sequence_parallel=parallel.sequence,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,  # waiting for the device after each message serves old versions of torch only
@@ -157,7 +173,7 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
 
     def around(attention: Any) -> Any:
         spec = ModuleSpec(module=ContextAttention, params={"around": attention})
-        return spec if parallel.context > 1 else attention
+        return spec if parallel.context > 1 and parallel.context_exchange == "heads" else attention
 
     if HAS_TRANSFORMER_ENGINE and architecture.latent is None:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
@@ -216,6 +232,7 @@ def build_model(
     recompute: Recompute,
     seed: int,
     packed: bool = False,
+    precision: PrecisionConfig = PLAIN,
 ) -> GPTModel:
     """This rank's part of the model, on `platform.device()`. All weights are zero: they are written from outside.
 
@@ -231,7 +248,7 @@ def build_model(
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
         model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
-            config=transformer_config(architecture, parallel, bf16, recompute),
+            config=transformer_config(architecture, parallel, bf16, recompute, precision),
             transformer_layer_spec=_block_spec(architecture, parallel, mine, packed),
             vocab_size=architecture.vocab_size,
             max_sequence_length=sequence_length,
@@ -243,7 +260,7 @@ def build_model(
             rotary_base=architecture.rope_theta,
         )
     if parallel.context > 1:
-        use_own_positions(model.rotary_pos_emb, mesh.cp_rank, mesh.cp_size)
+        use_own_positions(model.rotary_pos_emb, Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange))
     # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere.
     if architecture.rope_scaling:
         for module in model.modules():

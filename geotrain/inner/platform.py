@@ -36,6 +36,19 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def capability() -> tuple[int, int] | None:
+    """CUDA's compute capability of this rank's device; None on a CPU."""
+    return torch.cuda.get_device_capability(device()) if HAS_CUDA else None
+
+
+def use_deterministic_algorithms(wanted: bool) -> None:
+    """Let torch refuse, from now on, what does not give the same bits twice. What must be set before CUDA starts,
+    `geotrain.launch.rank_environment` sets."""
+    torch.use_deterministic_algorithms(wanted)
+    # It would write all memory before its first use.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
     return "nccl" if HAS_CUDA else "gloo"
@@ -102,16 +115,17 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
 
     def zeros(*size: Any, **options: Any) -> torch.Tensor:
         if options.get("device") == "cuda":
-            options["device"] = "cpu"
+            options["device"] = device()
         return real_zeros(*size, **options)
 
     def on_host(tensor: Any, record_stream: bool = False, as_numpy: bool = False) -> Any:
+        tensor = tensor.to("cpu", non_blocking=True) if torch.is_tensor(tensor) else tensor
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     return [
         (torch, "zeros", zeros),  # the pipeline schedules count tokens in a tensor on the device "cuda"
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),  # called for a tied embedding
-        (torch.cuda, "current_device", lambda: torch.device("cpu")),  # where new weights, pipeline messages go
+        (torch.cuda, "current_device", device),  # where new weights, pipeline messages go
         (token_dispatcher, "maybe_move_tensor_to_cpu", on_host),  # it leaves what is there already as a tensor
         (torch.cuda, "Stream", _HostStream),  # on one the all-to-all dispatcher of tokens copies their counts
         (torch.cuda, "current_stream", _HostStream),
@@ -140,7 +154,7 @@ def megatron_runtime() -> Iterator[None]:
     The functions are replaced one by one, and not by a TorchFunctionMode, because a mode slows every torch call: it
     took a fifth of a small model's step.
     """
-    if HAS_CUDA:
+    if device().type == "cuda":
         yield
         return
     with contextlib.ExitStack() as stack:

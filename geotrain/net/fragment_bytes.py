@@ -14,12 +14,12 @@ from typing import Any
 
 from geotrain.layout import Layout
 from geotrain.net import wire
-from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, UpdatePart
+from geotrain.outer.messages import Answer, PieceDelta, PieceWeights, UpdatePart
 
 
 @dataclass
 class FragmentBytes:
-    """One link's bytes by fragment: deltas go up, weights come down."""
+    """One link's bytes by piece: deltas go up, weights come down."""
 
     up: Counter[int] = field(default_factory=Counter)
     down: Counter[int] = field(default_factory=Counter)
@@ -29,8 +29,8 @@ class FragmentBytes:
         frames, counts = wire.frames(message, first), self._counts(message)
         owners = islice(_owners(message), first, None)
         yield next(frames)
-        for frame, fragment in zip(frames, owners, strict=True):
-            counts[fragment] += len(frame)
+        for frame, piece in zip(frames, owners, strict=True):
+            counts[piece] += len(frame)
             yield frame
 
     def receiving(self, header: Any, first: int = 0) -> Callable[[bytes], None]:
@@ -53,8 +53,11 @@ class FragmentBytes:
     def status(self, layout: Layout) -> dict[str, dict[str, int]]:
         """Bytes each way, by the fragment's name."""
         return {
-            fragment.name: {"up_bytes": self.up[fragment.index], "down_bytes": self.down[fragment.index]}
-            for fragment in layout.fragments
+            fragment.name: {
+                "up_bytes": sum(self.up[piece.index] for piece in pieces),
+                "down_bytes": sum(self.down[piece.index] for piece in pieces),
+            }
+            for fragment, pieces in zip(layout.fragments, layout.pieces_of, strict=True)
         }
 
     def _counts(self, message: Any) -> Counter[int]:
@@ -62,9 +65,9 @@ class FragmentBytes:
 
 
 def _owners(message: Any) -> Iterator[int]:
-    """For each frame after the header, the fragment that it belongs to. Of payloads only their length is read, so it
+    """For each frame after the header, the piece that it belongs to. Of payloads only their length is read, so it
     works on a header alone, too."""
-    pieces: tuple[FragmentDelta | FragmentWeights, ...] = ()
+    pieces: tuple[PieceDelta | PieceWeights, ...] = ()
     match message:
         case UpdatePart():
             pieces = message.deltas
@@ -72,4 +75,4 @@ def _owners(message: Any) -> Iterator[int]:
             pieces = message.weights
     for piece in pieces:
         for _ in range(0, len(piece.payload), wire.CHUNK_BYTES):
-            yield piece.fragment
+            yield piece.piece

@@ -33,7 +33,8 @@ from geotrain.outer.messages import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
+# A call without a connection costs nothing but the call, and whoever waits for longer trains nothing meanwhile.
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 1.0
 REPLY_S = 30.0  # for a small call, in addition to the time for which the server may hold it
 TELL_S = 30.0  # people are told of trouble that lasts so long, and again whenever that time has doubled
 ANSWER_S = 600.0  # from an update's last frame to its acknowledgement; keepalive notices a dead server much earlier
@@ -42,7 +43,7 @@ CHANNEL_OPTIONS = (
     *rpc.OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),  # channels of one process to one address do not share a connection
 )
 # Status codes of calls that would fail in the same way again.

@@ -89,7 +89,7 @@ class GrpcService:
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
         self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
-        most_bytes = self.server.up.encoded_bytes(self.server.layout.numel)  # no update has more payload
+        most_bytes = sum(self.server.up.encoded_bytes(p.numel) for p in self.server.layout.pieces)  # of any update
         self._update_bytes = most_bytes + 4096
         self.uploads = ResumableUploads(most_bytes)
         self.rates = RateLimits()

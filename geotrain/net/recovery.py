@@ -134,7 +134,7 @@ def begin_snapshot(
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
     tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
     frozen = FrozenState(tensors, largest_share=max(f.numel for f in server.layout.fragments) / server.layout.numel)
-    server.will_change = frozen.before_write
+    server.vaults.watch(frozen.before_write)
     return frozen, {"state": state, "segment": segment, "ended": ended}
 
 
@@ -143,13 +143,12 @@ def left_out(server: Server) -> list[Message]:
     leaves out: who had joined, and the updates of which not all parts had arrived."""
     messages: list[Message] = []
     for name, member in server.members.items():
-        marks = member.senders[0].marks if 0 in member.senders else {}
-        mirrors = tuple(marks.get(f, 0) for f in range(len(server.layout.fragments))) if marks else ()
+        mirrors = server.mirrors_of(name)
         for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent
             messages.append(replace(join, mirrors=mirrors))
         if member.silent:  # to be said after the joins, since a join makes a member alive
             messages.append(MemberSilent(name, member.incarnation))
-        messages += [part for parts in member.arriving.values() for part in parts.values()]
+        messages += server.left_out(name)
     return messages
 
 

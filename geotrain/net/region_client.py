@@ -151,7 +151,7 @@ class RegionClient:
                         raise
                     await self._start_over(refused.reason, message.sequence)
                 self.on_acknowledged(message.sequence)
-                pushed[message.deltas[0].fragment].put_nowait(message)
+                pushed[self._fragments(message)[0]].put_nowait(message)
             self._updates.popleft()
 
     async def _start_over(self, reason: str, sequence: int) -> NoReturn:
@@ -198,8 +198,10 @@ class RegionClient:
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:
             update = await pushed.get()
-            fragments = tuple(delta.fragment for delta in update.deltas)
-            await self._tell(await self._pull(update.sequence, fragments))
+            await self._tell(await self._pull(update.sequence, self._fragments(update)))
+
+    def _fragments(self, update: UpdatePart) -> tuple[int, ...]:
+        return self.server.layout.fragments_of([delta.piece for delta in update.deltas])
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
         return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))

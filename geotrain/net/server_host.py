@@ -282,7 +282,7 @@ class ServerHost:
             return not given_up.is_set() and time.monotonic() - began_s < FINAL_VALIDATION_S
 
         layout, number, version = server.layout, server.final_validation, max(server.versions)
-        weights = (w for f in layout.fragments for w in layout.split(f.index, server.fragments[f.index].x))
+        weights = (w for f in layout.fragments for w in layout.split(f.index, server.weights(f.index)))
         try:
             loss = await asyncio.to_thread(evaluate, weights, go_on)
             seconds = time.monotonic() - began_s

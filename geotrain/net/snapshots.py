@@ -3,7 +3,8 @@
     <folder>/<number>/meta.json            the JSON part of the state, with the length and checksum of every file
     <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading go piece by piece
 
-`Server.state()` names the tensors. `fragment.<i>.x` is the fp32 vector of fragment i, which export reads.
+`Server.state()` names the tensors. `piece.<i>.x` is the fp32 vector of piece i of the layout, which export reads
+(`fragment.<i>.x` in older ones, of fragments that are one piece each).
 """
 
 from __future__ import annotations
@@ -189,9 +190,12 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     if newest.meta["state"]["layout_digest"] != layout.digest:
         raise LayoutError(f"{folder}: holds weights of another model than the run file's")
     for fragment in layout.fragments:
-        name = f"fragment.{fragment.index}.x"
-        snapshot = _load(store.path(newest.number), newest.number, (name,))
-        yield from layout.split(fragment.index, snapshot.tensors[name])
+        names = tuple(f"piece.{piece.index}.x" for piece in layout.pieces_of[fragment.index])
+        if not (store.path(newest.number) / _file(names[0])).exists():
+            names = (f"fragment.{fragment.index}.x",)
+        tensors = _load(store.path(newest.number), newest.number, names).tensors
+        vectors = [tensors[name] for name in names]
+        yield from layout.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
 
 
 # ---------------------------------------------------------------------------------------------------- files

@@ -116,7 +116,7 @@ class Codec:
         checked=True here.
         """
         if out is None:
-            out = torch.empty(numel, dtype=torch.float32, device=payload.device)
+            out = payload.new_empty(numel, dtype=torch.float32)
         elif out.numel() != numel:
             raise CodecError(f"decode: out has {out.numel()} elements, the payload {numel}")
         self._decode(payload, out, None, checked)

@@ -10,18 +10,15 @@ both know whether the mirrors are still equal; if they are not, the next weights
 
 from __future__ import annotations
 
-import warnings
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig, codec_config
-from geotrain.layout import StridedSlice, gather
 from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
-from geotrain.outer.messages import Answer, FragmentWeights
+from geotrain.outer.messages import PieceWeights
+from geotrain.staging import from_bytes, on_host
 
 # Takes a payload and a check, runs the check on the payload in host memory, returns it on the device that decodes it.
 Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
@@ -32,21 +29,14 @@ MARK_BYTES = 1 << 18  # so much of a payload, spread over it, goes into a mark
 VALIDATION_CODEC = codec_config("bf16")
 
 
-def on_host(payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
-    """A `Bring` for the CPU: the payload as a uint8 tensor in host memory, after `check` has accepted it."""
-    host = from_bytes(payload)
-    check(host)
-    return host
-
-
 def sends_changes(config: CodecConfig) -> bool:
     """Whether this codec, on a way down, carries changes against a mirror instead of whole weights."""
     return config.name not in ABSOLUTE
 
 
 class _Mirror:
-    """What both ends of a way down keep. mirror: fragment → fp32 vector that the receiver has of it (empty for codecs
-    that carry whole weights). marks: fragment → mark of the mirror."""
+    """What both ends of a way down keep. mirror: piece → fp32 vector that the receiver has of it (empty for codecs
+    that carry whole weights). marks: piece → mark of the mirror."""
 
     def __init__(self, config: CodecConfig) -> None:
         self.changes = sends_changes(config)
@@ -56,14 +46,14 @@ class _Mirror:
         self.mirror: dict[int, Tensor] = {}
         self.marks: dict[int, int] = {}
 
-    def _note(self, weights: FragmentWeights) -> FragmentWeights:
+    def _note(self, weights: PieceWeights) -> PieceWeights:
         """The mirror holds these weights now."""
-        before = self.marks.get(weights.fragment, 0) if weights.increment else 0
-        self.marks[weights.fragment] = mark(weights, before)
+        before = self.marks.get(weights.piece, 0) if weights.increment else 0
+        self.marks[weights.piece] = mark(weights, before)
         return weights
 
 
-def mark(weights: FragmentWeights, before: int) -> int:
+def mark(weights: PieceWeights, before: int) -> int:
     """The mark of a mirror into which these weights have gone. before: its mark before them; 0: it was empty.
 
     It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own."""
@@ -72,50 +62,44 @@ def mark(weights: FragmentWeights, before: int) -> int:
 
 
 class WeightsSender(_Mirror):
-    """The server's end, for one part of one member. before: fragment → the mark before the last weights of it."""
+    """The server's end, for one part of one member. before: piece → the mark before the last weights of it."""
 
     def __init__(self, config: CodecConfig) -> None:
         super().__init__(config)
         self.before: dict[int, int] = {}
 
-    def encode(self, fragment: int, version: int, held: Tensor) -> FragmentWeights:
+    def encode(self, piece: int, version: int, held: Tensor) -> PieceWeights:
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
 
-        held: the receiver's elements of the fragment, fp32, 1-D. With changes, every message must be delivered, once
+        held: the receiver's elements of the piece, fp32, 1-D. With changes, every message must be delivered, once
         and in order, or the two mirrors differ; for a member that lost one, `matches` is false.
         """
-        what = f"weights of fragment {fragment}"
-        self.before[fragment] = self.marks.get(fragment, 0)
-        if fragment in self.mirror:
-            mirror, seed = self.mirror[fragment], rounding_seed(version, fragment)
+        what = f"weights of piece {piece}"
+        self.before[piece] = self.marks.get(piece, 0)
+        if piece in self.mirror:
+            mirror, seed = self.mirror[piece], rounding_seed(version, piece)
             # The codec encodes anchor − values, so this is the change: weights now minus what the receiver has.
             payload = self.codec.encode(mirror, anchor=held, seed=seed, what=what).payload
             self.codec.decode_accumulate(payload, mirror)
-            return self._note(FragmentWeights(fragment, version, to_bytes(payload), increment=True))
-        whole = FragmentWeights(fragment, version, to_bytes(self.plain.encode(held, what=what).payload))
+            return self._note(PieceWeights(piece, version, to_bytes(payload), increment=True))
+        whole = PieceWeights(piece, version, to_bytes(self.plain.encode(held, what=what).payload))
         if not self.changes:
             return whole
-        self.mirror[fragment] = held.clone()
+        self.mirror[piece] = held.clone()
         return self._note(whole)
-
-    def matches(self, marks: Sequence[int], frozen: Collection[int]) -> bool:
-        """Whether a receiver with these marks has what this mirror holds, or will have it once it was given the last
-        weights of fragments that are still frozen in an answer."""
-        good = {f: {mine, self.before[f]} if f in frozen else {mine} for f, mine in self.marks.items()}
-        return any(marks) and all(f < len(marks) and marks[f] in good[f] for f in good)
 
 
 class WeightsReceiver(_Mirror):
     """The member's end."""
 
-    def check(self, weights: FragmentWeights, numel: int) -> None:
+    def check(self, weights: PieceWeights, numel: int) -> None:
         """Raise CodecError if `decode` would refuse these weights.
 
-        numel: elements of the fragment that this receiver has.
+        numel: elements of the piece that this receiver has.
         """
         self._codec_of(weights).check(from_bytes(weights.payload), numel)
 
-    def decode(self, weights: FragmentWeights, numel: int, bring: Bring = on_host) -> Tensor:
+    def decode(self, weights: PieceWeights, numel: int, bring: Bring = on_host) -> Tensor:
         """Return the weights as fp32, 1-D, on the device to which `bring` takes the payload.
 
         The caller must not write to them: the vector may be the mirror itself, against which the next change is
@@ -124,63 +108,31 @@ class WeightsReceiver(_Mirror):
         codec = self._codec_of(weights)
         payload = bring(weights.payload, lambda host: codec.check(host, numel))
         if weights.increment:
-            mirror = self.mirror[weights.fragment]
+            mirror = self.mirror[weights.piece]
             codec.decode_accumulate(payload, mirror, checked=True)
             self._note(weights)
             return mirror
         vector = codec.decode(payload, numel, checked=True)
         if self.changes:
-            self.mirror[weights.fragment] = vector
+            self.mirror[weights.piece] = vector
             self._note(weights)
         return vector
 
-    def marks_of(self, fragments: int) -> tuple[int, ...]:
-        """The marks of all fragments, for a join; 0: nothing is here. Empty where weights travel whole."""
-        return tuple(self.marks.get(f, 0) for f in range(fragments)) if self.changes else ()
+    def marks_of(self, pieces: int) -> tuple[int, ...]:
+        """The marks of all pieces, for a join; 0: nothing is here. Empty where weights travel whole."""
+        return tuple(self.marks.get(i, 0) for i in range(pieces)) if self.changes else ()
 
     def clear(self) -> None:
         """Forget everything: the next weights must be whole."""
         self.mirror.clear()
         self.marks.clear()
 
-    def _codec_of(self, weights: FragmentWeights) -> Codec:
-        if weights.increment and (not self.changes or weights.fragment not in self.mirror):
-            raise CodecError(f"a change of fragment {weights.fragment} came, but not what it changes")
+    def _codec_of(self, weights: PieceWeights) -> Codec:
+        if weights.increment and (not self.changes or weights.piece not in self.mirror):
+            raise CodecError(f"a change of piece {weights.piece} came, but not what it changes")
         return self.codec if weights.increment else self.plain
-
-
-@dataclass
-class FrozenWeights:
-    """A copy of the global weights, taken when the first rank of a validating worker asked for them, so that all its
-    ranks evaluate the same weights while the run goes on.
-
-    number: of the validation. versions: global version of each fragment. weights: bf16, one vector a fragment.
-    """
-
-    number: int
-    versions: list[int]
-    weights: list[Tensor]
-
-    def answer(self, holds: tuple[tuple[StridedSlice, ...], ...], life: str) -> Answer:
-        """The elements that one part holds. holds: its slices of each fragment. life: of the server that answers."""
-        codec, parts = make_codec(VALIDATION_CODEC), []
-        for f, (version, weights_16) in enumerate(zip(self.versions, self.weights, strict=True)):
-            held = gather(weights_16.float(), holds[f])
-            parts.append(FragmentWeights(f, version, to_bytes(codec.encode(held).payload)))
-        return Answer(self.number, tuple(parts), life)
 
 
 def to_bytes(payload: Tensor) -> bytes:
     """A payload (uint8, 1-D, on any device) as bytes for a message. On a GPU this waits for the device."""
     return payload.cpu().numpy().tobytes()
-
-
-# Payloads are only read, so a tensor over a message's memory need not be writable. torch warns once, here.
-with warnings.catch_warnings(action="ignore"):
-    torch.frombuffer(b"0", dtype=torch.uint8)
-
-
-def from_bytes(payload: bytes) -> Tensor:
-    """A message's payload as a tensor (uint8, 1-D, CPU) over the same memory, which must not be written to.
-    `frombuffer` refuses an empty buffer, which a part that holds nothing of a fragment sends."""
-    return torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

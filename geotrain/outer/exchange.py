@@ -10,37 +10,18 @@ model. Much here serves this rule: wherever ranks could see different things, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import rounding_seed
-from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.messages import Answer, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
 from geotrain.outer.server import Identity
+from geotrain.staging import Pending
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Protocol[T_co]):
-    """A future, as far as the outer loop needs one. `result` blocks, and raises what the future failed with."""
-
-    def done(self) -> bool: ...
-    def result(self) -> T_co: ...
-
-
-@dataclass(frozen=True)
-class Ready(Generic[T]):
-    """A future whose result is known from the start."""
-
-    value: T
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> T:
-        return self.value
 
 
 Waiting = Generator[Pending[Any], Any, T]
@@ -62,9 +43,9 @@ class Weights(Protocol):
     @property
     def holds(self) -> tuple[tuple[Any, ...], ...]: ...
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]: ...
-    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]: ...
+    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]: ...
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]: ...
-    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None: ...
+    def on_weights(self, weights: PieceWeights, start: bool = False) -> None: ...
 
 
 class Rank(Protocol):
@@ -113,18 +94,18 @@ class _InFlight:
 class Exchange:
     """One rank's exchange with the server above. All ranks of a worker call it with the same steps and fragments.
 
-    name: of the worker. fragments: how many the model has. clock: a monotonic clock, in seconds; it is handed in
+    name: of the worker. pieces: the pieces of each fragment. clock: a monotonic clock, in seconds; it is handed in
     because the simulator has a virtual one.
     """
 
     def __init__(
-        self, name: str, outer: OuterConfig, rank: Rank, weights: Weights, client: Client, fragments: int,
-        clock: Callable[[], float],
+        self, name: str, outer: OuterConfig, rank: Rank, weights: Weights, client: Client,
+        pieces: Sequence[Sequence[int]], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.name, self.overlap, self.clock = name, outer.overlap, clock
         self.in_rounds = outer.rule.synchronous  # the servers wait for every worker's delta: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
-        self.all = tuple(range(fragments))
+        self.pieces, self.all = pieces, tuple(range(len(pieces)))
         self.incarnation = ""
         self.server_life = ""  # life of the server that gave the last weights
         self.sequence = 0  # of the next update
@@ -213,8 +194,9 @@ class Exchange:
             # A fragment has one update in flight: the next delta is counted from the answer to the last.
             yield from self._adopt_answers(wait=True)
         self.rank.settle()  # the delta must contain every step
-        seeds = [rounding_seed(self.name, self.rank.rank, self.sequence, f) for f in due]
-        deltas = tuple(self.weights.make_delta(f, seed) for f, seed in zip(due, seeds, strict=True))
+        stream = self.name, self.rank.rank, self.sequence
+        pieces = [piece for fragment in due for piece in self.pieces[fragment]]
+        deltas = tuple(self.weights.make_delta(piece, rounding_seed(*stream, piece)) for piece in pieces)
         for fragments in self.unsent.values():
             fragments.difference_update(due)
         # A lease counts as trained only when the deltas of all fragments contain all its steps.

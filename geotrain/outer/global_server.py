@@ -43,7 +43,7 @@ class GlobalServer(Server):
     def __init__(
         self, identity: Identity, layout: Layout, config: OuterConfig, regions: dict[str, tuple[str, ...]],
         train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
-        sample_tokens: int = 1,
+        sample_tokens: int = 1, vaults: int = 1,
     ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
@@ -52,7 +52,7 @@ class GlobalServer(Server):
         members = tuple(self._workers_of)
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
-        super().__init__(GLOBAL, role, identity, layout, rule, members, config.up, config.down, config.limits)
+        super().__init__(GLOBAL, role, identity, layout, rule, members, config.up, config.down, config.limits, vaults)
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
@@ -72,7 +72,7 @@ class GlobalServer(Server):
             case OperatorCommand():
                 return self._on_operator_command(message)
             case Validated():
-                self.frozen = None  # a copy of all weights, which nobody needs any more
+                self.copy_weights(None)
                 if self.validations.on_validated(message, self.book):
                     tokens = self.book.committed_samples * self.sample_tokens
                     self._events.append(ValidationDone(**asdict(message), tokens=tokens))
@@ -119,8 +119,8 @@ class GlobalServer(Server):
         """The number of the validation that the run's final weights still need; 0: none."""
         return self.validations.final_task(self.book) if self.finished else 0
 
-    def validation_weights(self) -> tuple[list[int], list[Tensor]]:
-        return self.versions, [state.x for state in self.fragments]
+    def versions_to_validate(self) -> list[int]:
+        return self.versions
 
     def leaves(self, worker: str) -> bool:
         """Whether the worker gets no new lease and leaves after those it holds: the run stops, or it is drained."""
@@ -153,15 +153,15 @@ class GlobalServer(Server):
         return welcome
 
     def holds(self, name: str) -> dict[int, Lease]:
-        return self.book.held_by(set(self._workers_of[name]))
+        return self.book.held_by(self._workers_of[name])
 
     def _release_leases(self, name: str) -> None:
-        self.book.release(tuple(self.holds(name)))
+        self.book.release(self.holds(name))
 
     def _begin_life(self, join: Join) -> None:
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
-        self.book.release(tuple(self.holds(join.member).keys() - set(join.leases)))
+        self.book.release(self.holds(join.member).keys() - set(join.leases))
 
     def _commit(self, member: str, leases: tuple[int, ...]) -> int:
         """Commit those of the leases that went to the member, be they open or, since it counted as dead, returned.

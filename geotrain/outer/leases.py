@@ -125,12 +125,13 @@ class LeaseBook:
         self.committed_samples += samples
         return samples
 
-    def release(self, leases: tuple[int, ...]) -> None:
+    def release(self, leases: Collection[int]) -> None:
         """These leases return to the pool. Leases that are unknown or committed are ignored.
 
         Those of synchronous rounds stay out: a place is its worker's, whichever of its lives trains it.
         """
-        for number in leases if self.rounds is None else ():
+        # In the order of their numbers, since the oldest of `returned` are dropped, and a replay must drop the same.
+        for number in sorted(leases) if self.rounds is None else ():
             lease = self._close(number)
             if lease is None:
                 continue
@@ -142,7 +143,7 @@ class LeaseBook:
                 del self.returned[next(iter(self.returned))]  # the oldest
         self.pool.sort()
 
-    def held_by(self, workers: set[str]) -> dict[int, Lease]:
+    def held_by(self, workers: tuple[str, ...]) -> dict[int, Lease]:
         """The open leases of these workers, by their numbers."""
         return {lease.lease: lease for worker in workers for lease in self._held.get(worker, {}).values()}
 
@@ -333,11 +334,14 @@ class LentLeases:
         """Those that the worker holds, by their numbers."""
         return {lease.lease: lease for lease in self.held[worker].values()}
 
-    def give_back(self, worker: str) -> tuple[int, ...]:
-        """All that the worker holds goes back to the global server. Returns the numbers."""
-        back = self.of(worker)
+    def give_back(self, worker: str, below: int | None = None) -> tuple[int, ...]:
+        """What the worker holds goes back to the global server: all of it, or that of jobs below this one. Returns
+        the numbers."""
+        held = self.held[worker]
+        back = {lease.lease: lease for lease in list(held.values()) if below is None or lease.job < below}
         self.given_back[worker] = dict([*self.given_back[worker].items(), *back.items()][-RETURNED_KEPT:])
-        self.held[worker].clear()
+        for lease in back.values():
+            del held[lease.job]
         return tuple(back)
 
     def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:
@@ -357,7 +361,7 @@ class LentLeases:
 
     def take_back(self, numbers: Collection[int]) -> set[str]:
         """Their training is lost: they are held again, to be trained again. Returns the workers."""
-        lost = [self.up.pop(number) for number in numbers if number in self.up]
+        lost = [self.up.pop(number) for number in sorted(numbers) if number in self.up]
         for lease in lost:
             self.held[lease.worker][lease.job] = lease
         return {lease.worker for lease in lost}

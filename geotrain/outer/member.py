@@ -13,14 +13,12 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from geotrain import cover
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.layout import Layout, LayoutError, numel
 from geotrain.outer.codec import Codec
-from geotrain.outer.downlink import WeightsSender, from_bytes, sends_changes, to_bytes
-from geotrain.outer.messages import FragmentWeights, Identity, Join, Refused, UpdatePart
+from geotrain.outer.downlink import sends_changes
+from geotrain.outer.messages import Identity, Join, Refused, UpdatePart
 
 MOST_METRICS = 64  # of an update
 MOST_NAME = 64  # characters of a metric's name
@@ -50,14 +48,14 @@ class Member:
     sequence: int = 0  # of the last update applied
     job: int = 0  # of the last update applied
     came: dict[int, int] = field(default_factory=dict)  # fragment → job of its last delta (of regions: 0)
-    arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)  # sequence → part → what came
+    # Sequence → part → what came, without its payloads, which are in the vaults.
+    arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)
     admitted: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # part → outline that `Server.admit` checked
     # Fragments whose delta was taken and whose answer the rule has not released yet (synchronous rules wait for all).
     # Unlike `awaiting` this outlives the server: a member that asks again after a restart must still wait.
     owed: set[int] = field(default_factory=set)
     awaiting: dict[int, set[int]] = field(default_factory=dict)  # sequence → fragments that its answer still lacks
-    answers: dict[int, dict[int, list[FragmentWeights]]] = field(default_factory=dict)  # sequence → part → weights
-    senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
+    answers: dict[int, dict[int, int]] = field(default_factory=dict)  # sequence → fragment → version, once frozen
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
     norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
@@ -83,83 +81,31 @@ class Member:
     def begin_answer(self, sequence: int, fragments: set[int]) -> None:
         """Update `sequence` (0: the join) is to be answered with these fragments, to every part."""
         self.awaiting[sequence] = set(fragments)
-        self.answers[sequence] = {part: [] for part in range(self.parts)}
+        self.answers[sequence] = {}
 
-    def drop_adopted(self, fragments: set[int], adopted: int) -> None:
+    def drop_adopted(self, fragments: set[int], adopted: int) -> tuple[int, ...]:
         """An update of these fragments was taken, whose parts have all adopted the answers up to number `adopted`:
-        forget those, and the complete answers of earlier updates that gave any of the fragments.
+        forget those, and the complete answers of earlier updates that gave any of the fragments. Returns which.
 
         Every part has adopted the latter, too, or it would not have sent these fragments again.
         """
-        for sequence in [s for s in self.answers if s not in self.awaiting]:
-            if sequence <= adopted or {weights.fragment for weights in self.answers[sequence][0]} & fragments:
-                del self.answers[sequence]
+        complete = [(s, given) for s, given in self.answers.items() if s not in self.awaiting]
+        dropped = tuple(s for s, given in complete if s <= adopted or given.keys() & fragments)
+        for sequence in dropped:
+            del self.answers[sequence]
+        return dropped
 
-    def begin_life(self, incarnation: str, keeps_mirrors: bool) -> None:
+    def begin_life(self, incarnation: str) -> None:
         """It joins with a new incarnation. The old one is remembered, so that a process that was only cut off, and
-        not dead, cannot come back beside its successor.
-
-        keeps_mirrors: it has what it was sent in its former life, and is owed the answers that are frozen.
-        """
+        not dead, cannot come back beside its successor."""
         if self.incarnation:
             self.former.append(life_digest(self.incarnation))
             self.restarts += not self.ended
         self.incarnation, self.left = incarnation, False
-        self.forget_joins()
-        if not keeps_mirrors:
-            self.forget_sent()
 
     def has_sent(self, fragment: int, job: int) -> bool:
         """Whether a delta of this fragment came in this job of a worker already. Regions' updates are of no job."""
         return 0 < job <= self.came.get(fragment, 0)
-
-    def forget(self) -> None:
-        """Drop all that belongs to one life: joins, half-arrived updates, frozen answers. It has to join again."""
-        self.forget_joins()
-        self.forget_sent()
-
-    def forget_joins(self) -> None:
-        for table in (self.joined, self.arriving, self.admitted):
-            table.clear()
-
-    def forget_sent(self) -> None:
-        """What it holds is not known any more: its answers are frozen anew, with whole weights."""
-        for table in (self.awaiting, self.answers, self.senders):
-            table.clear()
-
-    def holds_what_was_sent(self, marks: Sequence[int]) -> bool:
-        """Whether the next weights may be changes of what it was sent. marks: of its join."""
-        frozen = {weights.fragment for parts in self.answers.values() for weights in parts[0]}
-        return 0 in self.senders and self.senders[0].matches(marks, frozen)
-
-    def sent_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """What it was sent, where weights travel as changes (such a member has one part): (mirrors, frozen payloads;
-        JSON data or None). name: of the member."""
-        if 0 not in self.senders or not self.senders[0].changes:
-            return {}, None
-        sender, answers = self.senders[0], []
-        tensors = {f"held.{name}.{f}": mirror for f, mirror in sender.mirror.items()}
-        for sequence, parts in self.answers.items():
-            tensors.update({f"answer.{name}.{sequence}.{w.fragment}": from_bytes(w.payload) for w in parts[0]})
-            frozen = [[w.fragment, w.version, w.increment] for w in parts[0]]
-            answers.append([sequence, sorted(self.awaiting.get(sequence, ())), frozen])
-        return tensors, {"marks": [[f, m, sender.before[f]] for f, m in sender.marks.items()], "answers": answers}
-
-    def load_sent(self, name: str, down: CodecConfig, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-        """The counterpart of `sent_state`. down: codec of its link. If a tensor is missing, nothing is loaded."""
-        sender, answers, awaiting = WeightsSender(down), {}, {}
-        try:
-            for f, sender.marks[f], sender.before[f] in saved["marks"]:
-                sender.mirror[f] = tensors[f"held.{name}.{f}"]
-            for sequence, waiting, frozen in saved["answers"]:
-                payloads = [to_bytes(tensors[f"answer.{name}.{sequence}.{f}"]) for f, _, _ in frozen]
-                weights = [FragmentWeights(f, v, p, i) for (f, v, i), p in zip(frozen, payloads, strict=True)]
-                answers[sequence] = {0: weights}
-                if waiting:
-                    awaiting[sequence] = set(waiting)
-        except KeyError:
-            return
-        self.parts, self.senders, self.answers, self.awaiting = 1, {0: sender}, answers, awaiting
 
     def offend(self, fault: str, window: int) -> int:
         """One of its updates was refused. Returns how many of its last `window` updates were."""
@@ -238,16 +184,16 @@ def check_life(name: str, member: Member, incarnation: str) -> None:
 
 def check_slices(join: Join, layout: Layout, down: CodecConfig) -> None:
     """Raise Refused unless this part's slices lie within the fragments and suit the codec of the way down."""
-    wanted = len(layout.fragments)
+    wanted = len(layout.pieces)
     if len(join.pushes) != wanted or len(join.holds) != wanted:
-        raise Refused(f"{join.member}: slices for {len(join.pushes)} fragments, the run has {wanted}")
+        raise Refused(f"{join.member}: slices for {len(join.pushes)} pieces, the run has {wanted}")
     try:
-        for f in range(wanted):
-            layout.check_slices(f, join.pushes[f])
-            layout.check_slices(f, join.holds[f])
+        for i in range(wanted):
+            layout.check_slices(i, join.pushes[i])
+            layout.check_slices(i, join.holds[i])
     except LayoutError as error:
         raise Refused(f"{join.member}, part {join.part}: {error}") from None
-    whole = all(join.holds[f] == layout.whole(f) for f in range(wanted))
+    whole = all(join.holds[i] == layout.whole(i) for i in range(wanted))
     if sends_changes(down) and not (join.parts == 1 and whole):
         # Ranks that hold copies of one parameter have it at different places of their vectors, thus in different
         # blocks with different scales: with a lossy codec their copies would drift apart.
@@ -257,23 +203,29 @@ def check_slices(join: Join, layout: Layout, down: CodecConfig) -> None:
 def check_cover(name: str, joined: dict[int, Join], layout: Layout) -> None:
     """Raise Refused unless all parts' slices together are the model, each element exactly once."""
     try:
-        for f in range(len(layout.fragments)):
-            cover.check_cover(layout, f, [s for join in joined.values() for s in join.pushes[f]])
+        for piece in range(len(layout.pieces)):
+            cover.check_cover(layout, piece, [s for join in joined.values() for s in join.pushes[piece]])
     except LayoutError as error:
         raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
 
 
-def check_part(part: UpdatePart, member: Member, up: Codec, versions: list[int], most_weight: int) -> None:
-    """Raise Refused unless this part of an update fits the member's slices and the server's versions.
+def check_part(
+    part: UpdatePart, member: Member, layout: Layout, up: Codec, versions: list[int], most_weight: int
+) -> tuple[int, ...]:
+    """Raise Refused unless this part of an update fits the member's slices and the server's versions. Returns its
+    fragments.
 
     Checks everything but the payloads' contents, so that it can be called before they have been received.
     versions: of the server's fragments, now. most_weight: that an update of this member may have.
     """
     if part.part not in member.joined:
         raise Refused(f"{part.member}: part {part.part} has not joined")
-    fragments = [delta.fragment for delta in part.deltas]
-    if not fragments or len(set(fragments)) < len(fragments) or part.weight < 1:
-        raise Refused(f"{part.member}: an update of fragments {fragments} with weight {part.weight} is none")
+    try:
+        fragments = layout.fragments_of([delta.piece for delta in part.deltas])
+    except LayoutError as error:
+        raise Refused(f"{part.member}: this update is none: {error}") from None
+    if not fragments or part.weight < 1:
+        raise Refused(f"{part.member}: an update of fragments {list(fragments)} with weight {part.weight} is none")
     if part.weight > most_weight:
         raise Refused(f"{part.member}: an update of weight {part.weight}; it may stand for {most_weight} at most")
     if not 0 <= part.job <= MOST_JOBS:
@@ -286,38 +238,40 @@ def check_part(part: UpdatePart, member: Member, up: Codec, versions: list[int],
             f"{MOST_NAME} characters"
         )
     for delta in part.deltas:
-        if not 0 <= delta.fragment < len(versions):
-            raise Refused(f"{part.member}: no fragment {delta.fragment}")
-        where = f"{part.member}, part {part.part}: fragment {delta.fragment}"
-        wanted = up.encoded_bytes(numel(member.joined[part.part].pushes[delta.fragment]))
+        where = f"{part.member}, part {part.part}: {layout.called(delta.piece)}"
+        wanted = up.encoded_bytes(numel(member.joined[part.part].pushes[delta.piece]))
         if len(delta.payload) != wanted:
             raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted} with codec {up.name!r}")
-        version = versions[delta.fragment]
+        version = versions[layout.pieces[delta.piece].fragment]
         if not 0 <= delta.anchor_version <= version:
             raise Refused(
                 f"{where} starts from version {delta.anchor_version}, which this server never gave; "
                 f"it is at version {version}"
             )
+    anchors = {(layout.pieces[delta.piece].fragment, delta.anchor_version) for delta in part.deltas}
+    if len(anchors) > len(fragments):
+        raise Refused(f"{part.member}, part {part.part}: pieces of one fragment start from different versions")
+    return fragments
 
 
-def check_round(part: UpdatePart, member: Member) -> None:
+def check_round(part: UpdatePart, fragments: tuple[int, ...], member: Member) -> None:
     """Raise Refused unless a synchronous worker takes its rounds in order: a delta of each fragment in every job, and
     the next only after the answer to the last, which comes when all workers have sent theirs."""
-    for delta in part.deltas:
-        last = member.came.get(delta.fragment)
+    for fragment in fragments:
+        last = member.came.get(fragment)
         if last is None or part.job <= last:
             continue
-        where = f"{part.member}: fragment {delta.fragment} of round {part.job}"
+        where = f"{part.member}: fragment {fragment} of round {part.job}"
         if part.job > last + 1:
             raise Refused(f"{where} came, but round {last + 1} is next")
-        if delta.fragment in member.owed:
+        if fragment in member.owed:
             raise Refused(f"{where} came, but round {last} has not ended")
 
 
 def outline(part: UpdatePart) -> tuple[Any, ...]:
     """What `check_part` and `check_round` look at. Of two parts of the same rank with equal outlines, both pass the
     checks or neither."""
-    deltas = tuple((delta.fragment, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
+    deltas = tuple((delta.piece, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
     return part.incarnation, part.sequence, part.job, part.weight, part.leases, tuple(part.metrics), deltas
 
 

@@ -32,7 +32,8 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
-from geotrain.outer.rules import FragmentState, Rule
+from geotrain.outer.rules import Counts, Rule
+from geotrain.outer.vault import Forget, Vaults
 
 JOIN_RETRY_S = 0.5
 
@@ -43,6 +44,8 @@ class Membership(ABC):
     members: names of those who may join. down: codec of the link to them. rule: of the server.
     """
 
+    vaults: Vaults
+
     def __init__(
         self, identity: Identity, layout: Layout, rule: Rule, members: tuple[str, ...], down: CodecConfig,
         limits: LimitsConfig,
@@ -50,7 +53,7 @@ class Membership(ABC):
         self.identity, self.layout, self.rule, self.down, self.limits = identity, layout, rule, down, limits
         self.incarnation = ""  # names this life of the server; its process sets it, since drawing it is not pure
         self.members = {name: Member() for name in members}
-        self.fragments: list[FragmentState] = []  # empty until the first weights are known
+        self.fragments: list[Counts] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member has told it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
         self.validation_steps = 0  # inner steps that cost as much as a validation, or more
@@ -114,14 +117,16 @@ class Membership(ABC):
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
             check_cover(join.member, joined, self.layout)
-        known = member.holds_what_was_sent(join.mirrors) if sends_changes(self.down) else not new
+        known = self._holds_what_was_sent(join) if sends_changes(self.down) else not new
         if not known and any(join.mirrors):
             self._events.append(SentWhole(join.member))
         if new:
-            member.begin_life(join.incarnation, known)
+            member.begin_life(join.incarnation)
+        # Where it has what it was sent in its former life, it is owed the answers that are frozen.
+        self._forget(join.member, joins=new, sent=not known and (new or bool(self.vaults.marks_of(join.member))))
+        if new:
             self._begin_life(join)
-        elif not known and member.senders:
-            member.forget_sent()
+        self.vaults.hear(join)
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
         member.parts, member.joined, member.silent, member.ended = parts, joined, False, member.left
         self.data = self.data or join.data
@@ -163,7 +168,7 @@ class Membership(ABC):
         self._events.append(UpdateRefused(offence.member, offence.reason, len(member.offences)))
         if quarantined:
             member.quarantined, member.barred = True, offence.incarnation
-            member.forget()
+            self._forget(offence.member)
             self._release_leases(offence.member)
             self._events.append(Quarantined(offence.member, offence.reason))
         return quarantined
@@ -186,6 +191,35 @@ class Membership(ABC):
         check_request(request, jobs, member.job, most)
         member.step_s = request.step_s or member.step_s
         return min([request.job, *jobs]) + most - 1
+
+    def mirrors_of(self, name: str) -> tuple[int, ...]:
+        """The marks with which the member would join now, when it has, or will have, what it was sent."""
+        marks = self.vaults.marks_of(name)
+        return tuple(marks.get(piece.index, (0, 0))[0] for piece in self.layout.pieces) if marks else ()
+
+    def _holds_what_was_sent(self, join: Join) -> bool:
+        """Whether the next weights may be changes of what the member was sent: its marks are those of the vaults, or
+        will be once it was given the last weights of fragments that are still frozen in an answer."""
+        marks, frozen = self.vaults.marks_of(join.member), set[int]()
+        for given in self.members[join.member].answers.values():
+            frozen |= given.keys()
+        for piece, (mark, before) in marks.items():
+            good = (mark, before) if self.layout.pieces[piece].fragment in frozen else (mark,)
+            if piece >= len(join.mirrors) or join.mirrors[piece] not in good:
+                return False
+        return bool(marks) and any(join.mirrors)
+
+    def _forget(self, name: str, joins: bool = True, sent: bool = True) -> None:
+        """joins: its joins and half-arrived updates; it has to join again. sent: what it holds is not known any more:
+        its answers are frozen anew, with whole weights."""
+        member = self.members[name]
+        self.vaults.obey(Forget(name, joins, sent, tuple(member.answers) if sent else ()))
+        if joins:
+            for table in (member.joined, member.arriving, member.admitted):
+                table.clear()
+        if sent:
+            member.awaiting.clear()
+            member.answers.clear()
 
     # -- for subclasses
 

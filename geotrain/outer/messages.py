@@ -50,11 +50,11 @@ class Join:
     """A rank of a member introduces itself. It does so in every life of the member and of the server.
 
     incarnation: names this life of the member; a restarted member has a new one. part, parts: its rank and world
-    size. pushes, holds: for each fragment, the slices whose deltas this part sends, and the slices whose weights it
+    size. pushes, holds: for each piece, the slices whose deltas this part sends, and the slices whose weights it
     needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive.
     leases: leases that a region server still answers for (granted or trained, not yet committed).
     data: sha256 of the training data; "" when it is not known here.
-    mirrors: marks of what it was last sent of each fragment, where weights travel as changes (see `outer.downlink`).
+    mirrors: marks of what it was last sent of each piece, where weights travel as changes (see `outer.downlink`).
     """
 
     run: str
@@ -97,13 +97,13 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class FragmentDelta:
-    """One rank's encoded delta of one fragment.
+class PieceDelta:
+    """One rank's encoded delta of one piece.
 
     anchor_version: the version of the server's fragment from which the delta is counted; staleness follows from it.
     """
 
-    fragment: int
+    piece: int
     anchor_version: int
     payload: bytes
 
@@ -112,6 +112,7 @@ class FragmentDelta:
 class UpdatePart:
     """One rank's part of its member's update `sequence`. The server applies an update when all parts have arrived.
 
+    deltas: of all pieces of one or several fragments, fragment by fragment.
     job: the worker's job in which the update was made. weight: how many workers' deltas it stands for.
     leases: the data leases whose training is complete with this update.
     metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them.
@@ -123,7 +124,7 @@ class UpdatePart:
     incarnation: str
     sequence: int
     part: int
-    deltas: tuple[FragmentDelta, ...]
+    deltas: tuple[PieceDelta, ...]
     job: int = 0
     weight: int = 1
     leases: tuple[int, ...] = ()
@@ -132,14 +133,14 @@ class UpdatePart:
 
 
 @dataclass(frozen=True)
-class FragmentWeights:
-    """One fragment's weights for one part, at `version`.
+class PieceWeights:
+    """One piece's weights for one part, at `version` of its fragment.
 
     increment: the payload is a change, to be added to what the receiver was last sent, and not the weights
     themselves.
     """
 
-    fragment: int
+    piece: int
     version: int
     payload: bytes
     increment: bool = False
@@ -156,7 +157,7 @@ class Answer:
     """
 
     sequence: int
-    weights: tuple[FragmentWeights, ...]
+    weights: tuple[PieceWeights, ...]
     life: str = ""
 
 

@@ -11,13 +11,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout
-from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, refusal, rounding_seed
-from geotrain.outer.downlink import WeightsReceiver, from_bytes, to_bytes
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
 from geotrain.outer.leases import LentLeases
 from geotrain.outer.member import MOST_LEASES, mean_metrics
@@ -25,8 +22,6 @@ from geotrain.outer.messages import (
     GLOBAL,
     Answer,
     Finished,
-    FragmentDelta,
-    FragmentWeights,
     Join,
     Lease,
     LeaseRequest,
@@ -34,6 +29,7 @@ from geotrain.outer.messages import (
     MemberSilent,
     Message,
     OperatorCommand,
+    PieceDelta,
     Refused,
     Release,
     RunComplete,
@@ -44,8 +40,9 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
-from geotrain.outer.rules import RegionRule
+from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server import Identity, Server
+from geotrain.outer.vault import Merge, SendUp, StartOver
 
 
 class RegionServer(Server):
@@ -60,21 +57,23 @@ class RegionServer(Server):
 
     def __init__(
         self, name: str, identity: Identity, layout: Layout, config: OuterConfig, rule: RegionRule,
-        workers: tuple[str, ...], validates: bool = False,
+        workers: tuple[str, ...], validates: bool = False, vaults: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits)
-        self.up_codec = make_codec(config.up)
-        self.downlink = WeightsReceiver(config.down)
-        self.residuals: dict[int, Tensor] = {}  # fragment → what coding has kept back on the way up so far
+        super().__init__(
+            name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits, vaults,
+            (config.up, config.down), validates,
+        )  # fmt: skip
         self.global_versions = [0] * len(layout.fragments)
         self.sequence = 0  # of the last update sent up
-        self.in_flight: dict[int, UpdatePart] = {}  # sequence → update whose answer has not come yet
+        # Sequence → update whose answer has not come yet, without its payloads, which are in the vaults.
+        self.in_flight: dict[int, UpdatePart] = {}
         self.leases = LentLeases(workers)
         self.reserve = config.lease_reserve
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
         self.reserved_to = dict.fromkeys(workers, 0)  # worker → last job asked for in its present life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
-        self.newest: list[Tensor] | None = [] if validates else None  # global weights, for validation
+        # Fragments whose newest global weights the vaults have kept for validation, since this process began.
+        self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
         self.first_versions = [0] * len(layout.fragments)
         self._over = False  # the global server has said that all data of the run is committed
@@ -106,7 +105,7 @@ class RegionServer(Server):
             case Lease() | Finished():
                 return self._on_lease(message)
             case Validated():
-                self.frozen = None
+                self.copy_weights(None)
                 self._sends.append(Send(GLOBAL, message))
                 return None
             case RunComplete():  # workers that died are not waited for any more, since nothing is left to train
@@ -133,10 +132,11 @@ class RegionServer(Server):
     def join_message(self) -> Join:
         """The Join to the global server. It names all leases for which this region answers, be they not trained,
         trained and not sent, or in flight; the global server gives every other lease of the region to others."""
-        whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
-        i = self.identity
+        whole = tuple(self.layout.whole(piece.index) for piece in self.layout.pieces)
+        i, marks = self.identity, self.vaults.own_marks()
+        mirrors = tuple(marks.get(piece.index, 0) for piece in self.layout.pieces) if marks else ()
         names = i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation
-        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, self.downlink.marks_of(len(whole)))
+        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors)
 
     def _answered_for(self) -> tuple[int, ...]:
         """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
@@ -175,13 +175,12 @@ class RegionServer(Server):
         self.sequence = max(self.sequence, known)
         # It has lost versions as well, and refuses an update that starts from a version that it never gave.
         if lost and welcome.versions:
-            oldest_known = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
+            self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
             for s, u in self.in_flight.items():
-                deltas = (
-                    replace(d, anchor_version=min(d.anchor_version, oldest_known[d.fragment])) for d in u.deltas
-                )
-                self.in_flight[s] = replace(u, deltas=tuple(deltas))
-            self.global_versions = oldest_known
+                known_to_it = [self.global_versions[self.layout.pieces[d.piece].fragment] for d in u.deltas]
+                both = zip(u.deltas, known_to_it, strict=True)
+                deltas = tuple(replace(d, anchor_version=min(d.anchor_version, version)) for d, version in both)
+                self.in_flight[s] = replace(u, deltas=deltas)
         return lost
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
@@ -201,7 +200,7 @@ class RegionServer(Server):
         is concerned finds its acknowledged update unknown when it joins: so it begins a new life, with the first job
         that is not trained.
         """
-        refused = {delta.fragment for update in untaken for delta in update.deltas}
+        refused = {self.layout.pieces[delta.piece].fragment for update in untaken for delta in update.deltas}
         again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
         for fragment in range(len(self.layout.fragments)):
             # A round ends before the next begins: all have sent this round's, or some have and the others the last.
@@ -223,11 +222,11 @@ class RegionServer(Server):
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
-        for table in (self.in_flight, self.trained, self.leases.up, self.residuals):
+        for table in (self.in_flight, self.trained, self.leases.up):
             table.clear()
-        self.downlink.clear()
+        self.vaults.obey(StartOver())
         for name, member in self.members.items():
-            member.forget()
+            self._forget(name)
             member.owed.clear()
             if not self.rule.in_rounds:
                 self.leases.give_back(name)
@@ -237,12 +236,6 @@ class RegionServer(Server):
             self._sends.append(Send(GLOBAL, Release(held)))
         self._events.append(StartedOver(reason))
 
-    def set_weights(self, vectors: list[Tensor]) -> None:
-        """The first weights, in this life or after `_start_over`."""
-        super().set_weights(vectors)
-        for state, version in zip(self.fragments, self.first_versions, strict=True):
-            state.version = version
-
     def _on_global_weights(self, answer: Answer) -> None:
         """Merge the answer to an update of ours or, without weights so far, to our join (sequence 0).
 
@@ -251,35 +244,41 @@ class RegionServer(Server):
         first = not self.fragments
         if not first and answer.sequence not in self.in_flight:
             return  # a second copy of an answer: its changes must not be added to the mirror twice
-        every = list(range(len(self.layout.fragments)))
-        wanted = every if first else [d.fragment for d in self.in_flight[answer.sequence].deltas]
-        if sorted(w.fragment for w in answer.weights) != sorted(wanted) or any(w.version < 0 for w in answer.weights):
-            raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {wanted}")
+        versions = self._versions_told(answer, first)
         # All are checked before any is decoded, since decoding changes the mirror.
-        for weights in answer.weights:
-            self.check_weights(weights)
-        vectors = [self.decode_weights(w) for w in answer.weights]
+        for fault in self.vaults.hear(answer):
+            where = self.layout.called(fault.piece)
+            raise Refused(f"{self.name}: {where} of the global server: {fault.fault}")
         if self.newest is not None:
-            self.newest = self.newest or [torch.empty(0) for _ in self.layout.fragments]
-            for weights, vector in zip(answer.weights, vectors, strict=True):
-                self.newest[weights.fragment] = vector.clone()  # the vector may be the mirror, which goes on changing
+            self.newest |= versions.keys()
         if first:
-            # Not in order: fragments that a former life of this region has sent come when their round has ended.
-            by_fragment = sorted(range(len(vectors)), key=lambda i: answer.weights[i].fragment)
-            self.set_weights([vectors[i].clone() for i in by_fragment])
-            self.global_versions = [answer.weights[i].version for i in by_fragment]
-            for state in self.fragments:
-                self.rule.start(state)
+            self.fragments = [Counts(version) for version in self.first_versions]
         else:
             self.leases.are_committed(self.in_flight.pop(answer.sequence).leases)
-            for weights, vector in zip(answer.weights, vectors, strict=True):
-                self.global_versions[weights.fragment] = weights.version
-                state = self.fragments[weights.fragment]
-                self.will_change(*state.vectors())
-                self.answer_members(self.rule.on_global_weights(state, vector), weights.fragment)
+        for fragment, version in versions.items():
+            self.global_versions[fragment] = version
+            self.vaults.obey(Merge(fragment, first))
+            if first:
+                self.rule.start(self.fragments[fragment])
+            else:
+                self.answer_members(self.rule.on_global_weights(self.fragments[fragment]), fragment)
         size = sum(len(weights.payload) for weights in answer.weights)
         self._events.append(Merged(answer.sequence, list(self.global_versions), size))
         self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
+
+    def _versions_told(self, answer: Answer, first: bool) -> dict[int, int]:
+        """Version of each fragment that the answer gives: all of them at first, else those of our update. Raises
+        Refused when they are others, or not whole."""
+        wanted = [p.index for p in self.layout.pieces]
+        if not first:
+            wanted = [delta.piece for delta in self.in_flight[answer.sequence].deltas]
+        fragments = self.layout.fragments_of(wanted)
+        # Not in order: fragments that a former life of this region has sent come when their round has ended.
+        if sorted(weights.piece for weights in answer.weights) == sorted(wanted):
+            told = {(self.layout.pieces[weights.piece].fragment, weights.version) for weights in answer.weights}
+            if len(told) == len(fragments) and all(version >= 0 for _, version in told):
+                return dict(sorted(told))
+        raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {list(fragments)}")
 
     # -- leases: forwarded, and remembered until the update that contains their training is committed
 
@@ -314,10 +313,8 @@ class RegionServer(Server):
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))
 
-    def validation_weights(self) -> tuple[list[int], list[Tensor]]:
-        newest = self.newest or []
-        # Empty vectors stand for fragments of which nothing has come since this process began.
-        return (self.global_versions, newest) if all(vector.numel() for vector in newest) else ([], [])
+    def versions_to_validate(self) -> list[int]:
+        return self.global_versions if len(self.newest or ()) == len(self.global_versions) else []
 
     # -- members
 
@@ -331,9 +328,13 @@ class RegionServer(Server):
         return welcome
 
     def _begin_life(self, join: Join) -> None:
-        self.wanted[join.member].clear()
-        self._release_leases(join.member)
-        self.leases.given_back[join.member].clear()  # its former life trained them, if anyone
+        """The data of jobs that the former life had not begun stays with the worker: it need not be fetched over the
+        link again, which may be slow, or cut just now."""
+        name = join.member
+        self.wanted[name].clear()
+        if not self.rule.in_rounds:
+            self._give_back(name, below=self.next_job(name))
+        self.leases.given_back[name].clear()  # its former life trained them, if anyone
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -366,11 +367,6 @@ class RegionServer(Server):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
-        tensors.update({f"residual.{f}": r for f, r in self.residuals.items()})
-        tensors.update({f"mirror.{f}": m for f, m in self.downlink.mirror.items()})
-        for sequence, update in self.in_flight.items():
-            for d in update.deltas:
-                tensors[f"in_flight.{sequence}.{d.fragment}"] = from_bytes(d.payload)
         meta["region"] = {
             "sequence": self.sequence,
             "first_versions": list(self.first_versions),
@@ -378,11 +374,11 @@ class RegionServer(Server):
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
-            "marks": {str(f): mark for f, mark in self.downlink.marks.items()},
+            "marks": {str(piece): mark for piece, mark in self.vaults.own_marks().items()},
             **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
-                [s, u.weight, list(u.leases), u.metrics, [[d.fragment, d.anchor_version] for d in u.deltas]]
+                [s, u.weight, list(u.leases), u.metrics, [[d.piece, d.anchor_version] for d in u.deltas]]
                 for s, u in self.in_flight.items()
             ],
         }
@@ -391,22 +387,15 @@ class RegionServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         saved = meta["region"]
-        for table, prefix in ((self.residuals, "residual."), (self.downlink.mirror, "mirror.")):
-            table.clear()
-            table.update({int(k.removeprefix(prefix)): v for k, v in tensors.items() if k.startswith(prefix)})
-        # Older snapshots have no marks: then the next global weights come whole.
-        self.downlink.marks = {int(f): mark for f, mark in saved.get("marks", {}).items()}
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
         self._over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
         self.first_versions = list(saved["first_versions"])
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
-            payloads = tuple(
-                FragmentDelta(f, version, to_bytes(tensors[f"in_flight.{sequence}.{f}"])) for f, version in deltas
-            )
+            sent = tuple(PieceDelta(piece, version, b"") for piece, version in deltas)
             self.in_flight[sequence] = UpdatePart(
-                self.name, self.incarnation, sequence, 0, payloads, 0, weight, tuple(leases), metrics
+                self.name, self.incarnation, sequence, 0, sent, 0, weight, tuple(leases), metrics
             )
 
     def resend(self) -> list[Send]:
@@ -414,7 +403,12 @@ class RegionServer(Server):
         numbers which of them it has applied already."""
         now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
         self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
-        return [*(Send(GLOBAL, update) for update in self.in_flight.values()), *self._last_words()]
+        return [*(Send(GLOBAL, self._as_it_goes(update)) for update in self.in_flight.values()), *self._last_words()]
+
+    def _as_it_goes(self, update: UpdatePart) -> UpdatePart:
+        """With its payloads."""
+        deltas = (replace(d, payload=self.vaults.of[d.piece].in_flight[d.piece]) for d in update.deltas)
+        return replace(update, deltas=tuple(deltas))
 
     def _last_words(self) -> list[Send]:
         """At the end, what is trained and will be in no update: without the ledger, what came while one travelled."""
@@ -425,36 +419,6 @@ class RegionServer(Server):
         parts = [trained[at : at + MOST_LEASES] for at in range(0, len(trained), MOST_LEASES)]
         return [Send(GLOBAL, Trained(self.name, part)) for part in parts]
 
-    # -- between tensors and payloads
-
-    def encode_progress(self, fragment: int, delta: Tensor) -> bytes:
-        """The payload of update `self.sequence`. Raises NonFiniteError, naming the parameter."""
-        residual = None
-        if self.up_codec.error_feedback:
-            if fragment not in self.residuals:
-                self.residuals[fragment] = torch.zeros_like(delta)
-            residual = self.residuals[fragment]
-            self.will_change(residual)
-        try:
-            seed = rounding_seed(self.name, 0, self.sequence, fragment)
-            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
-        except NonFiniteError:
-            parameter = self.layout.not_finite(fragment, delta)
-            what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
-            raise refusal(f"region {self.name}: {what}") from None
-
-    def check_weights(self, weights: FragmentWeights) -> None:
-        """Raise Refused if these global weights cannot be decoded here."""
-        try:
-            self.downlink.check(weights, self.layout.fragments[weights.fragment].numel)
-        except CodecError as error:
-            raise Refused(f"{self.name}: fragment {weights.fragment} of the global server: {error}") from None
-
-    def decode_weights(self, weights: FragmentWeights) -> Tensor:
-        if weights.fragment in self.downlink.mirror:
-            self.will_change(self.downlink.mirror[weights.fragment])
-        return self.downlink.decode(weights, self.layout.fragments[weights.fragment].numel)
-
     # -- inside
 
     def _release_leases(self, name: str) -> None:
@@ -462,7 +426,11 @@ class RegionServer(Server):
         # Those of its reserve are asked for again in the order of their jobs: a later one that is granted while an
         # earlier one finds no data left would be held by a worker that leaves.
         self.reserved_to[name] = 0
-        if untrained := () if self.rule.in_rounds else self.leases.give_back(name):
+        if not self.rule.in_rounds:
+            self._give_back(name)
+
+    def _give_back(self, name: str, below: int | None = None) -> None:
+        if untrained := self.leases.give_back(name, below):
             self._sends.append(Send(GLOBAL, Release(untrained)))
 
     def _send_what_is_due(self) -> None:
@@ -470,11 +438,11 @@ class RegionServer(Server):
         for fragment, state in enumerate(self.fragments):
             if not self.rule.may_send(state, flush=self.idle):
                 continue
-            self.will_change(*state.vectors())
-            delta, weight = self.rule.take_progress(state)
+            told, weight = self.rule.on_send(state)
             self.sequence += 1
-            payload = self.encode_progress(fragment, delta)
-            sent = FragmentDelta(fragment, self.global_versions[fragment], payload)
+            self.vaults.obey(SendUp(fragment, self.sequence, told))
+            version = self.global_versions[fragment]
+            sent = tuple(PieceDelta(piece.index, version, b"") for piece in self.layout.pieces_of[fragment])
             # A lease goes up with the last of its fragments that leaves.
             for fragments in self.trained.values():
                 fragments.discard(fragment)
@@ -486,12 +454,14 @@ class RegionServer(Server):
             # Metrics of those who are at work; at the end, when all have left, of everybody.
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
             update = UpdatePart(
-                self.name, self.incarnation, self.sequence, 0, (sent,), weight=weight, leases=leases,
+                self.name, self.incarnation, self.sequence, 0, sent, weight=weight, leases=leases,
                 metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
             )  # fmt: skip
             self.in_flight[self.sequence] = update
+            update = self._as_it_goes(update)
             self._sends.append(Send(GLOBAL, update))
-            self._events.append(SentUp(update.sequence, [fragment], weight, len(payload)))
+            size = sum(len(delta.payload) for delta in update.deltas)
+            self._events.append(SentUp(update.sequence, [fragment], weight, size))
         self._sends += self._last_words()
         if (self.empty or (self.over and self.idle)) and not self.gone and not self.in_flight:
             self.gone = True

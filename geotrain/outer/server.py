@@ -1,4 +1,5 @@
-"""What region and global servers have in common: members, parts of updates, answers. A state machine.
+"""What region and global servers have in common: members, parts of updates, answers. A state machine, which decides;
+its vectors are in its vaults (`geotrain.outer.vault`), to which it gives orders.
 
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
 send, and what happened. `geotrain.net` calls it behind a journal and sockets, `geotrain.simulate` under a virtual
@@ -10,9 +11,9 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Literal
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
-from geotrain.layout import Layout, LayoutError, gather, numel, scatter
+from geotrain.layout import Layout, LayoutError, numel
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import FrozenWeights, WeightsSender, from_bytes, sends_changes
+from geotrain.outer.downlink import sends_changes
 from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.limits import NormLimits, norm
 from geotrain.outer.member import Member, check_part, check_round, outline
@@ -30,20 +31,21 @@ from geotrain.outer.membership import Membership
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
-    FragmentDelta,
-    FragmentWeights,
     Identity,
     Join,
     Leave,
     LiftQuarantine,
     MemberSilent,
     Message,
+    PieceWeights,
     Refused,
     Send,
     UpdatePart,
     UpdateRejected,
 )
-from geotrain.outer.rules import FragmentState, Rule
+from geotrain.outer.rules import Counts, Rule
+from geotrain.outer.vault import Apply, Copy, Decode, Decoded, Forget, Freeze, Vault, Vaults
+from geotrain.pieces import deal
 
 
 def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
@@ -76,26 +78,26 @@ class Server(Membership):
     `workers_of`, `lease_is_due`, `over`, `finished`, `lost_updates`, `status`, and `state` for snapshots.
 
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
-    the links to them.
+    the links to them. vaults: how many; their number changes nothing else.
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
 
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
-        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
+        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig, vaults: int,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(identity, layout, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        # Fragment → buffer into which its deltas are decoded. Fresh memory for each update would take longer to map
-        # than to fill; so rules must copy what they keep.
-        self._deltas: dict[int, Tensor] = {}
-        self.frozen: FrozenWeights | None = None  # the global weights that a worker evaluates at present
+        self.vaults = Vaults(
+            [Vault(name, layout, own, rule, self.up, down, above, validates) for own in deal(layout.pieces, vaults)]
+        )
+        # Number and versions of the global weights that a worker evaluates at present. The vaults keep a copy.
+        self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(layout.fragments), len(members)) if judged else None
-        # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
-        self.will_change: Callable[..., None] = lambda *tensors: None
         self._sends: list[Send] = []  # what `handle` is about to return
 
     def handle(self, message: Message) -> Handled:
@@ -176,7 +178,8 @@ class Server(Membership):
         parts = member.arriving.setdefault(part.sequence, {})
         if part.part in parts:
             return False
-        parts[part.part] = part
+        self.vaults.hear(part)
+        parts[part.part] = replace(part, deltas=tuple(replace(delta, payload=b"") for delta in part.deltas))
         if len(parts) < member.parts:
             member.silent = False
             return False
@@ -199,9 +202,10 @@ class Server(Membership):
         return True
 
     def _check(self, part: UpdatePart, member: Member) -> None:
-        check_part(part, member, self.up, self.versions, self.most_weight(part.member))
+        most = self.most_weight(part.member)
+        fragments = check_part(part, member, self.layout, self.up, self.versions, most)
         if self.rule.in_rounds:
-            check_round(part, member)
+            check_round(part, fragments, member)
 
     def _expecting(self, part: UpdatePart) -> Member | None:
         """The sender, if the part belongs to its next update; None if that update was applied before."""
@@ -231,7 +235,12 @@ class Server(Membership):
         member = self.members[name]
         if sequence not in member.answers or member.awaiting.get(sequence):
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
-        return Answer(sequence, tuple(member.answers[sequence][part]), self.incarnation)
+        weights = [
+            PieceWeights(piece.index, version, *self.vaults.of[piece.index].answer(name, sequence, part, piece.index))
+            for fragment, version in member.answers[sequence].items()
+            for piece in self.layout.pieces_of[fragment]
+        ]
+        return Answer(sequence, tuple(weights), self.incarnation)
 
     def lacks_answer(self, name: str, life: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
         """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
@@ -253,10 +262,10 @@ class Server(Membership):
             if len(member.answers) > len(self.fragments):
                 raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
             if sequence == 0:  # it begins anew
-                member.senders.clear()
+                self.vaults.obey(Forget(name, mirrors=True))
             member.begin_answer(sequence, set(wanted.fragments))
         for fragment in sorted(member.awaiting[sequence] - member.owed):
-            self._freeze(member, sequence, fragment)
+            self._freeze(name, sequence, fragment)
 
     # -- validation of the global weights
 
@@ -272,48 +281,96 @@ class Server(Membership):
         member = self.current(name, incarnation, part)
         if part not in member.joined:
             raise Refused(f"{name}: part {part} has not joined")
-        if self.frozen is None or self.frozen.number < number:
-            versions, weights = self.validation_weights()
-            self.frozen = FrozenWeights(number, list(versions), [w.bfloat16() for w in weights]) if weights else None
-        if self.frozen is None or self.frozen.number != number:
+        if self.frozen is None or self.frozen[0] < number:
+            versions = self.versions_to_validate()
+            self.copy_weights((number, list(versions)) if versions else None)
+        if self.frozen is None or self.frozen[0] != number:
             return Answer(number, (), self.incarnation)
-        return self.frozen.answer(member.joined[part].holds, self.incarnation)
+        weights = []
+        for piece in self.layout.pieces:
+            payload = self.vaults.of[piece.index].copied(name, part, piece.index)
+            weights.append(PieceWeights(piece.index, self.frozen[1][piece.fragment], payload))
+        return Answer(number, tuple(weights), self.incarnation)
+
+    def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
+        """Have the vaults copy the newest global weights, for validation. of: its number and the weights' versions;
+        None: drop the copy, which nobody needs any more."""
+        self.frozen = of
+        self.vaults.obey(Copy(of is not None))
 
     @abstractmethod
-    def validation_weights(self) -> tuple[list[int], list[Tensor]]:
-        """(versions, fp32 vectors) of the newest global weights, one each a fragment; empty if they are not here."""
+    def versions_to_validate(self) -> list[int]:
+        """The versions of the newest global weights, by fragment; empty if they are not here."""
 
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON data). Joins, half-arrived updates and whole weights that were frozen are left out: members
-        say or ask again. Where weights travel as changes, what each member was sent is in it."""
-        saved = [fragment.state(f"fragment.{i}.") for i, fragment in enumerate(self.fragments)]
-        sent = {name: member.sent_state(name) for name, member in self.members.items()}
-        return {name: tensor for tensors, _ in (*saved, *sent.values()) for name, tensor in tensors.items()}, {
+        """(tensors, JSON data). The number of vaults is not in it."""
+        return {name: tensor for vault in self.vaults.all for name, tensor in vault.state().items()}, {
             "layout_digest": self.layout.digest,
             "data": self.data,
-            "fragments": [plain for _, plain in saved],
+            "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
-            "sent": {name: saved for name, (_, saved) in sent.items() if saved is not None},
+            "sent": {name: self._sent(name) for name in self.members if self.vaults.marks_of(name)},
             "norms": self.norms.state() if self.norms else None,
         }
 
+    def _sent(self, name: str) -> dict[str, Any]:
+        """What the member was sent, where weights travel as changes."""
+        marks, member, answers = self.vaults.marks_of(name), self.members[name], []
+        for sequence, given in member.answers.items():
+            frozen = [
+                [piece.index, version, self.vaults.of[piece.index].answer(name, sequence, 0, piece.index)[1]]
+                for fragment, version in given.items()
+                for piece in self.layout.pieces_of[fragment]
+            ]
+            answers.append([sequence, sorted(member.awaiting.get(sequence, ())), frozen])
+        return {"marks": [[piece, *both] for piece, both in marks.items()], "answers": answers}
+
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """The counterpart of `state`. Raises LayoutError when the state is another model's."""
+        """The counterpart of `state`. Raises LayoutError when the state is another model's, or is cut otherwise."""
         if meta["layout_digest"] != self.layout.digest:
             raise LayoutError(f"the state is of layout {meta['layout_digest']}, the run's is {self.layout.digest}")
-        fragments = enumerate(meta["fragments"])
-        self.fragments = [FragmentState.of(f"fragment.{i}.", tensors, saved) for i, saved in fragments]
+        self.fragments = [Counts(**saved) for saved in meta["fragments"]]
         self.data = meta["data"] or self.data
         if self.norms and meta["norms"]:
             self.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
-        for name, saved in meta.get("sent", {}).items():  # older snapshots have none
-            if name in self.members and sends_changes(self.down):
-                self.members[name].load_sent(name, self.down, tensors, saved)
+        tensors = {as_now(name): tensor for name, tensor in tensors.items()}
+        for piece in self.layout.pieces if self.fragments else ():
+            x = tensors.get(f"piece.{piece.index}.x")
+            if x is None or x.numel() != piece.numel:
+                raise LayoutError(
+                    f"the state is not cut into pieces of {self.layout.piece_elements:,} elements; resume with the "
+                    "outer.fragments.piece_elements with which the run began"
+                )
+        sent = {name: saved for name, saved in meta.get("sent", {}).items() if self._load_sent(name, saved, tensors)}
+        marks = meta.get("region", {}).get("marks", {})  # older snapshots have none: the next weights come whole
+        for vault in self.vaults.all:
+            vault.load(tensors, marks, sent)
+
+    def _load_sent(self, name: str, saved: dict[str, Any] | None, tensors: dict[str, Tensor]) -> bool:
+        """The counterpart of `_sent`. If a tensor is missing, nothing is loaded."""
+        if saved is None or name not in self.members or not sends_changes(self.down):
+            return False
+        wanted = [f"held.{name}.{piece}" for piece, _, _ in saved["marks"]]
+        wanted += [f"answer.{name}.{s}.{piece}" for s, _, frozen in saved["answers"] for piece, _, _ in frozen]
+        if any(each not in tensors for each in wanted):
+            return False
+        member, fragment_of = self.members[name], [piece.fragment for piece in self.layout.pieces]
+        member.parts = 1
+        for sequence, waiting, frozen in saved["answers"]:
+            member.answers[sequence] = {fragment_of[piece]: version for piece, version, _ in frozen}
+            if waiting:
+                member.awaiting[sequence] = set(waiting)
+        return True
+
+    def weights(self, fragment: int) -> Tensor:
+        """The fragment's weights: fp32, 1-D; not to be written."""
+        pieces = [self.vaults.of[p.index].vectors[p.index].x for p in self.layout.pieces_of[fragment]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
@@ -334,7 +391,10 @@ class Server(Membership):
 
     def set_weights(self, vectors: list[Tensor]) -> None:
         """The first weights: one fp32 vector a fragment."""
-        self.fragments = [FragmentState(v) for v in vectors]
+        self.fragments = [Counts() for _ in vectors]
+        for piece in self.layout.pieces:
+            x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
+            self.vaults.of[piece.index].set_weights(piece.index, x)
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
         """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
@@ -343,54 +403,30 @@ class Server(Membership):
             member.owed.discard(fragment)
             waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
             if waiting and member.complete:  # else it asks when it has joined this life of the server
-                self._freeze(member, min(waiting), fragment)
+                self._freeze(name, min(waiting), fragment)
 
-    # -- between tensors and payloads (timing-only simulations have neither)
+    def left_out(self, name: str) -> list[UpdatePart]:
+        """What came of the member's updates that are not whole yet, as it came."""
+        return [self._as_it_came(part) for parts in self.members[name].arriving.values() for part in parts.values()]
 
-    def decode_update(self, name: str, member: Member, deltas: list[FragmentDelta]) -> Tensor:
-        """All parts of one fragment's delta as one fp32 vector, valid until the fragment's next update is decoded.
-
-        Raises Refused when it is not finite.
-        """
-        fragment = deltas[0].fragment
-        if fragment not in self._deltas:
-            self._deltas[fragment] = torch.empty(self.layout.fragments[fragment].numel)
-        vector, squares = self._deltas[fragment], []
-        for part, delta in enumerate(deltas):
-            slices = member.joined[part].pushes[fragment]
-            in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view to decode into
-            decoded = gather(vector, slices) if in_place else torch.empty(numel(slices))
-            try:
-                squares.append(self.up.decode_measured(from_bytes(delta.payload), decoded))
-            except ValueError as error:
-                raise Refused(f"{name}, part {part}: fragment {fragment}: {error}") from None
-            if not in_place:
-                scatter(decoded, slices, vector)
-        member.norms[fragment] = norm(squares)
-        if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
-            raise Refused(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
-        return vector
-
-    def encode_weights(self, member: Member, part: int, fragment: int) -> FragmentWeights:
-        """The fragment's weights now, for one part. They must be delivered: the next change is coded against them."""
-        state = self.fragments[fragment]
-        held = gather(state.x, member.joined[part].holds[fragment])
-        if part not in member.senders:
-            member.senders[part] = WeightsSender(self.down)
-        if fragment in member.senders[part].mirror:
-            self.will_change(member.senders[part].mirror[fragment])
-        return member.senders[part].encode(fragment, state.version, held)
+    def _as_it_came(self, part: UpdatePart) -> UpdatePart:
+        came = [self.vaults.of[d.piece].arrived(part.member, part.sequence, part.part, d.piece) for d in part.deltas]
+        deltas = tuple(replace(d, payload=payload) for d, payload in zip(part.deltas, came, strict=True))
+        return replace(part, deltas=deltas)
 
     # -- inside
 
     def _apply(self, name: str, member: Member, parts: list[UpdatePart]) -> None:
         first = parts[0]
-        fragments = [d.fragment for d in first.deltas]
+        fragments = self.layout.fragments_of([d.piece for d in first.deltas])
         del member.arriving[first.sequence]  # also when it is refused below, so that it can be sent anew
-        spoken = [([d.fragment for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
-        if any(each != spoken[0] for each in spoken):
+        spoken = [([d.piece for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
+        alike = all(each == spoken[0] for each in spoken)
+        decoded = self.vaults.obey(Decode(name, first.sequence, fragments)) if alike else []
+        self.vaults.obey(Forget(name, updates=(first.sequence,)))
+        if not alike:
             raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
-        deltas = [self.decode_update(name, member, [p.deltas[i] for p in parts]) for i in range(len(fragments))]
+        self._measure(name, member, fragments, decoded)
         if self.norms is not None:
             sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
             at_work = {other for other, each in self.members.items() if not each.away}
@@ -401,11 +437,13 @@ class Server(Membership):
         member.silent = False  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
-        member.drop_adopted(set(fragments), min(part.adopted for part in parts))
+        dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
+        self.vaults.obey(Forget(name, answers=dropped))
         member.begin_answer(first.sequence, set(fragments))
-        for fragment, delta, sent in zip(fragments, deltas, first.deltas, strict=True):
+        anchors = {self.layout.pieces[d.piece].fragment: d.anchor_version for d in first.deltas}
+        for fragment in fragments:
             state = self.fragments[fragment]
-            member.staleness[fragment] = state.version - sent.anchor_version
+            member.staleness[fragment] = state.version - anchors[fragment]
             if self.rule.in_rounds and member.has_sent(fragment, first.job):
                 # A former life sent it in this round, which has one delta of each worker. This one is only answered:
                 # now, or when the round is complete.
@@ -413,24 +451,49 @@ class Server(Membership):
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
-                self.will_change(*state.vectors())
-                names = self.rule.on_delta(state, name, delta, first.weight)
+                told, names = self.rule.on_delta(state, name, first.weight)
+                self.vaults.obey(Apply(name, fragment, told))
             self.answer_members(names, fragment)
         staleness = max(member.staleness[fragment] for fragment in fragments)
         metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
         member.metrics = {**metrics, "staleness": float(staleness)}
         samples, tokens = self._count_trained(first)
         if self.reports_updates:
-            size_bytes = sum(len(delta.payload) for part in parts for delta in part.deltas)
+            pushes = [join.pushes[delta.piece] for join in member.joined.values() for delta in first.deltas]
+            size_bytes = sum(self.up.encoded_bytes(numel(slices)) for slices in pushes)
             numbers = [member.staleness[f] for f in fragments], [member.norms[f] for f in fragments]
-            applied = name, first.sequence, first.job, fragments, self.versions, staleness, samples, size_bytes
+            applied = name, first.sequence, first.job, list(fragments), self.versions, staleness, samples, size_bytes
             self._events.append(UpdateApplied(*applied, metrics.get("loss"), metrics, *numbers, tokens))
 
-    def _freeze(self, member: Member, sequence: int, fragment: int) -> None:
+    def _measure(self, name: str, member: Member, fragments: tuple[int, ...], decoded: list[Decoded]) -> None:
+        """Note the norms of a decoded update. Raises Refused when it is not finite."""
+        for each in decoded:
+            if each.fault:
+                raise Refused(f"{name}, part {each.part}: {self.layout.called(each.piece)}: {each.fault}")
+        for fragment in fragments:
+            squares = [each.squares for each in decoded if self.layout.pieces[each.piece].fragment == fragment]
+            member.norms[fragment] = norm(squares)
+            if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
+                raise Refused(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
+
+    def _freeze(self, name: str, sequence: int, fragment: int) -> None:
         """Encode the fragment's weights for all parts at once and put them into the member's answer."""
-        for part in member.joined:
-            member.answers[sequence][part].append(self.encode_weights(member, part, fragment))
+        member, version = self.members[name], self.fragments[fragment].version
+        self.vaults.obey(Freeze(name, sequence, fragment, version))
+        member.answers[sequence][fragment] = version
         member.awaiting[sequence].discard(fragment)
         member.owed.discard(fragment)
         if not member.awaiting[sequence]:
             del member.awaiting[sequence]
+
+
+# In states of older versions, whose fragments are one piece each: fragment.3.x, in_flight.12.3.
+_OLDER = ((re.compile(r"fragment\.(?=\d)"), "piece."), (re.compile(r"in_flight\.\d+\.(?=\d)"), "in_flight."))
+
+
+def as_now(tensor: str) -> str:
+    """The name that a tensor of a state, perhaps of an older version, has now."""
+    for older, now in _OLDER:
+        if older.match(tensor):
+            return older.sub(now, tensor, count=1)
+    return tensor

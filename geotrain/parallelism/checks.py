@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from geotrain.config import Architecture, ConfigError, ParallelConfig
+from geotrain.config import AccoConfig, Architecture, ConfigError, ParallelConfig, PrecisionConfig
 from geotrain.config.deepspeed import SCHEDULERS
 from geotrain.families import family_of
 from geotrain.parallelism.local_parameters import stage_parameters
@@ -58,6 +58,29 @@ def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
     if overlaps_reduction(deepspeed_block):
         return min(-(-parameters // _OVERLAPPED_BUCKETS), _OVERLAPPED_BUCKET)
     return min(parameters, _DEEPSPEED_BUCKET)
+
+
+def offloads_masters(deepspeed_block: dict[str, Any]) -> bool:
+    """Whether masters and moments lie in host memory."""
+    return "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
+
+
+def check_state_device(state_device: str, deepspeed_block: dict[str, Any]) -> None:
+    """Of `outer.state_device`. Raises ConfigError."""
+    if state_device == "device" and offloads_masters(deepspeed_block):
+        raise ConfigError(
+            "outer.state_device = 'device' does not go with deepspeed.zero_optimization.offload_optimizer: deltas "
+            "are made where the masters are, in host memory; leave it out"
+        )
+
+
+def check_deterministic(precision: PrecisionConfig, acco: AccoConfig | None) -> None:
+    """Of `precision.deterministic_mode`. Raises ConfigError."""
+    if precision.deterministic_mode and acco is not None and acco.balance:
+        raise ConfigError(
+            "precision.deterministic_mode does not go with acco.balance, where the speed of replicas decides which "
+            "of them computes a micro-batch; leave one of them out"
+        )
 
 
 def check_layout(
@@ -115,24 +138,29 @@ def check_layout(
 
 
 def _check_context(architecture: Architecture, parallel: ParallelConfig, sequence_length: int) -> None:
-    """Of context parallelism, which divides tokens and, in attention, heads. Raises ConfigError."""
+    """Of context parallelism, which divides tokens and, where it exchanges them, heads. Raises ConfigError."""
     tp, cp, groups = parallel.tensor, parallel.context, architecture.kv_heads
-    if sequence_length % cp:
+    ring = parallel.context_exchange == "ring"
+    if ring and cp == 1:
+        raise ConfigError("parallel.context_exchange = 'ring' does nothing with parallel.context = 1; leave it out")
+    if sequence_length % (parts := cp * (2 if ring else 1)):
+        what = "twice parallel.context" if ring else "parallel.context"
         raise ConfigError(
-            f"data.sequence_length = {sequence_length} is not divisible by parallel.context = {cp}, which cuts "
-            f"samples into equal parts; use {math.ceil(sequence_length / cp) * cp} or another parallel.context"
+            f"data.sequence_length = {sequence_length} is not divisible by {what} = {parts}, which cuts "
+            f"samples into equal parts; use {math.ceil(sequence_length / parts) * parts} or another parallel.context"
         )
     if cp > 1 and architecture.latent:
         raise ConfigError(
             f"parallel.context = {cp} does not go with the latent attention of a {architecture.model_type}: its keys "
             "and values differ in size, and would have to travel apart; leave it out"
         )
-    if groups % (tp * cp):  # the query heads are a multiple of these
+    if not ring and groups % (tp * cp):  # the query heads are a multiple of these
         each = f"parallel.context = {cp}" + (f" × parallel.tensor = {tp}" if tp > 1 else "")
         raise ConfigError(
             f"model config: num_key_value_heads = {groups} is not divisible by {each}: in attention each of these "
             f"ranks has whole key-value heads; use parallel.context = {math.gcd(groups // tp, cp)} (the other ranks "
-            "become data-parallel ones), or a smaller parallel.tensor"
+            "become data-parallel ones), a smaller parallel.tensor, or, with Transformer Engine on GPUs, "
+            "parallel.context_exchange = 'ring'"
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from geotrain.config import Architecture, ParallelConfig
+from geotrain.families import family_of
 from geotrain.parallelism.checks import (
     BUCKETS_IN_FLIGHT,
     accumulates_in_fp32,
@@ -58,9 +59,11 @@ def memory_per_rank(
     deepspeed_block: dict[str, Any],
     sequence_length: int,
     recompute: str = "none",
+    fp8: bool = False,
 ) -> MemoryPerRank:
     """Memory of the worker's fullest rank. Pipeline stages differ: the first has the embedding and keeps activations
-    of more micro-batches, the last has the head and the logits. Raises ConfigError as `check_layout` does."""
+    of more micro-batches, the last has the head and the logits. fp8: Transformer Engine keeps the layers' weights
+    twice more, in FP8, as they are and transposed. Raises ConfigError as `check_layout` does."""
     block = deepspeed_block
     dp = check_layout(architecture, parallel, ranks, block, sequence_length)
     copies = dp * parallel.context  # ranks that have the same parameters, and divide the optimizer's state
@@ -89,10 +92,22 @@ def memory_per_rank(
             optimizer = 0 if offloaded else _FP32_BYTES * part + moment_bytes(shard, block)
         in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
-        activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight)
-        held_bytes = size * held, gradients, optimizer, buffers, activations, moment_bytes(shard, block)
+        activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8)
+        weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
+        held_bytes = weights, gradients, optimizer, buffers, activations, moment_bytes(shard, block)
         stages.append(MemoryPerRank(parameters, stage, *held_bytes))
     return max(stages, key=lambda memory: memory.total_bytes)
+
+
+def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
+    """Elements of the matrices that are multiplied in FP8, on a rank of the stage."""
+    layers = a.layers // parallel.pipeline
+    return sum(
+        weight.numel // (parallel.tensor * (parallel.expert if weight.expert is not None else 1))
+        for layer in range(stage * layers, (stage + 1) * layers)
+        for weight in family_of(a.model_type).layer(a, layer)
+        if len(weight.shape) == 2 and weight.cut != "whole"
+    )
 
 
 def moment_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
@@ -108,6 +123,7 @@ def activation_bytes(
     recompute: str,
     stage: int,
     in_flight: int,
+    fp8: bool = False,
 ) -> int:
     """What autograd keeps for backward on a rank of `stage`, with CUDA's fused kernels.
 
@@ -128,13 +144,16 @@ def activation_bytes(
       what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
       fullest rank has more where the balance is poor.
 
+    With FP8 linear layers keep a copy of their inputs, of one byte an element, in place of the inputs themselves:
+    half of 2h and of f. What attention gives is kept by it, too, so that its copy, half of q, comes on top.
+
     `full` recomputation keeps h a layer, and one layer at once in backward; `selective` recomputes the attention,
     which keeps nothing of note here. Logits are kept in fp32, beside a low-precision copy.
     """
     tp, layers = parallel.tensor, a.layers // parallel.pipeline
     whole = a.hidden_size / (tp if parallel.sequence else 1)
     kinds = Counter(a.has_experts(i) for i in range(stage * layers, (stage + 1) * layers))
-    of_a_layer = {sparse: _layer_elements(a, parallel, sparse, size, recompute) for sparse in kinds}
+    of_a_layer = {sparse: _layer_elements(a, parallel, sparse, size, recompute, fp8) for sparse in kinds}
     kept = sum(count * of_a_layer[sparse] for sparse, count in kinds.items())
     kept, at_once = (layers * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
@@ -143,7 +162,9 @@ def activation_bytes(
     return int(tokens * total)
 
 
-def _layer_elements(a: Architecture, parallel: ParallelConfig, sparse: bool, size: int, recompute: str) -> float:
+def _layer_elements(
+    a: Architecture, parallel: ParallelConfig, sparse: bool, size: int, recompute: str, fp8: bool
+) -> float:
     """Of a token in one layer, as `activation_bytes` lists them. sparse: it has experts."""
     h, tp, tokens = a.hidden_size, parallel.tensor, parallel.tensor if parallel.sequence else 1
     q, kv, v = a.heads * a.query_dim, a.kv_heads * a.head_dim, a.heads * a.value_dim
@@ -158,4 +179,6 @@ def _layer_elements(a: Architecture, parallel: ParallelConfig, sparse: bool, siz
     if a.experts is not None and sparse:  # tensor ranks have different tokens
         gated = h if a.experts.shared_gate else 0
         total += (2 * h * a.experts.per_token + gated + 3 * a.experts.count * _FP32_BYTES / size) / tp
+    if fp8:
+        total += 0.5 * (q - a.active_ffn_size(sparse)) / tp - h / tokens
     return total

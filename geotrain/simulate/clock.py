@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from geotrain.outer.exchange import Pending
+from geotrain.staging import Pending
 
 T = TypeVar("T")
 

@@ -52,7 +52,7 @@ class VirtualClient:
 
     def push(self, part: UpdatePart) -> Promise[None]:
         applied: Promise[None] = Promise()
-        fragments = tuple(d.fragment for d in part.deltas)
+        fragments = self.node.server.layout.fragments_of([d.piece for d in part.deltas])
         size_bytes = sum(self.node.sizes.up[f] for f in fragments)
         arrival = self.network.arrival("up", self.clock.now, self.name, size_bytes, fragments)
         self.clock.at(arrival, self._arrived, part, applied)
@@ -200,7 +200,8 @@ class RegionNode(Node):
             super().send(send)
         elif isinstance(message, UpdatePart):
             self.uplink.push(message)
-            self._ask_for_weights(message.sequence, tuple(d.fragment for d in message.deltas))
+            fragments = self.server.layout.fragments_of([d.piece for d in message.deltas])
+            self._ask_for_weights(message.sequence, fragments)
         else:
             self.uplink.say(message)
 

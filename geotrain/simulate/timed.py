@@ -1,41 +1,27 @@
-"""The production's servers without tensors behind their payloads: all they decide and say, nothing they compute."""
+"""The production's servers without tensors and payloads: all they decide and say, nothing they compute. Their book is
+the production's, the vault behind it holds nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
-from torch import Tensor
+from typing import Any
 
 from geotrain.outer.codec import Codec
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import FragmentDelta, FragmentWeights
+from geotrain.outer.messages import Answer, Join, UpdatePart
 from geotrain.outer.region_server import RegionServer
-from geotrain.outer.server import Member, Server
+from geotrain.outer.server import Server
+from geotrain.outer.vault import Decoded, Order, Vault, Vaults
 
 
-class _Weightless:
-    """In place of a vector: whatever is done with it, in place or not, gives it again. Even a tensor of one number
-    costs microseconds an operation, and a simulated day has millions of them."""
+class _EmptyVault(Vault):
+    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
+        return []
 
-    def _again(self, *_: Any, **__: Any) -> _Weightless:
-        return self
+    def obey(self, order: Order) -> list[Decoded]:
+        return []
 
-    copy_ = clone = __sub__ = _again
-
-    def numel(self) -> int:
-        """None: the kernels leave it at that."""
-        return 0
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> _Weightless:
-        return _WEIGHTLESS
-
-
-_WEIGHTLESS = _Weightless()
-NOTHING = cast(Tensor, _WEIGHTLESS)
+    def answer(self, member: str, sequence: int, part: int, piece: int) -> tuple[bytes, bool]:
+        return b"", False
 
 
 class _NoBytes(Codec):
@@ -54,16 +40,10 @@ class _Timed(Server):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.up = _NoBytes()
+        empty = _EmptyVault(self.name, self.layout, self.layout.pieces, self.rule, self.up, self.down)
+        empty.in_flight = dict.fromkeys(range(len(self.layout.pieces)), b"")
+        self.vaults = Vaults([empty])
         self.norms = None  # of nothing
-
-    def set_weights(self, vectors: list[Tensor]) -> None:
-        super().set_weights([NOTHING for _ in vectors])
-
-    def decode_update(self, name: str, member: Member, deltas: list[FragmentDelta]) -> Tensor:
-        return NOTHING
-
-    def encode_weights(self, member: Member, part: int, fragment: int) -> FragmentWeights:
-        return FragmentWeights(fragment, self.fragments[fragment].version, b"")
 
 
 class TimedGlobalServer(_Timed, GlobalServer):
@@ -71,11 +51,4 @@ class TimedGlobalServer(_Timed, GlobalServer):
 
 
 class TimedRegionServer(_Timed, RegionServer):
-    def encode_progress(self, fragment: int, delta: Tensor) -> bytes:
-        return b""
-
-    def check_weights(self, weights: FragmentWeights) -> None:
-        pass
-
-    def decode_weights(self, weights: FragmentWeights) -> Tensor:
-        return NOTHING
+    pass

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout, fragments_due
-from geotrain.outer.exchange import Exchange, Pending, Ready, Weights
-from geotrain.outer.messages import FragmentDelta, FragmentWeights, Lease, LeaseRequest
+from geotrain.outer.exchange import Exchange, Weights
+from geotrain.outer.messages import Lease, LeaseRequest, PieceDelta, PieceWeights
 from geotrain.outer.server import Identity
 from geotrain.simulate.clock import Clock, Script, VirtualProcess
 from geotrain.simulate.nodes import VirtualClient
 from geotrain.simulate.spec import WorkerSpec
+from geotrain.staging import Pending, Ready
 
 T = TypeVar("T")
 
@@ -39,20 +40,20 @@ class Idle:
     every_step = False
 
     def __init__(self, layout: Layout) -> None:
-        self.pushes = self.holds = tuple(layout.whole(f.index) for f in layout.fragments)
-        self._versions = [0] * len(layout.fragments)
+        self.pushes = self.holds = tuple(layout.whole(piece.index) for piece in layout.pieces)
+        self._versions = [0] * len(layout.pieces)
 
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
         return ()
 
-    def make_delta(self, fragment: int, seed: int) -> Pending[FragmentDelta]:
-        return Ready(FragmentDelta(fragment, self._versions[fragment], b""))
+    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
+        return Ready(PieceDelta(piece, self._versions[piece], b""))
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         return call()
 
-    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
-        self._versions[weights.fragment] = weights.version
+    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
+        self._versions[weights.piece] = weights.version
 
     def born(self) -> None:
         pass
@@ -90,10 +91,10 @@ class SimWorker:
         identity: Identity,
         outer: OuterConfig,
         learner: Learner,
-        fragments: int,
+        pieces: Sequence[Sequence[int]],
     ) -> None:
         self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
-        self.learner, self.fragments = learner, fragments
+        self.learner, self.pieces = learner, pieces
         self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
         self.job_starts_s: list[float] = []
         self.left = False
@@ -119,7 +120,7 @@ class SimWorker:
         self.learner.born()
         uplink.on_delivered = self._delivered
         alone, now_s = OneRank(), lambda: self.clock.now
-        exchange = Exchange(self.spec.name, self.outer, alone, self.learner, uplink, self.fragments, now_s)
+        exchange = Exchange(self.spec.name, self.outer, alone, self.learner, uplink, self.pieces, now_s)
         return VirtualProcess(self.clock, self._life(exchange, uplink))
 
     def _delivered(self, leases: tuple[int, ...]) -> None:
@@ -143,7 +144,7 @@ class SimWorker:
         self.job_starts_s.append(self.clock.now)
         self._job_s = self.trained_s
         done = 0
-        for step, due in stops(self.fragments, lease.steps):
+        for step, due in stops(len(self.pieces), lease.steps):
             while done < step:
                 steps = 1 if self.learner.every_step else exchange.steps_at_rest(step - done)
                 self._burst_s = self.clock.now

@@ -186,7 +186,7 @@ class VirtualWorld:
         above = (self.top, self.links) if task.outer.flat else (self.regions[region], self.local_links[region])
         self._place[spec.name] = above
         self.workers[spec.name] = SimWorker(
-            self.clock, spec, self.identity, task.outer, task.learner(spec), len(task.layout.fragments)
+            self.clock, spec, self.identity, task.outer, task.learner(spec), task.layout.piece_numbers
         )
         if not spec.away or spec.away[0][0] > 0:  # otherwise it joins late
             self.clock.at(0.0, self._begin_life, spec.name)

@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.trace.recorder import Recorder, recorded
 from geotrain.config import ParallelConfig, architecture_from_hf
 from geotrain.parallelism.acco_forms import FORMS
 from geotrain.parallelism.local_parameters import local_parameters
 from tests.support.inner_worlds import run_world
-from tests.support.launches import counted_launches
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
@@ -67,16 +67,20 @@ def window(form: str, mesh: Any) -> tuple[int, Counter[str], Counter[str]]:
     optimizer = AccoOptimizer(adamw, placed, mesh, FORMS[form], 1.0, torch.bfloat16, 0, 60.0, lambda outcome: None)
     optimizer.communication._thread = AtOnce()  # type: ignore[assignment]
     optimizer.count(torch.zeros((), device="meta"), 4)
-    with counted_launches() as prediction:
+    with recorded() as prediction:
         optimizer.predict()
         optimizer.use_arrived_weights()
     ours = mock.patch.object(optimizer.communication, "reduce_scatter")  # over gloo it copies through the host
     numbers = mock.patch.object(torch.Tensor, "tolist", lambda tensor: [1.0] * len(tensor))
-    with counted_launches() as commit, ours, numbers:
+    with recorded() as commit, ours, numbers:
         optimizer.step()
         optimizer.use_arrived_weights()
     optimizer.communication._thread = mock.Mock()
-    return optimizer._buffers.weights.numel(), prediction.counts, commit.counts
+    return optimizer._buffers.weights.numel(), counts(prediction), counts(commit)
+
+
+def counts(recorder: Recorder) -> Counter[str]:
+    return Counter(recorder.launches)
 
 
 def test_a_window_of_a_large_model_takes_few_launches() -> None:

@@ -126,8 +126,8 @@ def test_what_is_left_out_is_found() -> None:
 def every_omission_of_a_checkpoint(folder: str) -> dict[str, list[str]]:
     """By what is left out: faults of ZeRO-1's steps beside checkpoints."""
     from geotrain.checkpoint.saving import Checkpoints
+    from geotrain.cuda_staging import CudaStaging
     from geotrain.inner.engine import GeoEngine
-    from geotrain.staging import CudaStaging
 
     real_buffer = CudaStaging._buffer
 

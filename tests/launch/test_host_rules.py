@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,10 @@ from geotrain.launch.host_rules import HostNeeds, Look, findings
 
 GB = 10**9
 # Of nvidia-smi with --format=csv,noheader,nounits, by its manual and by what users report of it.
-H100S = """0, GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default
-1, GPU-77aa31c4-9f00-4a55-b4a5-7dbb0f0c1e02, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 61234, Default
+H100S = """0, GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default, 9.0
+1, GPU-77aa31c4-9f00-4a55-b4a5-7dbb0f0c1e02, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 61234, Default, 9.0
 """
-LOST = """0, GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01, NVIDIA A100, 580.95.05, [GPU requires reset], [N/A], Default
+LOST = """0, GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01, A100, 580.95.05, [GPU requires reset], [N/A], Default, [N/A]
 Unable to determine the device handle for GPU 0000:5E:00.0: Unknown Error
 """
 PROCESSES = """GPU-77aa31c4-9f00-4a55-b4a5-7dbb0f0c1e02, 4242, /opt/other/bin/python3
@@ -29,8 +30,8 @@ NVRM_OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05 
 FREE = parse_gpus(H100S.replace("61234", "4"), "")
 GOOD = HostFacts(
     name="h", clock_s=1000.0, python="3.12.3", geotrain="0.1.0", torch="2.13.0", cuda="13.0", nccl="2.29.7",
-    driver="580.95.05", usable=2, unusable="", smi_error="", gpus=FREE, headers=True, compiler=True,
-    shm_bytes=64 * GB, free_bytes=1000 * GB, taken_ports=(),
+    transformer_engine=None, driver="580.95.05", usable=2, unusable="", smi_error="", gpus=FREE, headers=True,
+    compiler=True, shm_bytes=64 * GB, free_bytes=1000 * GB, taken_ports=(),
 )  # fmt: skip
 NEEDS = HostNeeds("w", 2, 40 * GB, 100 * GB, "h100", (29500,))
 WITHOUT = replace(GOOD, usable=0, gpus=(), driver=None, nccl=None, cuda=None)
@@ -44,10 +45,10 @@ def look(facts: HostFacts, needs: HostNeeds = NEEDS) -> Look:
 def test_output_of_nvidia_smi() -> None:
     first, second = parse_gpus(H100S, PROCESSES)
     assert first == GpuFacts(0, "GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01", "NVIDIA H100 80GB HBM3", "580.95.05",
-                             81559 << 20, 4 << 20, "Default")  # fmt: skip
+                             81559 << 20, 4 << 20, "Default", (), (9, 0))  # fmt: skip
     assert second.processes == ("python3 (process 4242)", "[Not Found] (process 4243)")
     (left,) = parse_gpus(LOST, "")
-    assert (left.memory_bytes, left.used_bytes) == (None, None)
+    assert (left.memory_bytes, left.used_bytes, left.capability) == (None, None, None)
     assert parse_gpus("No devices were found\n", "\n") == ()
 
 
@@ -149,3 +150,23 @@ def test_drivers() -> None:
                                ("470.57.02", "12.1", False), ("450.80.02", "11.8", True)):  # fmt: skip
         assert cuda_driver.bears(driver, cuda) == fits
     assert cuda_driver.remedy("390.157", "13.0") == "renew the driver: CUDA 13.0 wants 580 or newer"
+
+
+@pytest.mark.parametrize(
+    ("facts", "needs", "words"),
+    [
+        (GOOD, {"capability": (8, 9)}, "KEY needs Transformer Engine, which is not installed"),
+        (
+            replace(GOOD, transformer_engine="2.20.2"),
+            {"capability": (10, 0)},
+            "KEY needs compute capability 10.0, GPU 0 (NVIDIA H100 80GB HBM3) has 9.0",
+        ),
+        (GOOD, {"on_cpu": True}, "KEY needs GPUs; its ranks compute on the CPU"),
+        (WITHOUT, {"device": None}, "KEY needs GPUs; its ranks compute on the CPU"),
+    ],
+)
+def test_what_transformer_engine_needs(facts: HostFacts, needs: dict[str, Any], words: str) -> None:
+    found = findings({"a": look(facts, replace(NEEDS, ports=(), asks="KEY", **needs))})
+    assert words in [each.what for each in found] and all(each.refuses for each in found)
+    able = replace(facts, transformer_engine="2.20.2", usable=2, gpus=FREE)
+    assert findings({"a": look(able, replace(NEEDS, asks="KEY", capability=(9, 0)))}) == []

@@ -11,6 +11,7 @@ from socket import AF_INET
 import psutil
 import pytest
 
+from geotrain.config import ConfigError
 from geotrain.launch.rank_environment import address_to, interface_to, library_settings, rank_environment
 
 TOLD = """
@@ -78,3 +79,27 @@ def test_torch_follows() -> None:
     env["MASTER_ADDR"] = "127.0.0.1"
     said = subprocess.check_output([sys.executable, "-c", TOLD], env=env, text=True, timeout=120)
     assert json.loads(said) == [1, "lo"]
+
+
+def deterministic(env: dict[str, str]) -> dict[str, str]:
+    return library_settings(env, cores=4, ranks_here=4, tensor_parallel=1, overlaps_steps=False, deterministic=True)
+
+
+def test_equal_bits_are_asked_of_the_libraries() -> None:
+    told = deterministic({"NCCL_ALGO": "Ring"})
+    assert told.items() >= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}.items()
+    assert "NCCL_ALGO" not in told and deterministic({})["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    assert not settings({}).keys() & told.keys() - {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_ALGO", "NVLS,Ring"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"),
+    ],
+)
+def test_an_environment_that_contradicts_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"deterministic_mode does not go with {name} = '{value}'"):
+        deterministic({name: value})

@@ -34,14 +34,14 @@ def supervisor(folder: Path, deaths: list[ProcessDied], **more: Any) -> Supervis
 def test_pauses_double_and_begin_anew_after_a_long_life() -> None:
     backoff = Backoff(RestartConfig(limit=100, first_s=1.0, longest_s=5.0))
     assert [backoff.pause_s(1, t, lived_s=0.1) for t in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert backoff.pause_s(1, 10.0, lived_s=6.0) == 1.0
-    assert backoff.restarts == 6
+    assert [backoff.pause_s(1, 10.0, lived_s=6.0), backoff.pause_s(1, 11.0, lived_s=0.1)] == [0.0, 1.0]
+    assert backoff.restarts == 7
 
 
 def test_restarts_are_bounded_within_the_window() -> None:
     backoff = Backoff(RestartConfig(limit=2, window_s=100.0, first_s=1.0, longest_s=1.0))
-    assert [backoff.pause_s(137, t, lived_s=9.0) for t in (0.0, 50.0, 60.0)] == [1.0, 1.0, None]
-    assert backoff.pause_s(137, 101.0, lived_s=9.0) == 1.0
+    assert [backoff.pause_s(137, t, lived_s=9.0) for t in (0.0, 50.0, 60.0)] == [0.0, 0.0, None]
+    assert backoff.pause_s(137, 101.0, lived_s=9.0) == 0.0
     assert backoff.pause_s(EXIT_FOR_GOOD, 300.0, lived_s=9.0) is None
 
 

@@ -21,6 +21,7 @@ from geotrain.net.rpc import ListenError
 from geotrain.net.worker_client import ServerForgot, WorkerClient
 from geotrain.outer.messages import Join, Refused, UpdatePart
 from tests.support.net_worlds import Cluster, FakeWorker, clusters, halves, outer, status_of, wait_for, whole
+from tests.support.outer_world import weights_of
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_sync_restarts_leave_the_same_bits(make):
             assert not thread.is_alive()
         for worker in workers:
             worker.close()
-        ends.append([state.x for state in cluster.top.server.fragments])
+        ends.append(weights_of(cluster.top.server))
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
 
@@ -103,13 +104,13 @@ def test_a_part_sent_twice_is_applied_once(make):
         region, do = cluster.regions["eu"].server, cluster.loop.do
         for _ in range(3):
             assert do(link.push(parts[0])) == 0
-        before = region.fragments[0].x.clone()
+        before = region.weights(0).clone()
         assert do(link.push(parts[1])) == 1
-        after = region.fragments[0].x.clone()
+        after = region.weights(0).clone()
         assert not torch.equal(before, after)
         for part in parts * 2:
             assert do(link.push(part)) == 1
-        assert torch.equal(region.fragments[0].x, after) and region.members["a"].updates == 1
+        assert torch.equal(region.weights(0), after) and region.members["a"].updates == 1
     finally:
         cluster.loop.do(link.close())
         worker.close()

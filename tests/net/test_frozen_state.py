@@ -68,7 +68,7 @@ def test_whatever_comes_between_its_pieces_it_is_the_state_of_its_beginning(whic
     server = world.top if which == GLOBAL else world.regions["eu"]
     wanted = contents(server)
     frozen = FrozenState(server.state()[0])
-    server.will_change = frozen.before_write
+    server.vaults.watch(frozen.before_write)
     read = dict.fromkeys(wanted, b"")
     reading = ((name, bytes(piece)) for name in frozen.names() for piece in frozen.pieces(name))
     for step, count in steps:

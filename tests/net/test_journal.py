@@ -20,7 +20,7 @@ from geotrain.config import codec_config
 from geotrain.net import journal as journal_module
 from geotrain.net.journal import Journal, JournalDamaged, JournalFull
 from geotrain.net.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
-from geotrain.outer.messages import GLOBAL, FragmentDelta, LeaseRequest, Leave, Refused, UpdatePart
+from geotrain.outer.messages import GLOBAL, LeaseRequest, Leave, PieceDelta, Refused, UpdatePart
 from tests.support.outer_world import random_deltas
 from tests.support.recorded_world import Recorded, same_state
 
@@ -28,7 +28,7 @@ BIG = 1 << 24
 
 
 def update(sequence: int, size: int = 100) -> UpdatePart:
-    return UpdatePart("a", "1", sequence, 0, (FragmentDelta(0, 0, random.Random(sequence).randbytes(size)),))
+    return UpdatePart("a", "1", sequence, 0, (PieceDelta(0, 0, random.Random(sequence).randbytes(size)),))
 
 
 def written(folder: Path, messages: list[Any], segments: int = 1) -> Journal:

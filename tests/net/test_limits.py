@@ -75,7 +75,7 @@ def test_updates_of_many_chunks(large):
     worker.train(worker.lease())
     assert not torch.equal(before, worker.anchor[0])
     region = large.regions["eu"].server
-    assert torch.equal(worker.anchor[0], region.fragments[0].x)
+    assert torch.equal(worker.anchor[0], region.weights(0))
     wait_for(lambda: not region.in_flight)
     worker.close()
 

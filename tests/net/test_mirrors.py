@@ -16,10 +16,10 @@ from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.snapshots import SnapshotStore
 from geotrain.outer.downlink import MARK_BYTES, mark
 from geotrain.outer.events import SentWhole
-from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, FragmentWeights
+from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, PieceWeights
 from tests.support.net_worlds import Cluster, clusters, outer
 from tests.support.net_worlds import whole as in_one_part
-from tests.support.outer_world import config, make, random_deltas
+from tests.support.outer_world import config, make, random_deltas, weights_of
 
 INT4 = codec_config("int4")
 LINKS = {"up": INT4, "down": INT4}
@@ -33,7 +33,7 @@ class Twin:
         every = {} if rule == "sync" else {"updates_per_send": 1}
         self.world = make(config(rule, **LINKS, **every), fragments=1)
         self.folder, self.lives, self.seed = folder, 1, 0
-        self.told: list[FragmentWeights] = []  # all weights that reached region eu
+        self.told: list[PieceWeights] = []  # all weights that reached region eu
         self.recovered: dict[str, Any] = {}
         self.events: list[Any] = []
         for name in (GLOBAL, "eu"):
@@ -55,7 +55,7 @@ class Twin:
 
     def _begin(self, name: str, server: Any) -> None:
         if name == GLOBAL:
-            server.set_weights([state.x.clone() for state in self.world.top.fragments])
+            server.set_weights([x.clone() for x in weights_of(self.world.top)])
 
     def _recover(self, name: str) -> list[str]:
         self.recovered[name] = recovered = recover(
@@ -180,13 +180,20 @@ def test_a_damaged_mirror_is_named_and_the_next_weights_go_whole(tmp_path, patte
     twin.told.clear()
     twin.step()
     assert twin.told and not any(w.increment for w in twin.told)
-    senders = {name: member.senders[0] for name, member in twin.world.top.members.items()}
-    assert all(torch.equal(senders[r].mirror[f], x) for r, region in twin.world.regions.items()
-               for f, x in region.downlink.mirror.items())  # fmt: skip
+    sent = twin.world.top.state()[0]
+    assert all(torch.equal(sent[f"held.{r}.{i}"], x) for r, region in twin.world.regions.items()
+               for i, x in received(region).items())  # fmt: skip
     twin.told.clear()
     twin.step()
     assert all(w.increment for w in twin.told)
     twin.close()
+
+
+def received(region: Any) -> dict[int, Any]:
+    """The region's own mirrors, by piece."""
+    return {
+        int(name.removeprefix("mirror.")): x for name, x in region.state()[0].items() if name.startswith("mirror.")
+    }
 
 
 def test_an_older_state_of_either_end_is_noticed(tmp_path):
@@ -207,9 +214,9 @@ def test_an_older_state_of_either_end_is_noticed(tmp_path):
         twin.kill(name)
         assert SentWhole("eu") in twin.events
         twin.step()
-        region, mirrors = twin.world.regions["eu"], twin.world.top.members["eu"].senders[0].mirror
+        region, sent = twin.world.regions["eu"], twin.world.top.state()[0]
         assert not twin.told[0].increment
-        assert all(torch.equal(region.downlink.mirror[f], mirrors[f]) for f in mirrors)
+        assert all(torch.equal(x, sent[f"held.eu.{i}"]) for i, x in received(region).items())
         twin.close()
 
 
@@ -218,18 +225,18 @@ def test_an_answer_is_frozen_once_however_often_it_is_wanted(tmp_path):
     twin.push()
     while twin.world.up["eu"]:
         message = twin.world.deliver("eu")
-    fragments = tuple(delta.fragment for delta in message.deltas)
+    fragments = twin.world.layout.fragments_of([delta.piece for delta in message.deltas])
     top, asked = twin.world.top, ("eu", "life-1", 0, message.sequence, fragments)
     assert not top.lacks_answer(*asked)
     before = top.answer(*asked)
-    marks = dict(top.members["eu"].senders[0].marks)
+    marks = top.vaults.marks_of("eu")
     top.handle(AnswerWanted("eu", "life-1", message.sequence, fragments))
-    assert top.answer(*asked) == before and top.members["eu"].senders[0].marks == marks
+    assert top.answer(*asked) == before and top.vaults.marks_of("eu") == marks
     twin.close()
 
 
 def test_a_mark_tells_histories_apart():
-    weights = FragmentWeights(0, 7, bytes(range(256)) * 40, increment=True)
+    weights = PieceWeights(0, 7, bytes(range(256)) * 40, increment=True)
     changed = bytearray(weights.payload)
     changed[77] ^= 1
     others = [
@@ -239,8 +246,8 @@ def test_a_mark_tells_histories_apart():
     ]
     assert len({mark(weights, 1), *others}) == 4 and mark(weights, 1) == mark(weights, 1)
     large = bytes(10 * MARK_BYTES)
-    assert mark(FragmentWeights(0, 1, large), 0) != mark(FragmentWeights(0, 1, b"\1" * len(large)), 0)
-    assert 0 < mark(FragmentWeights(0, 1 << 40, b""), 0) < 1 << 63
+    assert mark(PieceWeights(0, 1, large), 0) != mark(PieceWeights(0, 1, b"\1" * len(large)), 0)
+    assert 0 < mark(PieceWeights(0, 1 << 40, b""), 0) < 1 << 63
 
 
 @pytest.fixture
@@ -260,13 +267,11 @@ def test_over_sockets_no_weights_go_whole_after_a_kill(make_cluster, killed):
     receivers = [worker.receivers[0]]
 
     def listen() -> None:
-        receivers[1:] = [cluster.regions["eu"].server.downlink]
+        receivers[1:] = [cluster.regions["eu"].server.vaults.all[0].downlink]
         for number, receiver in enumerate(receivers):
             real = type(receiver).decode
 
-            def decode(
-                weights: FragmentWeights, *more: Any, number: int = number, r: Any = receiver, real=real
-            ) -> Any:
+            def decode(weights: PieceWeights, *more: Any, number: int = number, r: Any = receiver, real=real) -> Any:
                 told.append((number, weights.increment))
                 return real(r, weights, *more)
 

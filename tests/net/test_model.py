@@ -23,7 +23,7 @@ from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_sna
 from geotrain.outer.messages import LeaseRequest, LiftQuarantine, MemberSilent, Refused, UpdatePart, UpdateRejected
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from tests.support.outer_world import UPDATES, FakeWorker, World, config, halves, layout, whole
+from tests.support.outer_world import UPDATES, FakeWorker, World, config, halves, layout, weights_of, whole
 from tests.support.recorded_world import same_state
 
 
@@ -258,8 +258,8 @@ class KilledServers(RuleBasedStateMachine):
         for name, values in self.acknowledged.items():
             assert server.members[name].updates == len(values), name
         total = -float(sum(sum(values) for values in self.acknowledged.values()))
-        for state in server.fragments:
-            assert torch.equal(state.x, torch.full_like(state.x, total))
+        for x in weights_of(server):
+            assert torch.equal(x, torch.full_like(x, total))
 
     @invariant()
     def it_is_the_twin_bit_by_bit(self) -> None:

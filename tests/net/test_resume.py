@@ -89,7 +89,7 @@ def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     worker.join()
     if way == "up":
         worker.train(worker.lease())
-    assert torch.equal(worker.anchor[0], large.regions["eu"].server.fragments[0].x)
+    assert torch.equal(worker.anchor[0], large.regions["eu"].server.weights(0))
     assert link.broken == 2
     metered = link.tcp_counters.traffic()[f"127.0.0.1:{port}"]
     assert UPDATE_BYTES < link.moved[way] < 1.5 * UPDATE_BYTES  # from the start each time it would be 1.75 times
@@ -135,7 +135,7 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
 def half(size: int, sequence: int = 1) -> tuple[bytes, wire.FrameReader]:
     """A header, and a reader that has taken it and one chunk of `size` bytes."""
     payload = bytes([sequence]) * size + bytes(MB)
-    frames = wire.frames(UpdatePart("a", "1", sequence, 0, (net_worlds.FragmentDelta(0, 0, payload),)))
+    frames = wire.frames(UpdatePart("a", "1", sequence, 0, (net_worlds.PieceDelta(0, 0, payload),)))
     header = next(frames)
     reader = wire.FrameReader(UpdatePart, limit_bytes=8 * MB)
     reader.feed(header)

@@ -18,6 +18,7 @@ from tests.support.net_worlds import (
     wait_for,
     whole,
 )
+from tests.support.outer_world import weights_of
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
 def test_a_run_trains_every_sample_once_and_ends(make, rule):
     cluster = make(outer(rule), {"eu": {"a": halves, "b": whole}, "us": {"c": stripes}}, train_samples=72)
-    before = [x.x.clone() for x in cluster.top.server.fragments]
+    before = [x.clone() for x in weights_of(cluster.top.server)]
     workers = train_all(cluster)
     ranges = sorted((lease.start, lease.samples) for w in workers for lease in w.trained)
     assert [start for start, _ in ranges] == list(range(0, 72, 4))
@@ -37,7 +38,7 @@ def test_a_run_trains_every_sample_once_and_ends(make, rule):
     assert (book.committed_samples, book.open, book.pool) == (72, {}, [])
     for f, start in enumerate(before):
         goal = target(cluster.layout, f)
-        assert (cluster.top.server.fragments[f].x - goal).norm() < 0.95 * (start - goal).norm()
+        assert (cluster.top.server.weights(f) - goal).norm() < 0.95 * (start - goal).norm()
     for region in cluster.regions.values():
         assert region.server.lost_updates == 0 and not region.server.in_flight
         assert wait_for(lambda r=region: r.server.done)
@@ -53,7 +54,7 @@ def test_slicings_do_not_change_the_global_state(make, rule):
             train_all(cluster)
         else:
             run_in_turns(cluster)
-        states.append([state.x for state in cluster.top.server.fragments])
+        states.append(weights_of(cluster.top.server))
     for one, other in zip(*states, strict=True):
         assert torch.equal(one, other)
 

@@ -102,7 +102,7 @@ def test_weights_are_read_by_name(tmp_path):
     assert list(weights) == [p.name for f in layout.fragments for p in f.parameters]
     for p in layout.parameters:
         fragment = layout.fragment_of(p.name)
-        want = dict(layout.split(fragment, server.fragments[fragment].x))[p.name]
+        want = dict(layout.split(fragment, server.weights(fragment)))[p.name]
         assert torch.equal(weights[p.name], want) and weights[p.name].shape == p.shape
     with pytest.raises(LayoutError, match="another model"):
         next(iter(read_weights(tmp_path, type(layout)(layout.parameters[:-1]))))

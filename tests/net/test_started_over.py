@@ -16,6 +16,7 @@ from geotrain.net.worker_client import ServerForgot
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import Refused, UpdatePart
 from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+from tests.support.outer_world import weights_of
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def weights_of_a_synchronous_run(cluster: Cluster, refuse: int = 0) -> list[Tens
     wait_for(lambda: top.finished)
     assert bool(refused) == bool(refuse) and lives["c"] == 1
     assert top.book.committed_samples == 36 and not top.book.open and not top.book.repeated_samples
-    return [state.x.clone() for state in top.fragments]
+    return [x.clone() for x in weights_of(top)]
 
 
 def test_a_synchronous_region_whose_update_is_refused_trains_the_round_again(make):

@@ -18,10 +18,12 @@ from geotrain.net.operator_client import ask_status, command
 from geotrain.net.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import VALIDATION_CODEC, from_bytes
+from geotrain.outer.downlink import VALIDATION_CODEC
 from geotrain.outer.leases import Validations
 from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
+from geotrain.staging import from_bytes
 from tests.support.net_worlds import Cluster, clusters, halves, outer, train_all, wait_for, whole
+from tests.support.outer_world import weights_of
 
 PLAN = {"eu": {"a": whole, "b": halves}, "us": {"c": whole}}
 
@@ -132,7 +134,7 @@ def test_stopped_and_resumed_gives_the_bits_of_a_run_that_never_stopped(make: Ca
         starts = sorted(lease.start for lease in trained)
         assert starts == list(range(0, 60, 4))  # each sample once
         assert cluster.top.server.status()["complete"]
-        ends.append([state.x.clone() for state in cluster.top.server.fragments])
+        ends.append([x.clone() for x in weights_of(cluster.top.server)])
     for straight, resumed in zip(*ends, strict=True):
         assert torch.equal(straight, resumed)
 
@@ -169,17 +171,18 @@ def test_a_validation_goes_out_with_a_lease_and_its_loss_comes_up(make: Callable
     task = worker.lease()
     assert task is not None and task.validate == 1
     assert worker.clients[0].global_weights(1).result(10).weights == ()  # it keeps none
-    region.newest = [state.x + 1 for state in top.fragments]
+    region.newest = set(range(len(top.fragments)))
+    [vault] = region.vaults.all
+    vault.newest = {i: x + 1 for i, x in enumerate(weights_of(top))}
     seen = [torch.zeros(f.numel) for f in cluster.layout.fragments]
     for part, client in enumerate(worker.clients):
         for told in client.global_weights(2).result(10).weights:
-            cut = worker.slicing[part][told.fragment]
-            scatter(
-                make_codec(VALIDATION_CODEC).decode(from_bytes(told.payload), numel(cut)), cut, seen[told.fragment]
-            )
-        region.newest = [torch.zeros_like(vector) for vector in region.newest]  # newer ones change nothing
-    for state, vector in zip(top.fragments, seen, strict=True):
-        assert torch.equal(vector, (state.x + 1).bfloat16().float())
+            cut = worker.slicing[part][told.piece]
+            scatter(make_codec(VALIDATION_CODEC).decode(from_bytes(told.payload), numel(cut)), cut, seen[told.piece])
+        for x in vault.newest.values():
+            x.zero_()  # newer ones change nothing
+    for x, vector in zip(weights_of(top), seen, strict=True):
+        assert torch.equal(vector, (x + 1).bfloat16().float())
     worker.clients[0].validated(Validated("b", 1, 0, 3.25, 0.5))
     wait_for(lambda: top.validations.latest)
     status = ask_status(cluster.top.address, 5.0)

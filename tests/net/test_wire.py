@@ -16,9 +16,9 @@ from geotrain.outer import messages
 from geotrain.outer.messages import (
     Answer,
     Finished,
-    FragmentDelta,
-    FragmentWeights,
     Join,
+    PieceDelta,
+    PieceWeights,
     UpdatePart,
     Welcome,
 )
@@ -53,9 +53,7 @@ def test_every_message_comes_back_as_it_was(kind):
 @pytest.mark.parametrize("size", [0, 1, wire.CHUNK_BYTES, wire.CHUNK_BYTES + 1, 3 * wire.CHUNK_BYTES + 7])
 def test_payloads_are_cut_into_chunks(size):
     payload = random.Random(size).randbytes(size)
-    part = UpdatePart(
-        "a", "1", 1, 0, (FragmentDelta(0, 0, payload), FragmentDelta(1, 0, b""), FragmentDelta(2, 5, b"x"))
-    )
+    part = UpdatePart("a", "1", 1, 0, (PieceDelta(0, 0, payload), PieceDelta(1, 0, b""), PieceDelta(2, 5, b"x")))
     frames = list(wire.frames(part))
     assert max(len(f) for f in frames) <= wire.CHUNK_BYTES + wire.CRC_BYTES
     assert len(frames) == 1 + -(-size // wire.CHUNK_BYTES) + 1
@@ -63,7 +61,7 @@ def test_payloads_are_cut_into_chunks(size):
 
 
 def test_sizes_are_known_from_the_header():
-    answer = Answer(3, (FragmentWeights(0, 1, bytes(2_000_000)),))
+    answer = Answer(3, (PieceWeights(0, 1, bytes(2_000_000)),))
     reader = wire.FrameReader(Answer, limit_bytes=2_000_000)
     reader.feed(next(iter(wire.frames(answer))))
     assert [len(w.payload) for w in reader.header.weights] == [2_000_000]
@@ -99,7 +97,7 @@ def test_a_damaged_frame_is_told_from_a_wrong_one():
 
 
 def test_frames_too_many_too_few_and_of_the_wrong_size_are_refused():
-    part = UpdatePart("a", "1", 1, 0, (FragmentDelta(0, 0, b"12345678"),))
+    part = UpdatePart("a", "1", 1, 0, (PieceDelta(0, 0, b"12345678"),))
     header, chunk = wire.frames(part)
     reader = wire.FrameReader(UpdatePart, limit_bytes=8)
     reader.feed(header)

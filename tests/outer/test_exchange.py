@@ -10,10 +10,11 @@ import pytest
 from geotrain.config import OuterConfig, OverlapConfig, rule_config
 from geotrain.layout import fragments_due
 from geotrain.outer.codec import NonFiniteError
-from geotrain.outer.exchange import Exchange, Ready, Waiting, wait_for
-from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.exchange import Exchange, Waiting, wait_for
+from geotrain.outer.messages import Answer, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
 from geotrain.outer.server import Identity
 from geotrain.plan.model.rounds import stops
+from geotrain.staging import Ready
 
 
 class Everything:
@@ -45,14 +46,14 @@ class Everything:
 
     def make_delta(self, fragment: int, seed: int) -> Any:
         self.seeds.append(seed)
-        return Ready(FragmentDelta(fragment, 0, b""))
+        return Ready(PieceDelta(fragment, 0, b""))
 
     def when_made(self, call: Any) -> Any:
         return call()
 
-    def on_weights(self, weights: FragmentWeights, start: bool = False) -> None:
+    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
         if not start:
-            self.adopted.append(weights.fragment)
+            self.adopted.append(weights.piece)
 
     def join(self, join: Join) -> Welcome:
         return Welcome(1, 1, "life")
@@ -68,7 +69,7 @@ class Everything:
         return self.answers[sequence]
 
     def answer(self, sequence: int, *fragments: int) -> None:
-        weights = tuple(FragmentWeights(f, 1, b"") for f in fragments)
+        weights = tuple(PieceWeights(f, 1, b"") for f in fragments)
         self.answers[sequence].set_result(Answer(sequence, weights, "life"))
 
 
@@ -77,7 +78,7 @@ def begun(late: str, name: str = "w", rule: str = "halos", overlap_steps: int = 
     adopt = "rebase" if overlap_steps else "replace"
     overlap = OverlapConfig(steps=overlap_steps, late=late, adopt=adopt)  # type: ignore[arg-type]
     exchange = Exchange(
-        name, OuterConfig(rule=rule_config(rule), overlap=overlap), world, world, world, 2, clock=lambda: 0.0
+        name, OuterConfig(rule=rule_config(rule), overlap=overlap), world, world, world, [[0], [1]], clock=lambda: 0.0
     )
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     exchange.begin(Lease("w", 1, 7, 0, 8, 8))
@@ -102,7 +103,7 @@ def test_a_late_answer_does_not_hold_training_up():
         assert not waits(exchange.after_step((), {}))
     assert not world.adopted
     assert not waits(exchange.after_step((0, 1), {}))  # fragment 0 is still under way: only 1 leaves
-    assert [[d.fragment for d in part.deltas] for part in world.sent] == [[0], [1]]
+    assert [[d.piece for d in part.deltas] for part in world.sent] == [[0], [1]]
     world.answer(1, 0)
     assert not waits(exchange.after_step((), {}))
     assert world.adopted == [0]
@@ -130,7 +131,7 @@ def test_a_lease_is_complete_only_with_the_delta_that_was_held_back():
     exchange.begin(Lease("w", 2, 8, 8, 8, 8))
     world.answer(1, 0)
     assert not waits(exchange.after_step((0,), {}))
-    assert [d.fragment for d in world.sent[-1].deltas] == [0] and world.sent[-1].leases == (7,)
+    assert [d.piece for d in world.sent[-1].deltas] == [0] and world.sent[-1].leases == (7,)
 
 
 def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():
@@ -177,7 +178,7 @@ def test_weights_are_made_whole_as_often_as_the_planner_counts(
     overlap = OverlapConfig(steps=tau, adopt="rebase" if tau else "replace")
     outer, world = OuterConfig(local_steps=steps, overlap=overlap), Everything()
     world.instant = True
-    exchange = Exchange("w", outer, world, world, world, fragments, clock=lambda: 0.0)
+    exchange = Exchange("w", outer, world, world, world, [[f] for f in range(fragments)], clock=lambda: 0.0)
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     for job in range(3):
         exchange.begin(Lease("w", 1, 7, 0, steps, steps))

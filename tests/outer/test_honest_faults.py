@@ -31,6 +31,7 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
+from geotrain.outer.region_server import RegionServer
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -43,6 +44,7 @@ from tests.support.outer_world import (
     make,
     random_deltas,
     saved_and_loaded,
+    weights_of,
     whole,
 )
 from tests.support.outer_world import layout as toy
@@ -100,8 +102,7 @@ def test_a_region_whose_update_is_refused_for_good_starts_over():
     assert world.tell("eu", welcome) == 0  # nothing that was acknowledged is lost
     assert world.answer("eu", 0, tuple(range(len(before))))
     assert [state.version for state in region.fragments] == before
-    for ours, theirs in zip(region.fragments, world.top.fragments, strict=True):
-        assert torch.equal(ours.x, theirs.x)
+    assert all(map(torch.equal, weights_of(region), weights_of(world.top)))
     job = rejoin(world, "a", "life-2")
     world.up["eu"].clear()
     world.workers["a"][1].job = job - 1
@@ -233,6 +234,10 @@ def test_a_synchronous_run_ends_with_all_samples_trained_whenever_a_worker_dies(
     assert versions == [len(rounds) + 1] * (fragments - 1) + [len(rounds)]  # the last is sent with a job's last step
 
 
+def in_flight(region: RegionServer) -> list[UpdatePart]:
+    return [send.message for send in region.resend() if isinstance(send.message, UpdatePart)]
+
+
 def test_a_delta_that_came_in_this_round_is_not_taken_again():
     """Its next life trains the whole job again; what has come of it counts once."""
     world = make(config("sync"), fragments=1)
@@ -253,14 +258,14 @@ def test_a_delta_that_came_in_this_round_is_not_taken_again():
     assert len(region.in_flight) == 1  # once
     assert region.answer("a", "life-2", 0, fake.sequence, (0,)) is None  # the round has not ended
     said([f for f in deltas if f != 0], "life-2", (lease.lease,))
-    assert sorted(u.deltas[0].fragment for u in region.in_flight.values()) == sorted(deltas)
-    for update in list(region.in_flight.values()):
+    assert sorted(u.deltas[0].piece for u in region.in_flight.values()) == sorted(deltas)
+    for update in in_flight(region):
         world.top.handle(update)
     world.push("b", deltas)
     while world.deliver_up("us"):
         pass
-    for update in list(region.in_flight.values()):
-        assert world.answer("eu", update.sequence, (update.deltas[0].fragment,))
+    for update in in_flight(region):
+        assert world.answer("eu", update.sequence, (update.deltas[0].piece,))
     assert region.answer("a", "life-2", 0, fake.sequence - 1, (0,)) is not None
     assert region.fragments[last].version == 1 and [s.version for s in world.top.fragments] == [1] * len(deltas)
 
@@ -280,7 +285,7 @@ def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead(levels):
         flat = type(top)(
             top.identity, top.layout, config().model_copy(update={"levels": 1}), {"eu": ("a", "b")}, 64, 1
         )
-        flat.set_weights([x.x.clone() for x in top.fragments])
+        flat.set_weights([x.clone() for x in weights_of(top)])
         for join in world.workers["a"][1].joins(world.identity):
             flat.handle(join)
         flat.handle(OperatorCommand("pause"))

@@ -11,8 +11,8 @@ from geotrain.config import codec_config
 from geotrain.outer.events import Joined
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.member import MOST_LIVES
-from geotrain.outer.messages import Finished, LeaseRequest, Leave, Refused, Release, Welcome
-from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded
+from geotrain.outer.messages import Finished, LeaseRequest, Leave, MemberSilent, Refused, Release, Welcome
+from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded, weights_of
 
 
 def test_a_refused_join_leaves_the_living_in_place():
@@ -115,9 +115,9 @@ def test_an_answer_that_comes_twice_is_adopted_once():
     update = world.deliver_up("eu")
     answer = world.top.answer("eu", "life-1", 0, update.sequence, (0,))
     region.handle(answer)
-    x, mirror = region.fragments[0].x.clone(), region.downlink.mirror[0].clone()
+    x, mirror = region.weights(0).clone(), region.state()[0]["mirror.0"].clone()
     region.handle(answer)
-    assert torch.equal(region.fragments[0].x, x) and torch.equal(region.downlink.mirror[0], mirror)
+    assert torch.equal(region.weights(0), x) and torch.equal(region.state()[0]["mirror.0"], mirror)
 
 
 def test_a_second_copy_of_a_lease_that_is_done_is_dropped():
@@ -218,7 +218,7 @@ def test_a_region_restored_from_an_older_state_sends_nothing_twice():
         world.deliver_down("eu", sent)
     committed = world.top.book.committed_samples
     assert committed > 0 and region.sequence > 0 and older.sequence == 0
-    weights = [state.x.clone() for state in world.top.fragments]
+    weights = [x.clone() for x in weights_of(world.top)]
 
     world.regions["eu"] = older
     welcome = world.top.handle(dataclasses.replace(older.join_message(), incarnation="life-2")).reply
@@ -229,7 +229,7 @@ def test_a_region_restored_from_an_older_state_sends_nothing_twice():
     assert saved_and_loaded(world, "eu").first_versions == versions
     answered(world, "eu")
     assert [state.version for state in older.fragments] == versions
-    assert all(torch.equal(state.x, x) for state, x in zip(older.fragments, weights, strict=True))
+    assert all(torch.equal(mine, x) for mine, x in zip(weights_of(older), weights, strict=True))
     assert not any(older.rule.pending(state) for state in older.fragments) and not older.in_flight
     for join in worker.joins(world.identity):
         older.handle(join)
@@ -239,7 +239,8 @@ def test_a_region_restored_from_an_older_state_sends_nothing_twice():
 
 
 def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need():
-    """Cut off, it hands out what it asked for before; each job's lease is asked for once; a new life frees them."""
+    """Cut off, it hands out what it asked for before, also to a worker's next life; each job's lease is asked for
+    once. Who is silent gives all back; a new life, what the former one had begun."""
     world = make(config(lease_reserve=2), train_samples=640)
     region = world.regions["eu"]
 
@@ -256,9 +257,21 @@ def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need()
     assert len(world.top.book.open) == 5
     for join in world.workers["a"][1].joins(world.identity, "life-2"):
         world.tell("eu", join)
-    assert isinstance(world.deliver("eu"), Release) and not world.up["eu"]
+    assert [world.tell("eu", LeaseRequest("a", job)).job for job in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert asked() == [6]  # nothing went back, and nothing is asked for twice
+    for part in world.workers["a"][1].parts(random_deltas(world, 1), incarnation="life-2"):
+        world.tell("eu", part)  # of job 1, which is not over with it
+    for join in world.workers["a"][1].joins(world.identity, "life-3"):
+        world.tell("eu", join)
+    assert world.deliver("eu") == Release((1,)) and not world.up["eu"]
+    assert list(region.leases.held["a"]) == [2, 3, 4, 5, 6]
+    world.tell("eu", MemberSilent("a", "life-3"))
+    assert isinstance(world.deliver("eu"), Release)
+    world.up["eu"].clear()  # the update of nobody else
     assert not world.top.book.open and not any(region.leases.held.values())
-    assert world.tell("eu", LeaseRequest("a", 1)) is None and asked() == [1, 2, 3]
+    for join in world.workers["a"][1].joins(world.identity, "life-3"):
+        world.tell("eu", join)
+    assert world.tell("eu", LeaseRequest("a", 2)) is None and asked() == [2, 3, 4]
 
 
 def test_no_former_life_comes_back_however_many_there_were():

@@ -100,7 +100,7 @@ def test_ranks_adopt_the_answers_of_one_life(restarts):
     ranks = [OneRank(i, group, server) for i in range(2)]
 
     def run(rank: OneRank) -> None:
-        exchange = Exchange("w", OuterConfig(), rank, rank, rank, 1, clock=lambda: 0.0)
+        exchange = Exchange("w", OuterConfig(), rank, rank, rank, [[0]], clock=lambda: 0.0)
         wait_for(exchange.start(Identity("r", "c", "l", "m"), "1"))
         for job in range(1, 4):
             exchange.begin(Lease("w", job, job, 0, 1, 1))

@@ -84,7 +84,7 @@ def real_trace(cfg, deltas, x0, travel, decay=None):
             assert sent is flight[0]
             assert world.deliver_down("eu", sent)
             flight = None
-        history.append((world.regions["eu"].fragments[0].x.numpy().copy(), world.top.fragments[0].x.numpy().copy()))
+        history.append((world.regions["eu"].weights(0).numpy().copy(), world.top.weights(0).numpy().copy()))
     return history, world
 
 
@@ -137,7 +137,7 @@ def test_the_published_rule_loses_what_travelled_and_the_ledger_does_not():
         while update := world.deliver_up("eu"):
             assert world.deliver_down("eu", update)
         everything = x0 - deltas.sum(axis=0)
-        error = np.abs(world.top.fragments[0].x.numpy() - everything).max()
+        error = np.abs(world.top.weights(0).numpy() - everything).max()
         assert (error < 1e-4) == ledger
         assert (region.lost_updates > 0) == (lost > 0)
 
@@ -182,5 +182,5 @@ def test_sync_gives_the_same_bits_whatever_the_order_of_arrival():
             world.push(n, {0: deltas[n]})
         for r in ("eu", "us") if order == "abc" else ("us", "eu"):
             world.deliver_up(r)
-        results.append(world.top.fragments[0].x.clone())
+        results.append(world.top.weights(0).clone())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

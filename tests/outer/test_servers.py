@@ -11,7 +11,8 @@ from geotrain.config import codec_config
 from geotrain.layout import StridedSlice
 from geotrain.net.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
-from geotrain.outer.messages import Leave, Refused
+from geotrain.outer.messages import LeaseRequest, Leave, MemberSilent, Refused
+from geotrain.outer.vault import SendUp
 from tests.support.outer_world import (
     FakeWorker,
     World,
@@ -22,6 +23,7 @@ from tests.support.outer_world import (
     make,
     random_deltas,
     saved_and_loaded,
+    weights_of,
     whole,
 )
 
@@ -33,7 +35,7 @@ def play(world: World, rounds: int = 12) -> list[torch.Tensor]:
             world.settle(r)
         for r in world.regions:  # a synchronous round is answered only now
             world.settle(r)
-    return [state.x for state in world.top.fragments]
+    return weights_of(world.top)
 
 
 @pytest.mark.parametrize("fragments", [None, 1])
@@ -47,29 +49,28 @@ def test_different_layouts_give_the_same_server_state_as_equal_ones(rule, fragme
 
 
 def test_progress_that_is_not_finite_is_refused_by_the_parameters_name():
-    world = make(config(up=codec_config("int4")))
+    world = make(config(up=codec_config("int4")), piece_elements=40)
     region = world.regions["eu"]
-    delta = torch.zeros(world.layout.fragments[0].numel)
-    [*_, (name, part)] = world.layout.split(0, delta)
-    part.view(-1)[0] = float("inf")
+    [*_, (name, last)] = world.layout.split(0, region.weights(0))
+    region.vaults.all[0].vectors[1].x[-last.numel()] = float("inf")
     with pytest.raises(NonFiniteError, match=f"region eu: parameter {name}: holds infinities"):
-        region.encode_progress(0, delta)
+        region.vaults.obey(SendUp(0, 1, {}))
 
 
 def test_an_update_is_applied_once_and_only_whole():
     world = make(config(), cut_a=halves)
     region, worker = world.regions["eu"], world.workers["a"][1]
     first, second = worker.parts(random_deltas(world, 1))
-    before = region.fragments[0].x.clone()
+    before = region.weights(0).clone()
     assert not region.handle(first).reply
     assert not region.handle(first).reply  # a retry of half an update
-    assert torch.equal(region.fragments[0].x, before)
+    assert torch.equal(region.weights(0), before)
     assert region.handle(second).reply
-    after = region.fragments[0].x.clone()
+    after = region.weights(0).clone()
     assert not torch.equal(after, before)
     for retry in (first, second):
         assert not region.handle(retry).reply
-    assert torch.equal(region.fragments[0].x, after)
+    assert torch.equal(region.weights(0), after)
     assert region.fragments[0].version == 1
 
 
@@ -79,7 +80,7 @@ def test_all_parts_are_answered_with_the_same_version_however_late_they_ask():
     for part in worker.parts(random_deltas(world, 1)):
         region.handle(part)
     early = region.answer("a", "life-1", 0, 1, (0,))
-    region.fragments[0].x.add_(1)  # someone else's update arrives in between
+    region.weights(0).add_(1)  # someone else's update arrives in between
     region.fragments[0].version += 1
     late = region.answer("a", "life-1", 1, 1, (0,))
     assert early is not None and late is not None
@@ -109,7 +110,7 @@ def test_a_new_life_drops_the_half_update_of_the_old_one():
         ({"part": 2}, "part 2 of 2"),
         ({"pushes": ((StridedSlice(0, 65),),)}, "does not lie within"),
         ({"pushes": ((StridedSlice(0, 8, -1, 2),),)}, "does not lie within"),
-        ({"pushes": ()}, "slices for 0 fragments"),
+        ({"pushes": ()}, "slices for 0 pieces"),
     ],
 )
 def test_a_join_that_does_not_fit_is_refused(change, reason):
@@ -131,7 +132,7 @@ def test_ranks_that_do_not_cover_the_model_are_refused():
 def test_damaged_updates_are_refused_and_change_nothing():
     world = make(config())
     region, worker = world.regions["eu"], world.workers["a"][1]
-    before = region.fragments[0].x.clone()
+    before = region.weights(0).clone()
     good = worker.parts(random_deltas(world, 1))[0]
 
     def damaged(payload: bytes):
@@ -146,7 +147,7 @@ def test_damaged_updates_are_refused_and_change_nothing():
     ):
         with pytest.raises(Refused, match=reason):
             region.handle(part)
-    assert torch.equal(region.fragments[0].x, before)
+    assert torch.equal(region.weights(0), before)
     assert region.handle(good).reply
 
 
@@ -163,7 +164,7 @@ def test_a_server_restored_from_its_state_goes_on_to_the_same_bits(rule, down):
             broken.settle(r)
         for r in broken.regions:
             broken.settle(r)
-    for a, b in zip(want, [s.x for s in broken.top.fragments], strict=True):
+    for a, b in zip(want, weights_of(broken.top), strict=True):
         assert torch.equal(a, b)
 
 
@@ -178,7 +179,8 @@ def restart(world: World, region: str) -> None:
     for name, member in old.members.items():
         for join in member.joined.values():
             new.handle(join)
-        new.members[name].senders = member.senders
+        for vault, dead in zip(new.vaults.all, old.vaults.all, strict=True):
+            vault.members[name].senders = dead.members[name].senders
     world.regions[region] = new
 
 
@@ -190,9 +192,9 @@ def test_incremental_answers_track_the_weights():
         update = world.deliver_up("eu")
         assert update is not None
         world.deliver_down("eu", update)
-    receiver = world.regions["eu"].downlink.mirror[0]
-    scale = float((world.top.fragments[0].x).norm())
-    assert float((receiver - world.top.fragments[0].x).norm()) < 0.02 * scale
+    receiver = world.regions["eu"].state()[0]["mirror.0"]
+    scale = float((world.top.weights(0)).norm())
+    assert float((receiver - world.top.weights(0)).norm()) < 0.02 * scale
 
 
 def test_leases_follow_the_delta_that_used_them():
@@ -212,6 +214,8 @@ def test_a_dead_workers_lease_is_trained_again():
     assert lease is not None
     for join in world.workers["a"][1].joins(world.identity, "life-2"):
         world.tell("eu", join)
+    assert not world.up["eu"] and world.tell("eu", LeaseRequest("a", 1)) == lease  # by its next life
+    world.tell("eu", MemberSilent("a", "life-2"))
     world.deliver_up("eu")
     again = world.lease("b")
     assert again is not None

@@ -45,10 +45,10 @@ def test_the_limits_bear_it_and_the_expert_may_be_chosen_later(fragments: int | 
         for region in world.regions:
             world.settle(region)
 
-    begun = world.top.fragments[fragment].x[part].clone()
+    begun = world.top.weights(fragment)[part].clone()
     for seed in range(40):  # more than are let through before the limits know what is usual
         turn(seed, chosen=False)
-    settled = world.top.fragments[fragment].x[part].clone()
+    settled = world.top.weights(fragment)[part].clone()
     if coded == "fp32" or fragments == 1:  # a block of codes that holds others' elements, too, has a rounding error
         assert torch.equal(settled, begun)
     else:
@@ -56,4 +56,4 @@ def test_the_limits_bear_it_and_the_expert_may_be_chosen_later(fragments: int | 
     turn(99, chosen=True)
     turn(100, chosen=True)
     turn(101, chosen=True)
-    assert (world.top.fragments[fragment].x[part] - settled).abs().max() > 0.05
+    assert (world.top.weights(fragment)[part] - settled).abs().max() > 0.05

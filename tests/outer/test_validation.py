@@ -9,14 +9,15 @@ import torch
 
 from geotrain.layout import numel, scatter
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import VALIDATION_CODEC, from_bytes
+from geotrain.outer.downlink import VALIDATION_CODEC
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.leases import LeaseBook, Validations
 from geotrain.outer.messages import GLOBAL, Lease, LeaseRequest, Refused, Send, Validated
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Identity
-from tests.support.outer_world import UPDATES, FakeWorker, config, halves, layout
+from geotrain.staging import from_bytes
+from tests.support.outer_world import UPDATES, FakeWorker, config, halves, layout, weights_of
 
 EVERY = 16
 
@@ -117,23 +118,23 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
         told = region.weights_to_validate("a", "life-1", part, 1)
         assert told.life == "life-1" and len(told.weights) == len(lay.fragments)
         for w in told.weights:
-            cut = worker.slicings[part][w.fragment]
+            cut = worker.slicings[part][w.piece]
             values = make_codec(VALIDATION_CODEC).decode(from_bytes(w.payload), numel(cut))
-            scatter(values, cut, seen[w.fragment])
-        for state in region.fragments:
-            state.x.add_(1.0)  # training goes on between the two
-        assert region.newest is not None
-        region.newest = [vector + 1.0 for vector in region.newest]
+            scatter(values, cut, seen[w.piece])
+        [vault] = region.vaults.all
+        assert vault.newest is not None
+        for x in (*weights_of(region), *vault.newest.values()):
+            x.add_(1.0)  # training goes on between the two
     for f, values in enumerate(seen):
-        assert torch.equal(values, top.fragments[f].x.bfloat16().float())
+        assert torch.equal(values, top.weights(f).bfloat16().float())
     assert region.weights_to_validate("a", "life-1", 0, 2).weights != told.weights
     assert region.weights_to_validate("a", "life-1", 0, 1).weights == ()  # gone: a later one has begun
     result = Validated("a", 2, 1, 3.0, 0.1)
-    assert region.handle(result).sends == (Send("global", result),) and region.frozen is None
+    assert region.handle(result).sends == (Send("global", result),) and region.frozen is None and not vault.copy
 
 
 def test_a_region_that_does_not_validate_keeps_no_copy() -> None:
     lay = layout()
     rule = region_rule(config().rule, ("a",), UPDATES)
     region = RegionServer("eu", Identity("t", "c", lay.digest, "toy"), lay, config(), rule, ("a",))
-    assert region.newest is None and region.validation_weights()[1] == []
+    assert region.vaults.all[0].newest is None and region.versions_to_validate() == []

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from geotrain.config import CodecConfig, OuterConfig, OverlapConfig, codec_config
 from geotrain.layout import StridedSlice, gather, joined, scatter
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import from_bytes, to_bytes
-from geotrain.outer.messages import FragmentWeights
+from geotrain.outer.downlink import to_bytes
+from geotrain.outer.messages import PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.staging import from_bytes
 from tests.support.outer_world import layout
 
 FP32 = codec_config("fp32")
@@ -34,9 +35,9 @@ def rank(adopt: str, codec: CodecConfig = FP32) -> tuple[WorkerRank, torch.Tenso
     return WorkerRank(layout(), config, pieces), matrix, norm
 
 
-def weights(value: float, version: int = 1) -> FragmentWeights:
+def weights(value: float, version: int = 1) -> PieceWeights:
     payload = make_codec(FP32).encode(torch.full((24,), value)).payload
-    return FragmentWeights(0, version, to_bytes(payload))
+    return PieceWeights(0, version, to_bytes(payload))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_rebase_forgets_nothing():
         server[:16] -= make_codec(FP32).decode(from_bytes(delta.payload), 16)
         train()
         payload = make_codec(FP32).encode(torch.cat([server[:16], norm])).payload
-        worker.on_weights(FragmentWeights(0, i, to_bytes(payload)))
+        worker.on_weights(PieceWeights(0, i, to_bytes(payload)))
         torch.testing.assert_close(matrix, progress, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(server[:16] + (matrix - server[:16]), progress, rtol=1e-5, atol=1e-5)
 
@@ -124,7 +125,7 @@ def test_rebase_forgets_nothing():
 def test_error_feedback_sends_later_what_rounding_left_out():
     worker, matrix, _ = rank("replace", codec_config("bf16"))
     zeros = make_codec(codec_config("bf16")).encode(torch.zeros(24)).payload
-    worker.on_weights(FragmentWeights(0, 1, to_bytes(zeros)), start=True)
+    worker.on_weights(PieceWeights(0, 1, to_bytes(zeros)), start=True)
     meant, sent = torch.zeros(16), torch.zeros(16)
     gen = torch.Generator().manual_seed(0)
     for i in range(50):

@@ -105,7 +105,7 @@ def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:
         with torch.no_grad():
             model[0].weight += 1.0
         step(loop)
-    weights = {n: t for f in servers.layout.fragments for n, t in servers.layout.split(0, servers.top.fragments[0].x)}
+    weights = {n: t for f in servers.layout.fragments for n, t in servers.layout.split(0, servers.top.weights(0))}
     assert torch.equal(weights["0.weight"], torch.full((5, 3), float(STEPS))) and not weights["2.bias"].any()
 
 

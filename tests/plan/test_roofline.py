@@ -22,6 +22,10 @@ from geotrain.plan.model.step import Work
 from geotrain.plan.model.work import stage_flops, token_flops, useful_flops
 
 RUNS = Path(__file__).parents[2] / "configs/runs"
+ADAMW = {
+    **load_run(RUNS / "8b.json").deepspeed,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+}
 ENDLESS = Accelerator("no waits for memory", 1e15, math.inf, math.inf, math.inf, math.inf)
 
 
@@ -47,7 +51,7 @@ def test_the_products_are_the_planners(name: str) -> None:
 
 
 def test_where_nothing_waits_for_memory_only_attention_is_done_twice() -> None:
-    work = replace(work_of("8b.json", tensor=1), recompute="none")
+    work = replace(work_of("8b.json", tensor=1), recompute="none", deepspeed=ADAMW)
     useful = useful_flops(work.architecture, work.sequence_length)
     again = 0.5 * work.architecture.layers * token_flops(work.architecture, work.sequence_length, 0).attention
     assert roofline(work, 1, ENDLESS, CEILING).mfu == pytest.approx(useful / (useful + again))
@@ -59,12 +63,14 @@ def test_what_moves_memory_takes_its_bytes_at_the_bandwidth() -> None:
     """Of one layer with the head: sums by hand."""
     work = work_of("8b.json", tensor=1)
     a = replace(work.architecture, layers=1)
-    work = replace(work, architecture=a, recompute="none")
+    work = replace(work, architecture=a, recompute="none", deepspeed=ADAMW)
     t, h, q, kv, f, v = work.micro_tokens, 4096, 4096, 1024, 14336, a.vocab_size
     matrices = [(h, q + 2 * kv), (q, h), (h, 2 * f), (f, h), (h, v)]
-    moved = sum(3 * 2 * (t * k + k * n + t * n) + 2 * 2 * k * n for k, n in matrices)
-    moved += 3.5 * 2 * t * 2 * (q + kv)
-    moved += 3 * 2 * t * (8 * h + 2 * (q + kv) + 3 * f) + t * v * (2 * 2 + 12)
+    moved = sum(3 * 2 * (t * k + k * n + t * n) + (2 + 4 + 4) * k * n for k, n in matrices)
+    moved += (1 + 2) * 2 * t * 2 * (q + kv)
+    moved += 2 * t * ((10 + 12) * h + (3 + 5) * f + (12 + 14) * (q + kv) + 2 * q + 2 * (q + 2 * kv)) + t * 104 * 128
+    moved += t * v * (2 * 2 + 7 * 4) + 2 * t * 5 * h  # the head
+    moved += 2 * t * 7 * h + (2 + 10) * v * h  # the look-up
     assert sum(o.bytes for o in micro_batch(work, 0)) == pytest.approx(moved)
     slow = replace(ENDLESS, flops=math.inf, bandwidth=1e12)
     found = roofline(work, 1, slow, CEILING)
@@ -72,13 +78,16 @@ def test_what_moves_memory_takes_its_bytes_at_the_bandwidth() -> None:
     steps = round(micro_batches / (moved / 1e12))
     assert steps >= 1 and micro_batches == pytest.approx(steps * moved / 1e12)
     parameters = 2 * h * v + h * (q + 2 * kv) + q * h + 3 * f * h + 3 * h
-    assert found.optimizer_s == pytest.approx(30 * parameters / 1e12)
+    assert found.optimizer_s == pytest.approx(46 * parameters / 1e12)
 
 
 def test_ranks_of_a_replica_send_each_other_activations() -> None:
     alone, tensor = work_of("8b.json", tensor=1), work_of("8b.json", tensor=4)
     assert exchanged_bytes(alone) == 0.0
     a, times = alone.architecture, 3 if alone.recompute == "full" else 2
+    parts = replace(tensor, parallel=ParallelConfig(tensor=4, sequence=True))
+    again = a.layers * 2 * 3 / 4 * 2 * tensor.micro_tokens * 4096  # inputs, for the gradients of weights
+    assert exchanged_bytes(parts) == pytest.approx(exchanged_bytes(tensor) + again)
     assert exchanged_bytes(tensor) == pytest.approx(
         times * a.layers * 2 * (2 * 3 / 4) * 2 * tensor.micro_tokens * 4096
     )
@@ -99,3 +108,31 @@ def test_of_everything_shipped_the_expected_is_below_the_ceiling(path: Path) -> 
     for device in ACCELERATORS:
         expected, ceiling = (roofline(work, 1, device, shares) for shares in (EXPECTED, CEILING))
         assert 0.0 < expected.mfu < ceiling.mfu < 1.0
+
+
+def test_in_fp8_products_go_at_its_peak_and_what_is_cast_moves_more() -> None:
+    work = work_of("8b.json", tensor=1)
+    fp8, (h100, *_) = replace(work, fp8=True), ACCELERATORS
+    before, after = ([o for o in micro_batch(w, 0) if o.name == "products"] for w in (work, fp8))
+    assert sum(o.flops for o in before) == sum(o.flops for o in after)
+    a, tokens = work.architecture, work.micro_tokens
+    head = 3 * 2 * tokens * a.hidden_size * a.vocab_size
+    assert sum(o.flops for o in after if not o.fp8) == pytest.approx(head)  # the head's stay in bf16
+    for o in after:
+        peak = h100.fp8_flops if o.fp8 else h100.flops
+        assert o.seconds(h100, CEILING) == pytest.approx(max(o.flops / peak, o.bytes / h100.bandwidth))
+    moved = [sum(o.bytes for o in micro_batch(w, 0) if o.name == "memory") for w in (work, fp8)]
+    assert moved[1] > moved[0]
+    slow, fast = (roofline(w, 8, h100) for w in (work, fp8))
+    assert fast.products_s < 0.6 * slow.products_s and fast.step_s < slow.step_s and fast.mfu < slow.mfu
+    assert roofline(fp8, 8, h100, CEILING).mfu < 1
+
+
+def test_a_ring_sends_keys_and_values_to_every_other_rank() -> None:
+    heads = work_of("long-8b.json")
+    ring = replace(heads, parallel=heads.parallel.model_copy(update={"context_exchange": "ring"}))
+    a, parallel = heads.architecture, heads.parallel
+    kv, q, cp = a.kv_heads * a.head_dim, a.heads * a.head_dim, parallel.context
+    each = heads.micro_tokens / cp * a.layers / parallel.tensor * 2 * (3 if heads.recompute == "full" else 2)
+    difference = each * ((cp - 1) * 2 * kv - (cp - 1) / cp * (2 * q + 2 * kv))
+    assert exchanged_bytes(ring) - exchanged_bytes(heads) == pytest.approx(difference / parallel.pipeline)

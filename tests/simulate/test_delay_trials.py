@@ -12,7 +12,7 @@ import benchmarks.delay as delay
 from benchmarks.delay import RESULTS, TRIALS, Agreeing, Foreseen, LookAhead, quasi_hyperbolic, run
 from geotrain.config import rule_config
 from geotrain.layout import Layout, Parameter
-from geotrain.outer.rules import FragmentState
+from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import MomentumRegion
 from geotrain.simulate.world import VirtualWorld
 
@@ -23,41 +23,41 @@ LAYOUT = Layout([Parameter("a", (2,), None, "normal"), Parameter("b", (2,), None
 
 def test_looking_ahead_moves_by_what_the_others_did_and_sends_none_of_it():
     rule = LookAhead(rule_config("region_momentum", merge_alpha=1.0), 1, 0.9, ahead=0.5, regions=4)
-    state = FragmentState(torch.zeros(2))
-    rule.start(state)
-    rule.take_progress(state)
-    rule.on_global_weights(state, torch.tensor([1.0, 1.0]))
+    state = Vectors(torch.zeros(2))
+    rule.begin(state)
+    rule.progress(state, {})
+    rule.merge(state, torch.tensor([1.0, 1.0]))
     assert state.x.tolist() == [1.0, 1.0]  # of the first answer it is not known how much of it is news
     state.x -= torch.tensor([4.0, 0.0])
-    sent, _ = rule.take_progress(state)
+    sent = rule.progress(state, {})
     assert sent.tolist() == [4.0, 0.0]
-    rule.on_global_weights(state, torch.tensor([0.0, 3.0]))  # a fourth of what was sent, and 2 by the others
+    rule.merge(state, torch.tensor([0.0, 3.0]))  # a fourth of what was sent, and 2 by the others
     assert state.x.tolist() == [0.0, 4.0]
-    assert rule.take_progress(state)[0].tolist() == [0.0, 0.0]
+    assert rule.progress(state, {}).tolist() == [0.0, 0.0]
 
 
 def test_what_was_foreseen_is_taken_back_with_the_next_delta():
-    rule, state = Foreseen(1, ahead=0.5), FragmentState(torch.zeros(1))
+    rule, state = Foreseen(1, ahead=0.5), Vectors(torch.zeros(1))
     for delta, x in ((1.0, -1.5), (1.0, -2.5), (0.0, -2.0), (0.0, -2.0)):
-        rule.on_delta(state, "r", torch.tensor([delta]), 1)
+        rule.apply(state, "r", torch.tensor([delta]), {})
         assert state.x.item() == pytest.approx(x)
 
 
 def test_a_delta_against_the_others_loses_what_points_against_them():
-    rule, state = Agreeing(1, LAYOUT), FragmentState(torch.zeros(4))
-    rule.on_delta(state, "r", torch.zeros(4), 1)
-    rule.on_delta(state, "other", torch.tensor([1.0, 0.0, 1.0, 0.0]), 1)
+    rule, state = Agreeing(1, LAYOUT), Vectors(torch.zeros(4))
+    rule.apply(state, "r", torch.zeros(4), {})
+    rule.apply(state, "other", torch.tensor([1.0, 0.0, 1.0, 0.0]), {})
     before = state.x.clone()
-    rule.on_delta(state, "r", torch.tensor([-3.0, 2.0, 3.0, 2.0]), 1)  # against it in a, with it in b
+    rule.apply(state, "r", torch.tensor([-3.0, 2.0, 3.0, 2.0]), {})  # against it in a, with it in b
     assert (before - state.x).tolist() == [0.0, 2.0, 3.0, 2.0]
 
 
 def test_quasi_hyperbolic_momentum_is_the_region_rules_own_with_another_split():
     config = rule_config("region_momentum")
     made = quasi_hyperbolic(0.7, 2.0)(config, workers=4, decay=0.9)
-    state, m, x = FragmentState(torch.zeros(1)), 0.0, 0.0
+    state, m, x = Vectors(torch.zeros(1)), 0.0, 0.0
     for delta in (1.0, -2.0, 0.5):
-        made.apply(state, torch.tensor([delta]))
+        made.apply(state, "w", torch.tensor([delta]), {})
         m = 0.9 * m + 0.1 * delta
         x -= 2.0 * (0.7 * m + 0.3 * delta) / 4
         assert state.x.item() == pytest.approx(x)

@@ -82,8 +82,8 @@ def simulate(
     trace: list[tuple[float, int, np.ndarray]] = []
 
     def watch(world: VirtualWorld) -> None:
-        state = world.top.server.fragments[0]
-        trace.append((world.clock.now, state.version, state.x.numpy().copy()))
+        server = world.top.server
+        trace.append((world.clock.now, server.versions[0], server.weights(0).numpy().copy()))
 
     world = VirtualWorld(WorldSpec(regions), task, watch)
     world.run()

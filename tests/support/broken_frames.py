@@ -7,7 +7,7 @@ import typing
 
 from geotrain.layout import StridedSlice
 from geotrain.net import rpc, wire
-from geotrain.outer.messages import Answer, FragmentDelta, FragmentWeights, Join, UpdatePart
+from geotrain.outer.messages import Answer, Join, PieceDelta, PieceWeights, UpdatePart
 
 
 def mutations(seed: int, count: int) -> typing.Iterator[list[bytes]]:
@@ -16,10 +16,8 @@ def mutations(seed: int, count: int) -> typing.Iterator[list[bytes]]:
     slices = ((StridedSlice(0, 4, 8, 2), StridedSlice(100, 7)), ())
     samples: list[object] = [
         Join("r", "c", "l", "m", "a", "1", 0, 1, slices, slices, (1, 2)),
-        UpdatePart(
-            "a", "1", 7, 0, (FragmentDelta(0, 3, bytes(50)), FragmentDelta(1, 3, bytes(9))), metrics={"loss": 1.0}
-        ),
-        Answer(3, (FragmentWeights(0, 1, bytes(40), True),)),
+        UpdatePart("a", "1", 7, 0, (PieceDelta(0, 3, bytes(50)), PieceDelta(1, 3, bytes(9))), metrics={"loss": 1.0}),
+        Answer(3, (PieceWeights(0, 1, bytes(40), True),)),
         rpc.Pull("a", "1", 0, 3, (0, 1), 2.0),
     ]
     for _ in range(count):

@@ -35,7 +35,7 @@ from geotrain.kernels import dispatch
 Clock = dict[str, int]  # timeline → how many of its operations are known to be done
 # What the kernels, which torch does not see, write: positions of their arguments. All other tensors are read.
 WRITES = {"quantize": {1, 4}, "dequantize": {1, 4}, "add_decoded": {2}, "adam": {0, 1, 2, 4}, "merge": {0, 1}}
-WRITES |= {"outer_update": {0, 2, 3}, "payload_ok": set(), "orthogonalize": set()}
+WRITES |= {"rotate": {1}, "outer_update": {0, 2, 3}, "payload_ok": set(), "orthogonalize": set()}
 NO_ACCESS = ("aten::empty", "aten::resize", "aten::detach", "aten::lift", "aten::set_", "aten::new_empty")
 
 

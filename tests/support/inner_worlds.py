@@ -18,6 +18,7 @@ from geotrain.config import (
     DataConfig,
     ModelConfig,
     ParallelConfig,
+    PrecisionConfig,
     RunConfig,
     architecture_from_hf,
 )
@@ -133,11 +134,12 @@ def start(
     block: dict[str, Any],
     recompute: str = "none",
     acco: AccoConfig | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> Any:
     """An engine with the canonical test weights."""
     from geotrain.inner.build import build_engine
 
-    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, timeout_s=120)
+    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, 120, precision=precision)
     write(engine, canonical_weights(engine.architecture))
     return engine
 

@@ -10,6 +10,7 @@ from tests.support.kernel_cases import (
     check_merge,
     check_outer_update,
     check_quantize,
+    check_rotate,
     spec_id,
 )
 from tests.support.orthogonal_cases import LARGE_SHAPES, SHAPES, UNEQUAL, check_awkward_values, check_bf16_kernels
@@ -34,6 +35,11 @@ def test_outer_update_matches_the_reference(step):
 def test_merge_matches_the_reference():
     for numel in (0, 1, 1500):
         check_merge(triton_ops, numel)
+
+
+def test_rotate_matches_the_reference():
+    for shape in ((1, 1, 1, 2), (3, 2, 9, 10)):
+        check_rotate(triton_ops, shape)
 
 
 def test_adam_matches_the_reference():

@@ -131,6 +131,23 @@ def check_merge(ops: ModuleType, numel: int, device: str = "cpu") -> None:
         assert all((a is None) or assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
 
 
+def check_rotate(ops: ModuleType, shape: tuple[int, int, int, int], device: str = "cpu") -> None:
+    """Of a view into something wider, as queries are of fused queries, keys and values; and of a transposed one."""
+    length, batch, heads, size = shape
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = torch.randn(length, batch, heads, size + 6).to(dtype)
+        angles = torch.randn(length, size // 2)
+        tables = [t.to(device) for t in (angles.cos(), angles.sin())]
+        for x in (wide[..., 2 : size + 2], wide[..., :size].transpose(0, 2).contiguous().transpose(0, 2)):
+            for inverse in (False, True):
+                want, have = (torch.zeros(shape, dtype=dtype, device=d) for d in ("cpu", device))
+                reference.rotate(x, want, angles.cos(), angles.sin(), inverse)
+                moved = x.to(device)
+                assert moved.stride() == x.stride()
+                ops.rotate(moved, have, *tables, inverse)
+                assert torch.equal(have.cpu(), want)
+
+
 def check_adam(ops: ModuleType, numel: int, device: str = "cpu") -> None:
     step = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, grad_scale=0.37)
     after = AdamStep(9e-4, 0.9, 0.95, 1e-8, 0.1, step=4, grad_scale=0.37)

@@ -47,7 +47,7 @@ class LocalServers(InProcess):
         while self.up["eu"]:
             sent = self.deliver("eu")
             if isinstance(sent, UpdatePart):
-                self.answer("eu", sent.sequence, tuple(d.fragment for d in sent.deltas))
+                self.answer("eu", sent.sequence, self.layout.fragments_of([d.piece for d in sent.deltas]))
         return reply
 
 

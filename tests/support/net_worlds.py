@@ -30,7 +30,7 @@ from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsReceiver, to_bytes
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import GLOBAL, Answer, FragmentDelta, Join, Lease, LeaseRequest, Send, UpdatePart
+from geotrain.outer.messages import GLOBAL, Answer, Join, Lease, LeaseRequest, PieceDelta, Send, UpdatePart
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Identity, Server
@@ -281,10 +281,10 @@ class FakeWorker:
         versions = set()
         for part, answer in enumerate(arrived):
             for w in answer.weights:
-                cut = self.slicing[part][w.fragment]
-                scatter(self.receivers[part].decode(w, numel(cut)), cut, self.anchor[w.fragment])
-                self.versions[w.fragment] = w.version
-                versions.add((w.fragment, w.version))
+                cut = self.slicing[part][w.piece]
+                scatter(self.receivers[part].decode(w, numel(cut)), cut, self.anchor[w.piece])
+                self.versions[w.piece] = w.version
+                versions.add((w.piece, w.version))
         assert len(versions) == len({f for f, _ in versions}), "ranks adopted different versions"
 
     def lease(self) -> Lease | None:
@@ -301,7 +301,7 @@ class FakeWorker:
         return [
             UpdatePart(
                 self.name, self.incarnation, self.sequence, part,
-                tuple(FragmentDelta(f, self.versions[f], self._encoded(d, cut[f])) for f, d in deltas.items()),
+                tuple(PieceDelta(f, self.versions[f], self._encoded(d, cut[f])) for f, d in deltas.items()),
                 job=lease.job, leases=leases, metrics={"loss": float(self.anchor[0].norm()), "tokens": 1.0},
             )
             for part, cut in enumerate(self.slicing)

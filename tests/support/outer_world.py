@@ -11,21 +11,23 @@ from torch import Tensor
 from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, codec_config
 from geotrain.layout import Layout, Parameter, StridedSlice, gather, numel, scatter
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import from_bytes, to_bytes
+from geotrain.outer.downlink import to_bytes
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     GLOBAL,
     Finished,
-    FragmentDelta,
     Join,
     Lease,
     LeaseRequest,
     Message,
+    PieceDelta,
     UpdatePart,
 )
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Identity
+from geotrain.outer.server import Identity, Server
+from geotrain.pieces import cut_slice
+from geotrain.staging import from_bytes
 from tests.support.outer_configs import outer_config
 
 PLAIN = codec_config("fp32")
@@ -33,7 +35,7 @@ PLAIN = codec_config("fp32")
 UPDATES = 1000.0  # of a region in the run, for the momentum's decay
 
 
-def layout(layers_per_fragment: int | None = None) -> Layout:
+def layout(layers_per_fragment: int | None = None, piece_elements: int = 1 << 27) -> Layout:
     """Two layers of a toy model: 4 parameters, 64 elements."""
     return Layout(
         [
@@ -43,11 +45,12 @@ def layout(layers_per_fragment: int | None = None) -> Layout:
             Parameter("norm", (8,), None, "ones"),
         ],
         layers_per_fragment,
+        piece_elements,
     )
 
 
 class FakeWorker:
-    """A worker of several parts, each with its slices of each fragment; here a plain function makes deltas."""
+    """A worker of several parts, each with its slices of each piece; here a plain function makes deltas."""
 
     def __init__(self, name: str, layout: Layout, slicings: list[list[tuple[StridedSlice, ...]]]) -> None:
         self.name, self.layout, self.slicings = name, layout, slicings
@@ -71,8 +74,8 @@ class FakeWorker:
             UpdatePart(
                 self.name, incarnation, self.sequence, part,
                 tuple(
-                    FragmentDelta(f, version, to_bytes(coder.encode(gather(d, pushes[f]).contiguous()).payload))
-                    for f, d in deltas.items()
+                    PieceDelta(p, version, to_bytes(coder.encode(gather(d, pushes[p]).contiguous()).payload))
+                    for p, d in by_piece(self.layout, deltas).items()
                 ),
                 job=self.job, leases=leases,
             )
@@ -121,17 +124,17 @@ class InProcess:
 class World(InProcess):
     def __init__(self, config: OuterConfig, regions: dict[str, list[FakeWorker]], start: list[Tensor], layout: Layout,
                  train_samples: int = 1 << 20, samples_per_step: int = 1,
-                 momentum_decay: float | None = None) -> None:  # fmt: skip
+                 momentum_decay: float | None = None, vaults: int = 1) -> None:  # fmt: skip
         self.layout, self.config = layout, config
         self.identity = Identity("test", "config", layout.digest, "toy")
         names = {r: tuple(w.name for w in workers) for r, workers in regions.items()}
-        top = GlobalServer(self.identity, layout, config, names, train_samples, samples_per_step)
+        top = GlobalServer(self.identity, layout, config, names, train_samples, samples_per_step, vaults=vaults)
         top.set_weights([v.clone() for v in start])
         self.workers = {w.name: (r, w) for r, workers in regions.items() for w in workers}
         servers = {}
         for r in regions:
             rule = region_rule(config.rule, names[r], UPDATES, momentum_decay)
-            servers[r] = RegionServer(r, self.identity, layout, config, rule, names[r])
+            servers[r] = RegionServer(r, self.identity, layout, config, rule, names[r], vaults=vaults)
             servers[r].incarnation = "life-1"
         super().__init__(top, servers)
         for r, w in self.workers.values():
@@ -153,9 +156,9 @@ class World(InProcess):
             if answer is None:
                 return None
             for item in answer.weights:
-                f = item.fragment
-                values = make_codec(self.config.local).decode(from_bytes(item.payload), numel(slices[f]))
-                scatter(values, slices[f], result[f])
+                piece = self.layout.pieces[item.piece]
+                values = make_codec(self.config.local).decode(from_bytes(item.payload), numel(slices[item.piece]))
+                scatter(values, slices[item.piece], result[piece.fragment][piece.start : piece.start + piece.numel])
         return result
 
     def deliver_up(self, region: str) -> UpdatePart | None:
@@ -168,7 +171,7 @@ class World(InProcess):
 
     def deliver_down(self, region: str, update: UpdatePart) -> bool:
         """The answer to that update reaches the region, if there is one."""
-        return self.answer(region, update.sequence, tuple(d.fragment for d in update.deltas))
+        return self.answer(region, update.sequence, self.layout.fragments_of([d.piece for d in update.deltas]))
 
     def settle(self, region: str) -> None:
         """All that the region says reaches the global server, and all answers that are there reach the region."""
@@ -187,22 +190,44 @@ class World(InProcess):
         return granted if isinstance(granted, Lease) else None
 
 
+def weights_of(server: Server) -> list[Tensor]:
+    """By fragment."""
+    return [server.weights(fragment.index) for fragment in server.layout.fragments]
+
+
+def by_piece(layout: Layout, vectors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """vectors: by fragment. Views of them."""
+    return {p.index: v[p.start : p.start + p.numel] for f, v in vectors.items() for p in layout.pieces_of[f]}
+
+
+def cut_at_pieces(layout: Layout, slices: list[StridedSlice]) -> list[tuple[StridedSlice, ...]]:
+    """slices: one of each fragment. Returns those of each piece."""
+    found: list[tuple[StridedSlice, ...]] = [()] * len(layout.pieces)
+    for fragment, here in enumerate(slices):
+        for each in cut_slice(layout, fragment, here):
+            found[each.piece] = each.slices
+    return found
+
+
 def whole(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
-    return [[layout.whole(f.index) for f in layout.fragments]]
+    return [[layout.whole(p.index) for p in layout.pieces]]
 
 
 def halves(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
     """Two parts: the front and the back of each fragment."""
     split = [f.numel // 3 for f in layout.fragments]
     return [
-        [(StridedSlice(0, s),) for s in split],
-        [(StridedSlice(s, f.numel - s),) for s, f in zip(split, layout.fragments, strict=True)],
+        cut_at_pieces(layout, [StridedSlice(0, s) for s in split]),
+        cut_at_pieces(layout, [StridedSlice(s, f.numel - s) for s, f in zip(split, layout.fragments, strict=True)]),
     ]
 
 
 def columns(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
     """Two parts: even and odd pairs of columns, as row-parallel matrices are cut."""
-    return [[(StridedSlice(2 * part, 2, 4, f.numel // 4),) for f in layout.fragments] for part in range(2)]
+    return [
+        cut_at_pieces(layout, [StridedSlice(2 * part, 2, 4, f.numel // 4) for f in layout.fragments])
+        for part in range(2)
+    ]
 
 
 def config(rule="halos", **changes) -> OuterConfig:
@@ -218,8 +243,8 @@ def start_vector() -> torch.Tensor:
     return torch.randn(64, generator=torch.Generator().manual_seed(1))
 
 
-def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, **kwargs) -> World:
-    lay = layout(fragments)
+def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, piece_elements=1 << 27, **kwargs) -> World:
+    lay = layout(fragments, piece_elements)
     start = [start_vector()[:1].expand(f.numel).clone() for f in lay.fragments]
     regions = {"eu": [FakeWorker("a", lay, cut_a(lay))], "us": [FakeWorker("b", lay, cut_b(lay))]}
     return World(cfg, regions, start, lay, **kwargs)

@@ -9,7 +9,7 @@ import torch
 
 from geotrain.net.recovery import recover
 from geotrain.outer.messages import GLOBAL
-from tests.support.outer_world import config, halves, make
+from tests.support.outer_world import config, halves, make, weights_of
 
 
 class Recorded:
@@ -18,7 +18,7 @@ class Recorded:
     def __init__(self, folder: Path, which: str, **settings: Any) -> None:
         self.world = make(config(**settings), cut_a=halves)
         self.which, self.folder = which, folder
-        self.start = [x.x.clone() for x in self.world.top.fragments]
+        self.start = [x.clone() for x in weights_of(self.world.top)]
         self.recovered = recover(self.build, self.begin, folder, keep=2)
         self.put_in_place()
 

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ from geotrain.outer.messages import (
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Handled, Identity, Server
-from tests.support.outer_world import FakeWorker, halves, layout, whole
+from tests.support.outer_world import FakeWorker, by_piece, halves, layout, whole
 from tests.support.recorded_world import same_state
-from tests.support.specification import Specification, close
+from tests.support.specification import Specification, Vector, close
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 DECAY = 0.75
@@ -77,14 +78,18 @@ class Uplink:
 class SpecifiedWorld:
     """Two regions, three workers, one of two ranks. Every message that a server is told is kept as a journal."""
 
-    def __init__(self, config: OuterConfig, samples: int, layers_per_fragment: int | None = None) -> None:
-        self.config, self.samples, self.shape = config, samples, layout(layers_per_fragment)
+    def __init__(
+        self, config: OuterConfig, samples: int, layers_per_fragment: int | None = None, piece_elements: int = 1 << 27
+    ) -> None:
+        self.config, self.samples, self.shape = config, samples, layout(layers_per_fragment, piece_elements)
+        self.vaults = cycle((1, 2, 4))  # of the next life of any server
         self.every_fragment = tuple(range(len(self.shape.fragments)))
         self.identity = Identity("test", "config", self.shape.digest, "toy")
         generator = torch.Generator().manual_seed(7)
         self.start = [torch.randn(f.numel, generator=generator) for f in self.shape.fragments]
         self.generator = generator
-        self.spec = Specification(config, REGIONS, self.start, samples, DECAY)
+        start = by_piece(self.shape, dict(enumerate(self.start)))
+        self.spec = Specification(config, REGIONS, list(start.values()), samples, DECAY)
         self.servers: dict[str, Server] = {}
         self.lives: defaultdict[str, int] = defaultdict(int)
         self.snapshots: dict[str, Any] = {}
@@ -116,9 +121,13 @@ class SpecifiedWorld:
 
     def build(self, name: str) -> Server:
         if name == GLOBAL:
-            return GlobalServer(self.identity, self.shape, self.config, REGIONS, self.samples, 1)
+            return GlobalServer(
+                self.identity, self.shape, self.config, REGIONS, self.samples, 1, vaults=next(self.vaults)
+            )
         rule = region_rule(self.config.rule, REGIONS[name], 1.0, DECAY)
-        return RegionServer(name, self.identity, self.shape, self.config, rule, REGIONS[name])
+        return RegionServer(
+            name, self.identity, self.shape, self.config, rule, REGIONS[name], vaults=next(self.vaults)
+        )
 
     # -- processes: snapshots, journals, deaths
 
@@ -231,15 +240,15 @@ class SpecifiedWorld:
             self.tell(name, answer)
             self.merged = merge  # type: ignore[method-assign]
         else:
-            for fragment in range(len(self.shape.fragments)):
-                self.spec.mirror.pop((name, fragment), None) if self.new_senders(name) else None
+            for piece in range(len(self.shape.pieces)):
+                self.spec.mirror.pop((name, piece), None) if self.new_senders(name) else None
         uplink.acknowledged.clear()
         uplink.updates = deque(send.message for send in region.resend())  # type: ignore[misc]
         if region.gone:
             uplink.updates.append(Leave(name))
 
     def new_senders(self, name: str) -> bool:
-        return not self.top.members[name].senders
+        return not self.top.vaults.marks_of(name)
 
     def deliver_update(self, name: str) -> None:
         uplink = self.uplinks[name]
@@ -304,7 +313,7 @@ class SpecifiedWorld:
             return self.connect(name)
         for update in list(uplink.acknowledged):
             try:
-                fragments = tuple(delta.fragment for delta in update.deltas)
+                fragments = self.shape.fragments_of([delta.piece for delta in update.deltas])
                 answer = self.answer(GLOBAL, name, region.incarnation, 0, update.sequence, fragments)
             except NotJoined:
                 return self.connect(name)
@@ -335,7 +344,8 @@ class SpecifiedWorld:
             self.taken = {
                 (worker, fragment, job)
                 for worker, fragment, job in self.taken
-                if worker not in REGIONS[name] or job <= self.spec.rounds[name, fragment]
+                if worker not in REGIONS[name]
+                or job <= self.spec.rounds[name, self.shape.pieces_of[fragment][0].index]
             }
         self.lives[name] += 1
         region.incarnation = f"{name}-{self.lives[name]}"
@@ -429,7 +439,7 @@ class SpecifiedWorld:
         for part in parts:
             if self.would_apply(region, part):
                 new = {f: delta for f, delta in deltas.items() if not self.again(region, name, f, job)}
-                self.spec.worker_update(worker.region, name, new)
+                self.spec.worker_update(worker.region, name, by_piece(self.shape, new))
             self.tell(worker.region, part)
         if len(parts) == len(worker.fake.slicings):
             worker.sent |= set(due)
@@ -479,15 +489,17 @@ class SpecifiedWorld:
             free = {sample for start, size in book.pool for sample in range(start, start + size)}
             free |= set(range(book.next_start, self.samples))
             assert free == {sample for sample, place in enumerate(ledger.place) if place == "free"}, "the pool"
-        for state, v in zip(self.top.fragments, self.spec.top, strict=True):
-            assert state.version == v.version
-            close(state.x, v.x)
+        self.check_weights(self.top, self.spec.top)
         for name in REGIONS:
-            for state, v in zip(self.region(name).fragments, self.spec.region.get(name, []), strict=False):
-                assert state.version == v.version or self.top.rule.in_rounds
-                close(state.x, v.x)
+            self.check_weights(self.region(name), self.spec.region.get(name, []))
         for server in self.servers.values():
             json.dumps(server.status(), allow_nan=False)
+
+    def check_weights(self, server: Server, wanted: list[Vector]) -> None:
+        for piece, v in zip(self.shape.pieces if server.fragments else (), wanted, strict=False):
+            region = server is not self.top
+            assert server.versions[piece.fragment] == v.version or (region and self.top.rule.in_rounds)
+            close(server.vaults.of[piece.index].vectors[piece.index].x, v.x)
 
 
 def frozen(server: Server) -> Any:

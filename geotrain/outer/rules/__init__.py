@@ -1,8 +1,9 @@
 """Rules of the outer loop: how a server applies a delta, when a region sends its progress up, and how it merges the
 global weights that come back. A file for each rule.
 
-A rule works on one fragment's state at a time. Classes named `…Region` run on region servers, classes named `…Global`
-on the global server (the only server of a flat run). All tensors are fp32 vectors of the fragment's length.
+A rule works on one fragment at a time: one half of it on its counts, the other on the vectors of a piece (`rule.py`).
+Classes named `…Region` run on region servers, classes named `…Global` on the global server (the only server of a flat
+run).
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import cast
 from geotrain.config import HalosConfig, PluggedRule, RuleConfig, SyncConfig
 from geotrain.outer.rules.halos import HalosGlobal, HalosRegion
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion, momentum_decay, updates_in_run
-from geotrain.outer.rules.rule import AsyncRegion, FragmentState, RegionRule, Rule, average
+from geotrain.outer.rules.rule import AsyncRegion, Counts, RegionRule, Rule, Vectors, average
 from geotrain.outer.rules.sync import SyncGlobal, SyncRegion
 
 __all__ = [
     "AsyncRegion",
     "AveragingGlobal",
-    "FragmentState",
+    "Counts",
     "RegionRule",
     "Rule",
+    "Vectors",
     "average",
     "global_rule",
     "momentum_decay",

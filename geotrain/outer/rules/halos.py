@@ -8,7 +8,7 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.config import HalosConfig, MomentumConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import AsyncRegion, FragmentState
+from geotrain.outer.rules.rule import AsyncRegion, Counts, Told, Vectors
 
 
 def delayed_nesterov(
@@ -38,8 +38,12 @@ class HalosRegion(AsyncRegion):
         super().__init__(config.updates_per_send, config.merge_alpha, config.ledger)
         self.settings = config.region
 
-    def apply(self, state: FragmentState, delta: Tensor) -> None:
-        _apply(state, delta, self.settings)
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+        _, answered = super().on_delta(c, member, weight)
+        return _arrival(c), answered
+
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+        _apply(v, delta, told, self.settings)
 
 
 class HalosGlobal:
@@ -53,15 +57,21 @@ class HalosGlobal:
     def __init__(self, config: HalosConfig) -> None:
         self.settings = config.global_
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
-        state.version += 1
-        _apply(state, delta, self.settings)
-        return (member,)
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+        c.version += 1
+        return _arrival(c), (member,)
+
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+        _apply(v, delta, told, self.settings)
 
 
-def _apply(state: FragmentState, delta: Tensor, settings: MomentumConfig) -> None:
+def _arrival(c: Counts) -> Told:
     # Counted apart from the version, and for each fragment: it says when the momentum is due.
-    state.counts["arrivals"] = arrival = state.counts.get("arrivals", 0) + 1
-    m, acc = state.vector("momentum"), state.vector("accumulated")
+    c.counts["arrivals"] = c.counts.get("arrivals", 0) + 1
+    return {"arrival": c.counts["arrivals"]}
+
+
+def _apply(v: Vectors, delta: Tensor, told: Told, settings: MomentumConfig) -> None:
+    m, acc, arrival = v.vector("momentum"), v.vector("accumulated"), int(told["arrival"])
     lr, beta, buffer = settings.lr_per_update, settings.beta, settings.buffer
-    delayed_nesterov(state.x, delta, m, acc, arrival, lr_per_update=lr, beta=beta, buffer=buffer)
+    delayed_nesterov(v.x, delta, m, acc, arrival, lr_per_update=lr, beta=beta, buffer=buffer)

@@ -11,7 +11,7 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.config import RegionMomentumConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import AsyncRegion, FragmentState, average
+from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Told, Vectors, average
 
 
 def momentum_decay(updates: float, share: float) -> float:
@@ -48,9 +48,8 @@ class MomentumRegion(AsyncRegion):
         super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
         self.decay, self.gain, self.weight = decay, config.gain, 1 / workers
 
-    def apply(self, state: FragmentState, delta: Tensor) -> None:
-        m = state.vector("momentum")
-        momentum_average(state.x, delta, m, decay=self.decay, gain=self.gain, weight=self.weight)
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+        momentum_average(v.x, delta, v.vector("momentum"), decay=self.decay, gain=self.gain, weight=self.weight)
 
 
 class AveragingGlobal:
@@ -61,7 +60,9 @@ class AveragingGlobal:
     def __init__(self, regions: int) -> None:
         self.weight = 1 / regions
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
-        state.version += 1
-        average(state.x, delta, self.weight)
-        return (member,)
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+        c.version += 1
+        return NOTHING, (member,)
+
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+        average(v.x, delta, self.weight)

@@ -1,5 +1,9 @@
-"""What a server asks of a rule (`Rule`, `RegionRule`), what a rule works on (`FragmentState`), and what the
+"""What a server asks of a rule (`Rule`, `RegionRule`), what a rule works on (`Counts`, `Vectors`), and what the
 asynchronous rules of regions share (`AsyncRegion`).
+
+A rule has two halves. One counts, in the server's book: it decides who is answered and what is sent when, and knows
+no tensor. The other computes, in the vaults: it is *told* in plain numbers what was decided, and works element by
+element, so it does not matter how a fragment is divided among vaults.
 
 Outer steps work in place on fp32 vectors of equal length. Δ (delta) is anchor − current, so weights move by −Δ. Each
 rule's file states its coefficients and their sources, with symbols and order as in the papers. The arithmetic is in
@@ -18,17 +22,31 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.kernels import OuterStep
 
+Told = dict[str, float]  # what the counting half tells the computing one: plain numbers by name
+NOTHING: Told = {}
+
 
 @dataclass
-class FragmentState:
-    """One fragment on a server: all that a rule may keep between two calls. It is journaled, saved and restored
-    whole, so rules themselves have no state."""
+class Counts:
+    """What a rule counts of one fragment. Like `Vectors` it is journaled, saved and restored whole, so rules
+    themselves have no state."""
+
+    version: int = 0  # updates applied since the run began
+    counts: dict[str, int] = field(default_factory=dict)  # plain numbers: updates pending, in flight, …
+    waiting: dict[str, int] = field(default_factory=dict)  # synchronous rules: member whose Δ waits → its weight
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON data, whose counterpart is the constructor."""
+        return {"version": self.version, "counts": dict(self.counts), "waiting": dict(self.waiting)}
+
+
+@dataclass
+class Vectors:
+    """The vectors that a rule keeps of one piece of a fragment."""
 
     x: Tensor  # weights: fp32, 1-D
-    version: int = 0  # updates applied since the run began
     aux: dict[str, Tensor] = field(default_factory=dict)  # further vectors like x: momentum, base, …
-    counts: dict[str, int] = field(default_factory=dict)  # plain numbers: updates pending, in flight, …
-    waiting: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # synchronous rules: member → Δ, weight
+    waiting: dict[str, Tensor] = field(default_factory=dict)  # synchronous rules: member → Δ
 
     def vector(self, name: str) -> Tensor:
         """The auxiliary vector of that name, created with zeros at first use."""
@@ -36,25 +54,26 @@ class FragmentState:
             self.aux[name] = torch.zeros_like(self.x)
         return self.aux[name]
 
-    def vectors(self) -> tuple[Tensor, ...]:
+    def all(self) -> tuple[Tensor, ...]:
         """What an outer step may change in place."""
         return (self.x, *self.aux.values())
 
-    def state(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, whose names begin with the prefix; JSON data). The tensors are not copied."""
+    def state(self, prefix: str) -> dict[str, Tensor]:
+        """By names that begin with the prefix. The tensors are not copied."""
         tensors = {f"{prefix}x": self.x}
         tensors.update({f"{prefix}aux.{name}": vector for name, vector in self.aux.items()})
-        tensors.update({f"{prefix}waiting.{name}": delta for name, (delta, _) in self.waiting.items()})
-        weights = {name: weight for name, (_, weight) in self.waiting.items()}
-        return tensors, {"version": self.version, "counts": dict(self.counts), "waiting": weights}
+        tensors.update({f"{prefix}waiting.{name}": delta for name, delta in self.waiting.items()})
+        return tensors
 
     @staticmethod
-    def of(prefix: str, tensors: dict[str, Tensor], saved: dict[str, Any]) -> FragmentState:
+    def of(prefix: str, tensors: dict[str, Tensor]) -> Vectors:
         """The counterpart of `state`. prefix: as there. tensors: those of the whole server."""
-        head = f"{prefix}aux."
-        aux = {name.removeprefix(head): vector for name, vector in tensors.items() if name.startswith(head)}
-        waiting = {name: (tensors[f"{prefix}waiting.{name}"], weight) for name, weight in saved["waiting"].items()}
-        return FragmentState(tensors[f"{prefix}x"], saved["version"], aux, dict(saved["counts"]), waiting)
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        aux, waiting = (
+            {name.removeprefix(head): tensor for name, tensor in own.items() if name.startswith(head)}
+            for head in ("aux.", "waiting.")
+        )
+        return Vectors(own["x"], aux, waiting)
 
 
 class Rule(Protocol):
@@ -66,31 +85,43 @@ class Rule(Protocol):
     @property
     def in_rounds(self) -> bool: ...
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
-        """Take a member's delta, which stands for `weight` workers'. Returns the members to answer now.
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+        """Count a member's delta, which stands for `weight` workers'. Returns what `apply` is told, and the members
+        to answer now."""
 
-        The delta's memory is used again for the next one: a rule that keeps it must copy it.
-        """
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+        """Take in what was counted. The delta's memory is used again for the next one: a rule that keeps it must
+        copy it."""
 
 
 class RegionRule(Rule, Protocol):
     """What a region server asks besides."""
 
-    def start(self, state: FragmentState) -> None:
+    def start(self, c: Counts) -> None:
         """The fragment's x has just been set to the global weights: nothing is pending."""
 
-    def pending(self, state: FragmentState) -> bool:
+    def begin(self, v: Vectors) -> None:
+        """The same, for a piece."""
+
+    def pending(self, c: Counts) -> bool:
         """Whether a delta was taken that has not been sent up."""
 
-    def may_send(self, state: FragmentState, flush: bool) -> bool:
-        """Whether an update should leave for the global server now. flush: send also what is too little otherwise,
-        since nobody is at work who could add to it."""
+    def may_send(self, c: Counts, flush: bool) -> bool:
+        """Whether an update should leave for the global server now; not while one is in flight. flush: send also what
+        is too little otherwise, since nobody is at work who could add to it."""
 
-    def take_progress(self, state: FragmentState) -> tuple[Tensor, int]:
-        """(delta to send up, number of workers' deltas it stands for). From now on it is in flight."""
+    def on_send(self, c: Counts) -> tuple[Told, int]:
+        """What `progress` is told, and the number of workers' deltas that it stands for. From now on it is in
+        flight."""
 
-    def on_global_weights(self, state: FragmentState, x_global: Tensor) -> tuple[str, ...]:
-        """Merge the answer to what was in flight. Returns the members to answer now. x_global must not be written."""
+    def progress(self, v: Vectors, told: Told) -> Tensor:
+        """The delta to send up."""
+
+    def on_global_weights(self, c: Counts) -> tuple[str, ...]:
+        """The answer to what was in flight is here, to be merged. Returns the members to answer then."""
+
+    def merge(self, v: Vectors, x_global: Tensor) -> None:
+        """Merge it. x_global must not be written."""
 
 
 def average(x: Tensor, delta: Tensor, weight: float) -> None:
@@ -123,44 +154,49 @@ class AsyncRegion(ABC):
     def __init__(self, updates_per_send: int, merge_alpha: float, ledger: bool) -> None:
         self.every, self.alpha, self.ledger = updates_per_send, merge_alpha, ledger  # every: K
 
-    def start(self, state: FragmentState) -> None:
-        state.vector("base").copy_(state.x)
+    def start(self, c: Counts) -> None:
         # pending: updates applied since the last send. in_flight: 1 while a send is unanswered. lost: updates that
         # were pending at a merge without the ledger.
-        state.counts.update(pending=0, in_flight=0, lost=state.counts.get("lost", 0))
+        c.counts.update(pending=0, in_flight=0, lost=c.counts.get("lost", 0))
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
-        state.version += 1
-        state.counts["pending"] += 1
-        self.apply(state, delta)
-        return (member,)
+    def begin(self, v: Vectors) -> None:
+        v.vector("base").copy_(v.x)
+
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+        c.version += 1
+        c.counts["pending"] += 1
+        return NOTHING, (member,)
 
     @abstractmethod
-    def apply(self, state: FragmentState, delta: Tensor) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
         """Move x by a worker's delta."""
 
-    def pending(self, state: FragmentState) -> bool:
-        return state.counts["pending"] > 0
+    def pending(self, c: Counts) -> bool:
+        return c.counts["pending"] > 0
 
-    def may_send(self, state: FragmentState, flush: bool) -> bool:
+    def may_send(self, c: Counts, flush: bool) -> bool:
         # At most one send in flight: its answer decides the base from which the next one is counted. Updates that are
         # applied meanwhile wait and leave together.
-        pending = state.counts["pending"]
-        return not state.counts["in_flight"] and (pending >= self.every or (flush and pending > 0))
+        pending = c.counts["pending"]
+        return not c.counts["in_flight"] and (pending >= self.every or (flush and pending > 0))
 
-    def take_progress(self, state: FragmentState) -> tuple[Tensor, int]:
-        weight = state.counts["pending"]
-        state.counts.update(pending=0, in_flight=1)
+    def on_send(self, c: Counts) -> tuple[Told, int]:
+        weight = c.counts["pending"]
+        c.counts.update(pending=0, in_flight=1)
+        return NOTHING, weight
+
+    def progress(self, v: Vectors, told: Told) -> Tensor:
         if self.ledger:
-            state.vector("sent").copy_(state.x)
-        return state.vector("base") - state.x, weight
+            v.vector("sent").copy_(v.x)
+        return v.vector("base") - v.x
 
-    def on_global_weights(self, state: FragmentState, x_global: Tensor) -> tuple[str, ...]:
-        sent = state.vector("sent") if self.ledger else None
-        merge(state.x, state.vector("base"), x_global, self.alpha, sent)
+    def on_global_weights(self, c: Counts) -> tuple[str, ...]:
         if not self.ledger:
             # Now base = x: the pending updates are in x and can never be in a difference from base.
-            state.counts["lost"] += state.counts["pending"]
-            state.counts["pending"] = 0
-        state.counts["in_flight"] = 0
+            c.counts["lost"] += c.counts["pending"]
+            c.counts["pending"] = 0
+        c.counts["in_flight"] = 0
         return ()  # workers were answered when their deltas were applied
+
+    def merge(self, v: Vectors, x_global: Tensor) -> None:
+        merge(v.x, v.vector("base"), x_global, self.alpha, v.vector("sent") if self.ledger else None)

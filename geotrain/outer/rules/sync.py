@@ -12,7 +12,7 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.config import SyncConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import FragmentState, average
+from geotrain.outer.rules.rule import NOTHING, Counts, Told, Vectors, average
 
 
 def nesterov(x: Tensor, delta: Tensor, m: Tensor, *, lr: float, momentum: float) -> None:
@@ -31,48 +31,64 @@ class _Sync:
         # must give the same bits whatever the order of arrival.
         self.members = tuple(sorted(members))
 
-    def collect(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> None:
-        state.waiting[member] = (delta.clone(), weight)  # the server decodes its next update into delta's memory
+    def complete(self, c: Counts) -> bool:
+        return len(c.waiting) == len(self.members)
 
-    def complete(self, state: FragmentState) -> bool:
-        return len(state.waiting) == len(self.members)
+    def take_weights(self, c: Counts) -> Told:
+        """The weight of each member's delta, all of which wait; none does any more."""
+        weights: Told = {member: c.waiting[member] for member in self.members}
+        c.waiting.clear()
+        return weights
 
-    def take_mean(self, state: FragmentState) -> tuple[Tensor, int]:
-        deltas = [state.waiting[member] for member in self.members]
-        state.waiting.clear()
-        total = sum(weight for _, weight in deltas)
-        mean = torch.zeros_like(state.x)
-        for delta, weight in deltas:
-            average(mean, delta, -weight / total)  # `average` subtracts
-        return mean, total
+    def collect(self, v: Vectors, member: str, delta: Tensor) -> None:
+        v.waiting[member] = delta.clone()  # the vault decodes its next update into delta's memory
+
+    def take_mean(self, v: Vectors, weights: Told) -> Tensor:
+        total = sum(weights.values())
+        mean = torch.zeros_like(v.x)
+        for member, weight in weights.items():
+            average(mean, v.waiting.pop(member), -weight / total)  # `average` subtracts
+        return mean
 
 
 class SyncRegion(_Sync):
     """Sends the mean of its workers' deltas up and answers them with the global weights that come back."""
 
-    def start(self, state: FragmentState) -> None:
-        state.counts.update(in_flight=0)
+    def start(self, c: Counts) -> None:
+        c.counts.update(in_flight=0)
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
-        state.version += 1
-        self.collect(state, member, delta, weight)
-        return ()
+    def begin(self, v: Vectors) -> None:
+        """The weights are all that it needs."""
 
-    def pending(self, state: FragmentState) -> bool:
-        return bool(state.waiting)
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+        c.version += 1
+        c.waiting[member] = weight
+        return NOTHING, ()
 
-    def may_send(self, state: FragmentState, flush: bool) -> bool:
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+        self.collect(v, member, delta)
+
+    def pending(self, c: Counts) -> bool:
+        return bool(c.waiting)
+
+    def may_send(self, c: Counts, flush: bool) -> bool:
         # `flush` changes nothing: what is sent is the mean of all workers, or nothing.
-        return not state.counts["in_flight"] and self.complete(state)
+        return not c.counts["in_flight"] and self.complete(c)
 
-    def take_progress(self, state: FragmentState) -> tuple[Tensor, int]:
-        state.counts["in_flight"] = 1
-        return self.take_mean(state)
+    def on_send(self, c: Counts) -> tuple[Told, int]:
+        c.counts["in_flight"] = 1
+        weight = sum(c.waiting.values())
+        return self.take_weights(c), weight
 
-    def on_global_weights(self, state: FragmentState, x_global: Tensor) -> tuple[str, ...]:
-        state.x.copy_(x_global)
-        state.counts["in_flight"] = 0
+    def progress(self, v: Vectors, told: Told) -> Tensor:
+        return self.take_mean(v, told)
+
+    def on_global_weights(self, c: Counts) -> tuple[str, ...]:
+        c.counts["in_flight"] = 0
         return self.members
+
+    def merge(self, v: Vectors, x_global: Tensor) -> None:
+        v.x.copy_(x_global)
 
 
 class SyncGlobal(_Sync):
@@ -82,11 +98,14 @@ class SyncGlobal(_Sync):
         super().__init__(members)
         self.lr, self.momentum = config.lr, config.momentum
 
-    def on_delta(self, state: FragmentState, member: str, delta: Tensor, weight: int) -> tuple[str, ...]:
-        self.collect(state, member, delta, weight)
-        if not self.complete(state):
-            return ()
-        mean, _ = self.take_mean(state)
-        state.version += 1
-        nesterov(state.x, mean, state.vector("momentum"), lr=self.lr, momentum=self.momentum)
-        return self.members
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+        c.waiting[member] = weight
+        if not self.complete(c):
+            return NOTHING, ()
+        c.version += 1
+        return self.take_weights(c), self.members
+
+    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+        self.collect(v, member, delta)
+        if told:
+            nesterov(v.x, self.take_mean(v, told), v.vector("momentum"), lr=self.lr, momentum=self.momentum)

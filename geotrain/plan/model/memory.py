@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup
+from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup, codec_config
+from geotrain.cuda_staging import PIECE
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import sends_changes
 from geotrain.parallelism.acco_forms import flat_bytes, scratch_bytes
-from geotrain.parallelism.checks import accumulates_in_fp32, trains_in_bf16
-from geotrain.parallelism.memory import memory_per_rank, moment_bytes
+from geotrain.parallelism.checks import accumulates_in_fp32, offloads_masters, trains_in_bf16
+from geotrain.parallelism.memory import fp8_weights, memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parallelism.whole_matrices import shard_size
-
-
-def checkpoint_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> int:
-    """Bytes on the host, pinned where there is a GPU, of the copy of a checkpoint while it is written: at most, of
-    the fullest rank. Raises as `rank_memory`."""
-    setup = WorkerSetup.of(run, worker)
-    parallel, block = setup.parallel, setup.deepspeed
-    needs = memory_per_rank(architecture, parallel, worker.ranks, block, run.data.sequence_length)
-    if run.acco is None:
-        return needs.checkpoint_bytes
-    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
-    return moment_bytes(shard_size(architecture, parallel, needs.stage, dp, uses_muon(block), together=True), block)
 
 
 def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
     """Bytes on the device. Raises ConfigError when the worker cannot run this layout.
 
-    outer: what the outer loop keeps for each parameter that the rank owns (`geotrain.outer.worker.WorkerRank`): the
-    fp32 anchor, an fp32 staging buffer and, where the codec is lossy, the residual of the error feedback. It lies
-    beside the optimizer's master weights, so it takes no device memory where these are offloaded to the host.
+    outer: what the outer loop keeps for each parameter that the rank owns (`outer_bytes`), unless it lies in host
+    memory (`host_memory`).
     """
     setup = WorkerSetup.of(run, worker)
     parallel, block = setup.parallel, setup.deepspeed
     memory = memory_per_rank(
-        architecture, parallel, worker.ranks, block, run.data.sequence_length, run.model.recompute
+        architecture,
+        parallel,
+        worker.ranks,
+        block,
+        run.data.sequence_length,
+        run.model.recompute,
+        setup.precision.fp8 is not None,
     )
     dp = worker.ranks // (parallel.tensor * parallel.pipeline)
     state = {
@@ -44,16 +40,58 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
     if run.acco is not None:
         size, summed = 2 if trains_in_bf16(block) else 4, 4 if accumulates_in_fp32(block) else 2
+        in_fp8 = 2 * fp8_weights(architecture, parallel, memory.stage) if setup.precision.fp8 else 0
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
         flat = flat_bytes(run.acco.prediction, shard, size, summed)
         scratch = scratch_bytes(run.acco.prediction, shard, size)
         state["buffers"] = flat - state["weights"] - state["gradients"] + scratch
-    up, _ = run.outer.worker_codecs
-    each = 8 + (4 if up.name != "fp32" else 0)
-    offloaded = "offload_optimizer" in block.get("zero_optimization", {})
+        state["weights"] += in_fp8
+    outer = 0 if outer_on_host(run, setup) else outer_bytes(run, shard.adamw + shard.matrices)
+    return {**state, "activations": memory.activations_bytes, "outer": outer}
+
+
+def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
+    """Bytes of host memory that the same rank takes: the optimizer's where it is offloaded; the outer loop's where it
+    is not on the device; the pinned buffers through which the outer loop's data cross, which are fixed where they
+    carry pieces of masters, and as large as what is sent and received where that crosses whole; and the copy of a
+    checkpoint while it is written, at most, pinned where there is a GPU. What comes and goes with an exchange, and
+    the process's own, come on top. Raises ConfigError."""
+    setup = WorkerSetup.of(run, worker)
+    parallel, block = setup.parallel, setup.deepspeed
+    memory = memory_per_rank(
+        architecture,
+        parallel,
+        worker.ranks,
+        block,
+        run.data.sequence_length,
+        run.model.recompute,
+        setup.precision.fp8 is not None,
+    )
+    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
+    shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
+    owned, offloaded = shard.adamw + shard.matrices, offloads_masters(block)
+    up, down = run.outer.worker_codecs
+    comes = codec_config("fp32") if sends_changes(down) else down  # the first weights come whole
+    pinned = 0 if offloaded else 2 * 4 * PIECE
+    if not outer_on_host(run, setup):
+        pinned = sum(make_codec(codec).encoded_bytes(owned) for codec in (up, comes))
     return {
-        **state,
-        "activations": memory.activations_bytes,
-        "outer": 0 if offloaded else each * (shard.adamw + shard.matrices),
+        "optimizer": 4 * owned + moment_bytes(shard, block) if offloaded else 0,
+        "outer": outer_bytes(run, owned) if outer_on_host(run, setup) else 0,
+        "pinned": pinned,
+        "checkpoint": memory.checkpoint_bytes if run.acco is None else moment_bytes(shard, block),
     }
+
+
+def outer_on_host(run: RunConfig, setup: WorkerSetup) -> bool:
+    """Whether the outer loop's vectors lie in host memory: where it is said, and where the masters do."""
+    return run.outer.state_device == "host" or offloads_masters(setup.deepspeed)
+
+
+def outer_bytes(run: RunConfig, owned: int) -> int:
+    """What the outer loop keeps of so many parameters (`geotrain.outer.worker.WorkerRank`), all fp32: the anchor, a
+    buffer in which deltas are made; where the codec is lossy, the residual of its error feedback; and where changes
+    come down, the mirror that they change."""
+    up, down = run.outer.worker_codecs
+    return 4 * owned * (2 + (up.name != "fp32") + sends_changes(down))

@@ -5,30 +5,48 @@ operations follow one another. `EXPECTED` lowers the rates to what kernels are k
 that no run is faster. Left out are launches, input, stragglers and the outer loop.
 
 Counted of a layer, forward: the products with weights, each of which reads both factors and writes the result;
-attention, which reads q, k, v and writes its output (arXiv 2205.14135); and what only moves memory: norms with their
-residual sums (8 hidden sizes a token), rotation (2 of q and k), SwiGLU (3 of the MLP's width). Backward: two products
-for each of forward's, of which one adds to the accumulated gradients; 2.5 times the attention (arXiv 2307.08691,
-section 3.1); twice the rest. Cross entropy: three passes over fp32 logits. AdamW: 30 bytes for each parameter owned.
+attention, which reads q, k, v and writes its output (arXiv 2205.14135); and what only moves memory (`_streamed`).
+Backward: two products for each of forward's, one of whose results is added to the accumulated gradients; attention's
+scores again and four products (arXiv 2307.08691, section 3.1). Cross entropy: four passes over fp32 logits. The
+optimizer: see `optimizer_operations`. A trace of the real engine agrees (`benchmarks.trace`,
+tests/inner/test_trace.py).
 
 Ranks of a replica exchange activations four times a layer, hidden behind nothing: tensor ranks all of them, expert
 and context ranks what goes to others. Gradients and weights between replicas hide behind one micro-batch, with ACCO
 behind all. A pipeline of p stages and m micro-batches takes (m + p − 1) / m as long.
+
+With FP8 the layers' products go at its peak, and read factors of a byte that were cast before; head, attention and
+all else stay in bf16. Utilization is then of FP8's peak. Weights are cast once a step, which is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from geotrain.families import Architecture, family_of
 from geotrain.families.weights import Weight
-from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes, overlaps_reduction, zero_stage
+from geotrain.parallelism.checks import (
+    accumulates_in_fp32,
+    accumulation_steps,
+    gradient_wire_bytes,
+    overlaps_reduction,
+    zero_stage,
+)
 from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings
 from geotrain.plan.model.step import Work
 from geotrain.plan.model.work import useful_flops
 
-OPTIMIZER_BYTES = 30  # gradient read in fp32; master and two moments read and written; weight written
+# Of an element that AdamW steps, fp32: its gradient read for the norm, scaled in place, read; master and two moments
+# read and written; master read, weight written.
+ADAMW_BYTES = 4 + 8 + 4 + 24 + 6
+# Of one that Muon steps: gradient, momentum and master gathered and the last two put back, a scaling, two averages,
+# decay, the step.
+MUON_BYTES = 4 + 8 + 3 * 8 + 8 + 3 * 12 + 8 + 2 * 8 + 6
+BLOCK = 128  # of the products that orthogonalize
 IN_HOST = 8  # devices that share a host's fast links
 
 
@@ -36,8 +54,8 @@ IN_HOST = 8  # devices that share a host's fast links
 class Accelerator:
     """Rates as NVIDIA's data sheets of the SXM modules say.
 
-    flops: dense bf16, a second. memory_bytes, bandwidth: of the HBM; bytes, bytes a second. link: NVLink, bytes a
-    second each way. network: one 400 Gbit/s adapter for each device, bytes a second, each way.
+    flops, fp8_flops: dense bf16 and FP8, a second. memory_bytes, bandwidth: of the HBM; bytes, bytes a second. link:
+    NVLink, bytes a second each way. network: one 400 Gbit/s adapter for each device, bytes a second, each way.
     """
 
     name: str
@@ -46,13 +64,14 @@ class Accelerator:
     bandwidth: float
     link: float
     network: float = 50e9
+    fp8_flops: float = math.nan
 
 
 ACCELERATORS = (
-    Accelerator("H100", 989.4e12, 80e9, 3.35e12, 450e9),  # H100 Tensor Core GPU data sheet, 2023
-    Accelerator("H200", 989.4e12, 141e9, 4.8e12, 450e9),  # H200 Tensor Core GPU data sheet, 2024
+    Accelerator("H100", 989.4e12, 80e9, 3.35e12, 450e9, fp8_flops=1978.9e12),  # H100 Tensor Core GPU data sheet, 2023
+    Accelerator("H200", 989.4e12, 141e9, 4.8e12, 450e9, fp8_flops=1978.9e12),  # H200 Tensor Core GPU data sheet, 2024
     Accelerator(
-        "B200", 2250e12, 180e9, 7.7e12, 900e9
+        "B200", 2250e12, 180e9, 7.7e12, 900e9, fp8_flops=4500e12
     ),  # HGX B200: an eighth of the board's, DGX B200 data sheet, 2024
 )
 
@@ -75,15 +94,18 @@ EXPECTED = RateShares(0.72, 0.55, 0.9, 0.8)
 
 @dataclass(frozen=True)
 class Operation:
-    """A part of one micro-batch on one rank. flops: executed. bytes: to and from the device's memory."""
+    """A part of one micro-batch on one rank. flops: executed, in FP8 or not. bytes: to and from the device's
+    memory."""
 
     name: str
     flops: float
     bytes: float
+    fp8: bool = False
 
     def seconds(self, device: Accelerator, shares: RateShares) -> float:
         rate = shares.attention if self.name == "attention" else shares.products
-        return max(self.flops / (rate * device.flops), self.bytes / (shares.bandwidth * device.bandwidth))
+        peak = device.fp8_flops if self.fp8 else device.flops
+        return max(self.flops / (rate * peak), self.bytes / (shares.bandwidth * device.bandwidth))
 
 
 @dataclass(frozen=True)
@@ -121,8 +143,10 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
     slot_s = sum(spent.values()) + exchange_s
     held = max(stage_parameters(a, parallel, stage) for stage in range(stages))
     owners = replicas * parallel.context
-    shard = held / owners if zero_stage(work.deepspeed) else held
-    optimizer_s = OPTIMIZER_BYTES * shard / (shares.bandwidth * device.bandwidth)
+    optimizer_s = max(
+        sum(operation.seconds(device, shares) for operation in optimizer_operations(work, stage, owners))
+        for stage in range(stages)
+    )
     ranks = parallel.replica_ranks * replicas
     rate = shares.link * (device.link if ranks <= IN_HOST else device.network)
     each = gradient_wire_bytes(work.deepspeed) + work.bytes_per_weight
@@ -140,14 +164,16 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
         exchange_s=micro_batches * exchange_s,
         pipeline_s=pipeline_s,
         exposed_s=exposed_s,
-        mfu=useful / (step_s * ranks * device.flops),
+        mfu=useful / (step_s * ranks * (device.fp8_flops if work.fp8 else device.flops)),
     )
 
 
 def exchanged_bytes(work: Work) -> float:
     """What a rank sends of a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
     parallelism the two halves of one, after attention and MLP. Experts: each routed token there and back. Context: q,
-    k, v and the output of attention. Backward does it again; so does forward where it is computed again."""
+    k, v and the output of attention, or as a ring k and v to each other rank (which attention may hide; it is counted
+    as if not). Backward does it again; so does forward where it is computed again. With sequence parallelism backward
+    gathers the inputs of both parts once more, for the gradients of weights."""
     a, parallel = work.architecture, work.parallel
     tokens = work.micro_tokens / parallel.context
 
@@ -155,11 +181,16 @@ def exchanged_bytes(work: Work) -> float:
         return (ranks - 1) / ranks
 
     sent = 4 * others(parallel.tensor) * a.hidden_size * a.layers
+    gathered = 2 * others(parallel.tensor) * a.hidden_size * a.layers if parallel.sequence else 0.0
     chosen = a.experts.per_token if a.experts else 0
     sent += 2 * others(parallel.expert) * chosen * a.hidden_size * sum(map(a.has_experts, range(a.layers)))
-    sent += others(parallel.context) * sum(_attended(a)) / parallel.tensor * a.layers
+    if parallel.context_exchange == "ring":  # keys and values go round
+        _, key, value, _ = _attended(a)
+        sent += (parallel.context - 1) * (key + value) / parallel.tensor * a.layers
+    else:
+        sent += others(parallel.context) * sum(_attended(a)) / parallel.tensor * a.layers
     times = 3 if work.recompute == "full" else 2
-    return times * sent / parallel.pipeline * work.bytes_per_weight * tokens
+    return (times * sent + gathered) / parallel.pipeline * work.bytes_per_weight * tokens
 
 
 def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
@@ -168,15 +199,23 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
     tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
     layers, last = a.layers // parallel.pipeline, stage == parallel.pipeline - 1
     forward, again = 1 + (work.recompute == "full"), int(work.recompute != "none")
+    summed = size + 8 if accumulates_in_fp32(work.deepspeed) else 3 * size  # bytes of a weight's gradient
 
-    def product(rows: float, k: float, n: float, weights: float, times: int) -> Iterator[Operation]:
-        """[rows, k] · [k, n]. weights: k · n, of all experts together."""
+    def product(
+        rows: float, k: float, n: float, weights: float, times: int, size: int, fp8: bool = False
+    ) -> Iterator[Operation]:
+        """[rows, k] · [k, n]. weights: k · n, of all experts together. size: bytes of an element. fp8: both factors
+        are cast before."""
+        factor = 1 if fp8 else size
         for _ in range(times + 2):
-            yield Operation("products", 2.0 * rows * k * n, size * (rows * k + weights + rows * n))
-        yield Operation("memory", 0.0, 2.0 * size * weights)  # the sum of gradients, read and written
+            yield Operation("products", 2.0 * rows * k * n, factor * (rows * k + weights) + size * rows * n, fp8)
+        if fp8:  # input and gradient of the output, read, and written twice: as they are and transposed
+            yield Operation("memory", 0.0, (size + 2) * rows * (times * k + n))
+        yield Operation("memory", 0.0, summed * weights)
 
+    whole = a.hidden_size / (tp if parallel.sequence else 1)
     q, key, value, output = _attended(a)
-    whole = 8 * a.hidden_size / (tp if parallel.sequence else 1)
+    pairs = a.heads / tp * work.sequence_length * tokens
     for layer in range(stage * layers, (stage + 1) * layers):
         for matrix in _matrices(a, a.has_experts(layer)):
             n = matrix.n / tp if matrix.cut == "rows" else matrix.n
@@ -185,16 +224,103 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
             held = matrix.count * k * n
             if a.experts is not None and matrix.count > 1:
                 rows, held = rows * a.experts.per_token, held / parallel.expert
-            yield from product(rows, k, n, held, forward)
-        attended = a.heads * (a.query_dim + a.value_dim) / tp * work.sequence_length * tokens
-        moved = size * tokens * (q + key + value + output) / tp
-        for times in (1, again, 2.5):
-            yield Operation("attention", times * attended, times * moved)
-        streamed = whole + (2 * (q + key) + 3 * a.active_ffn_size(a.has_experts(layer))) / tp
-        yield Operation("memory", 0.0, (forward + 2) * size * tokens * streamed)
+            yield from product(
+                rows, k, n, held, forward, 4 if matrix.wide else size, work.fp8 and matrix.cut != "whole"
+            )
+        once = size * tokens * (q + key + value + output) / tp
+        for _ in range(1 + again):
+            yield Operation("attention", pairs * (a.query_dim + a.value_dim), once)
+        yield Operation("attention", pairs * (3 * a.query_dim + 2 * a.value_dim), 2 * once)
+        ahead, back = _streamed(work, a.has_experts(layer))
+        yield Operation("memory", 0.0, tokens * (forward * ahead + back))
+    vocabulary = a.vocab_size / tp * a.hidden_size
+    if stage == 0:  # the look-up, and a gradient of its whole table; where that is the head's too, both are added
+        found = (
+            3 + 4 * (tp > 1)
+        ) * a.hidden_size + 4 * whole  # tensor ranks mask; turned to [sequence, batch], and back
+        added = 3 * size if a.tied_embeddings and last else summed
+        yield Operation("memory", 0.0, size * tokens * found + (size + added) * vocabulary)
     if last:
-        yield from product(tokens, a.hidden_size, a.vocab_size / tp, a.hidden_size * a.vocab_size / tp, 1)
-        yield Operation("memory", 0.0, tokens * a.vocab_size / tp * (2 * size + 3 * 4))
+        yield from product(tokens, a.hidden_size, a.vocab_size / tp, vocabulary, 1, size)
+        yield Operation("memory", 0.0, tokens * (a.vocab_size / tp * (2 * size + 7 * 4) + 5 * size * whole))
+
+
+def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
+    """Bytes a token that a layer's kernels move beside products and attention, forward and backward. sparse: it has
+    experts. As Megatron-core's layers do it without Transformer Engine; torch.compile fuses what it is asked to.
+    Elements, forward + backward:
+
+    - norms 2 and 3 of their width; residual sums 3 hidden sizes each and as many; SwiGLU 3 and 5 of the MLP's width
+    - rotation of queries and keys 12 and 14, which is not fused; the angles of a position, in fp32
+    - q as a copy where a rank has several groups of heads; the gradients of q, k, v put together
+    - around the exchange of context ranks: q, k, v put together and taken apart, the output turned
+    - of latent attention: queries and keys put together of two parts
+    - of experts, for each that a token is sent to: sorted by expert, by rank, and back, 9 hidden sizes each way; the
+      router's input in fp32, and sums; what the router knows of each expert
+    """
+    a, parallel, size = work.architecture, work.parallel, work.bytes_per_weight
+    h, tp, cp = a.hidden_size, parallel.tensor, parallel.context
+    whole = h / (tp if parallel.sequence else 1)
+    q, key, value, output = (width / tp for width in _attended(a))
+    width = a.active_ffn_size(sparse) / tp
+    forward, backward = 10 * whole + 3 * width, 12 * whole + 5 * width
+    if a.latent is None:
+        rotated = q + key
+        forward += 2 * q if a.heads > a.kv_heads > tp else 0
+        backward += 2 * (q + key + value)
+    else:
+        rotated = (a.heads / tp + 1) * a.head_dim
+        forward += 2 * (q + key)
+        backward += 2 * q + 2 * a.heads * (a.latent.plain_dim + a.latent.value_dim) / tp + 4 * key
+        latents = (a.latent.query_rank + a.latent.key_value_rank) * whole / h
+        forward, backward = forward + 2 * latents, backward + 3 * latents
+    forward, backward = forward + 12 * rotated, backward + 14 * rotated
+    if a.qk_norm:
+        forward, backward = forward + 2 * (q + key), backward + 3 * (q + key)
+    if cp > 1:
+        forward += 2 * (q + key + value) + 2 * output
+        backward += 2 * (q + key + value) + 4 * output
+    of_experts = 0.0
+    if a.experts is not None and sparse:
+        sent = 9 * h * a.experts.per_token
+        shared = 3 * h if a.experts.shared_ffn_size else 0
+        forward, backward = forward + (sent + 6 * h + shared) / tp, backward + (sent + 9 * h + shared) / tp
+        of_experts = a.experts.count / tp
+    positions = a.head_dim * work.sequence_length / work.micro_tokens
+    return (
+        size * forward + 96 * positions + 100 * of_experts,
+        size * backward + 8 * positions + 60 * of_experts,
+    )
+
+
+def optimizer_operations(work: Work, stage: int, owners: int) -> Iterator[Operation]:
+    """A rank's share of a step, which ZeRO divides among `owners`. Muon: Newton–Schulz steps of each matrix, r × c
+    with r ≤ c; of the products XXᵀ and AA only the blocks on and above the diagonal, BX whole
+    (`geotrain.kernels.triton_orthogonalize`). Tensor ranks gather matrices and all do the same, unless each takes its
+    part for one (`tp_mode`)."""
+    a, parallel = work.architecture, work.parallel
+    owners = owners if zero_stage(work.deepspeed) else 1
+    rest, settings = float(stage_parameters(a, parallel, stage)), optimizer_settings(work.deepspeed)
+    tp = parallel.tensor
+    layers = range(0)
+    if isinstance(settings, MuonSettings):
+        layers = range(stage * (a.layers // parallel.pipeline), (stage + 1) * (a.layers // parallel.pipeline))
+    for layer in layers:
+        for weight in family_of(a.model_type).layer(a, layer):
+            if len(weight.shape) != 2:
+                continue
+            gathered = isinstance(settings, MuonSettings) and settings.tp_mode == "duplicated"
+            cut = 1 if weight.cut == "whole" else tp
+            r, c = sorted((weight.shape[0] / (1 if gathered else cut), weight.shape[1]))
+            half = r * (r + min(r, BLOCK))
+            times = settings.ns_steps / owners if isinstance(settings, MuonSettings) else 0.0
+            yield Operation("products", times * (half * (c + r) + 2 * r * r * c), times * (8 * r * c + 10 * r * r))
+            own = weight.numel / cut
+            # The norm of the update, and the update as bf16; before that, put together of the tensor ranks' parts.
+            moved = MUON_BYTES * own + (18 if r * c > own else 10) * r * c
+            yield Operation("memory", 0.0, moved / owners)
+            rest -= own / (parallel.expert if weight.expert is not None else 1)
+    yield Operation("memory", 0.0, ADAMW_BYTES * rest / owners)
 
 
 def _attended(a: Architecture) -> tuple[float, float, float, float]:
@@ -205,12 +331,14 @@ def _attended(a: Architecture) -> tuple[float, float, float, float]:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A layer's matrix [n, k] as one product takes it; count: experts that have one each. cut: as `Weight` has it."""
+    """A layer's matrix [n, k] as one product takes it; count: experts that have one each. cut: as `Weight` has it.
+    wide: computed in fp32."""
 
     n: int
     k: int
     count: int
     cut: str
+    wide: bool
 
 
 @lru_cache(maxsize=64)
@@ -222,10 +350,10 @@ def _matrices(a: Architecture, sparse: bool) -> tuple[_Matrix, ...]:
         if len(weight.shape) == 2:
             found.setdefault(weight.within, []).append(weight)
     matrices = []
-    for weights in found.values():
+    for name, weights in found.items():
         count = len({weight.expert for weight in weights})
         rows = sum(weight.shape[0] for weight in weights) // count
-        matrices.append(_Matrix(rows, weights[0].shape[1], count, weights[0].cut))
+        matrices.append(_Matrix(rows, weights[0].shape[1], count, weights[0].cut, "router" in name))
     return tuple(matrices)
 
 

@@ -39,7 +39,8 @@ SMALL_COLLECTIVES = 3  # of a step, over all ranks: the norm, whether it is fini
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker does. deepspeed: its block, with the worker's own keys laid over."""
+    """What a worker does. deepspeed: its block, with the worker's own keys laid over. fp8: whether layers multiply
+    in FP8; only the roofline knows it, since a cluster's devices have one rate."""
 
     architecture: Architecture
     sequence_length: int
@@ -47,6 +48,7 @@ class Work:
     parallel: ParallelConfig
     deepspeed: dict[str, Any]
     acco: AccoConfig | None
+    fp8: bool = False
 
     @property
     def bytes_per_weight(self) -> int:

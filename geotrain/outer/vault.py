@@ -1,0 +1,393 @@
+"""Vaults: all of a server's vectors and payloads, and the arithmetic on them.
+
+A server is a *book*, the state machine that decides (`geotrain.outer.server`), and vaults, each of which has some of
+the model's pieces. The book touches no tensor: it gives *orders*, plain data, which every vault carries out for its
+own pieces, and which cannot be refused. What a vault does with a piece depends on no other piece, so the number of
+vaults changes no bit. Slices and payloads reach a vault in its members' own messages (`Vault.hear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.config import CodecConfig
+from geotrain.layout import Layout, Piece, gather, numel, scatter
+from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, rounding_seed
+from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender, to_bytes
+from geotrain.outer.messages import Answer, Join, PieceWeights, UpdatePart
+from geotrain.outer.rules import RegionRule, Rule, Vectors
+from geotrain.outer.rules.rule import Told
+from geotrain.staging import from_bytes
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Decode a member's update, all of whose parts were heard, into buffers that hold it until the next of the same
+    fragments. Changes nothing else. Replies with a `Decoded` for each piece and part."""
+
+    member: str
+    sequence: int
+    fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """squares: sum of the squares of the values. fault: what is wrong with the payload; "": nothing is."""
+
+    piece: int
+    part: int
+    squares: float
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Let the rule take in what was decoded last of this fragment."""
+
+    member: str
+    fragment: int
+    told: Told
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Encode the fragment's weights now, for all parts of the member, into the answer to its update `sequence`. They
+    must be delivered: the next change is coded against them."""
+
+    member: str
+    sequence: int
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """joins: the member's slices, and what came of its updates. updates: what came of these. answers: those to these
+    updates. mirrors: what it was sent: its next weights go whole."""
+
+    member: str
+    joins: bool = False
+    mirrors: bool = False
+    answers: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SendUp:
+    """Encode the region's progress in a fragment, as its update `sequence`."""
+
+    fragment: int
+    sequence: int
+    told: Told
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Take in the global weights of this fragment that were heard. first: there were none before."""
+
+    fragment: int
+    first: bool
+
+
+@dataclass(frozen=True)
+class StartOver:
+    """Forget all weights, and all that was said to the global server and by it."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Keep a copy of the newest global weights (bf16), to be evaluated while the run goes on; or none."""
+
+    wanted: bool
+
+
+Order = Decode | Apply | Freeze | Forget | SendUp | Merge | StartOver | Copy
+
+
+@dataclass
+class _Known:
+    """What a vault knows of a member."""
+
+    joins: dict[int, Join] = field(default_factory=dict)  # part → its slices
+    # sequence → (part, piece) → what came, and what was frozen
+    updates: dict[int, dict[tuple[int, int], bytes]] = field(default_factory=dict)
+    answers: dict[int, dict[tuple[int, int], PieceWeights]] = field(default_factory=dict)
+    senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
+
+
+class Vault:
+    """name: of the server. pieces: those that it has. up, down: codecs of the links to members.
+    above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
+    newest global weights for workers that evaluate them (4 bytes a parameter).
+    """
+
+    def __init__(
+        self, name: str, layout: Layout, pieces: Sequence[Piece], rule: Rule, up: Codec, down: CodecConfig,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.layout, self.pieces, self.rule, self.up, self.down = name, layout, pieces, rule, up, down
+        self._own = {piece.index: piece for piece in pieces}
+        self._of = [tuple(p for p in pieces if p.fragment == f.index) for f in layout.fragments]  # by fragment
+        self.vectors: dict[int, Vectors] = {}  # piece → what the rule keeps; empty before there are weights
+        # Piece → buffer into which its deltas are decoded. Fresh memory for each update would take longer to map than
+        # to fill; so rules must copy what they keep.
+        self._deltas: dict[int, Tensor] = {}
+        self.members: dict[str, _Known] = {}
+        self.newest: dict[int, Tensor] | None = {} if validates else None  # global weights, for validation
+        self.copy: dict[int, Tensor] = {}  # those that a worker evaluates at present
+        self.residuals: dict[int, Tensor] = {}  # what coding has kept back on the way up so far
+        self.in_flight: dict[int, bytes] = {}  # payloads whose answer has not come yet
+        self._came: dict[int, PieceWeights] = {}  # global weights that were heard and are not merged yet
+        self.up_codec = up if above is None else make_codec(above[0])
+        self.downlink = WeightsReceiver(down if above is None else above[1])
+        # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
+        self.will_change: Callable[..., None] = lambda *tensors: None
+
+    # -- what comes from outside
+
+    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
+        """Take one's part of a message that the book has accepted. Of global weights it is said what is wrong with
+        them; they change nothing yet."""
+        own = self._own
+        match message:
+            case Join():
+                self._member(message.member).joins[message.part] = message
+            case UpdatePart():
+                payloads = {(message.part, d.piece): d.payload for d in message.deltas if d.piece in own}
+                self._member(message.member).updates.setdefault(message.sequence, {}).update(payloads)
+            case Answer():
+                self._came = {weights.piece: weights for weights in message.weights if weights.piece in own}
+                return [d for i, w in self._came.items() if (d := self._checked(w, own[i])).fault]
+        return []
+
+    def _checked(self, weights: PieceWeights, piece: Piece) -> Decoded:
+        try:
+            self.downlink.check(weights, piece.numel)
+        except CodecError as error:
+            return Decoded(piece.index, 0, 0.0, str(error))
+        return Decoded(piece.index, 0, 0.0)
+
+    def set_weights(self, piece: int, x: Tensor) -> None:
+        """The first weights of a run."""
+        self.vectors[piece] = Vectors(x)
+
+    # -- orders
+
+    def obey(self, order: Order) -> list[Decoded]:
+        match order:
+            case Decode():
+                return list(self._decode(order))
+            case Apply():
+                for piece in self._of[order.fragment]:
+                    v = self.vectors[piece.index]
+                    self.will_change(*v.all())
+                    self.rule.apply(v, order.member, self._deltas[piece.index], order.told)
+            case Freeze():
+                self._freeze(order)
+            case Forget():
+                self._forget(order)
+            case SendUp():
+                for piece in self._of[order.fragment]:
+                    self.in_flight[piece.index] = self._progress(piece, order)
+            case Merge():
+                for piece in self._of[order.fragment]:
+                    self._merge(piece, order.first)
+            case StartOver():
+                for table in (self.vectors, self.in_flight, self.residuals):
+                    table.clear()
+                self.downlink.clear()
+            case Copy():
+                newest = {i: v.x for i, v in self.vectors.items()} if self.newest is None else self.newest
+                self.copy = {i: x.bfloat16() for i, x in newest.items()} if order.wanted else {}
+        return []
+
+    def _decode(self, order: Decode) -> Iterator[Decoded]:
+        known = self._member(order.member)
+        payloads = known.updates[order.sequence]
+        for piece in (piece for fragment in order.fragments for piece in self._of[fragment]):
+            if piece.index not in self._deltas:
+                self._deltas[piece.index] = torch.empty(piece.numel)
+            vector = self._deltas[piece.index]
+            for part in sorted(known.joins):
+                slices = known.joins[part].pushes[piece.index]
+                in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
+                decoded = gather(vector, slices) if in_place else torch.empty(numel(slices))
+                try:
+                    squares = self.up.decode_measured(from_bytes(payloads[part, piece.index]), decoded)
+                except ValueError as error:
+                    yield Decoded(piece.index, part, 0.0, str(error))
+                    continue
+                if not in_place:
+                    scatter(decoded, slices, vector)
+                yield Decoded(piece.index, part, squares)
+
+    def _freeze(self, order: Freeze) -> None:
+        known = self._member(order.member)
+        answer = known.answers.setdefault(order.sequence, {})
+        for piece in self._of[order.fragment]:
+            for part, join in known.joins.items():
+                held = gather(self.vectors[piece.index].x, join.holds[piece.index])
+                if part not in known.senders:
+                    known.senders[part] = WeightsSender(self.down)
+                if piece.index in known.senders[part].mirror:
+                    self.will_change(known.senders[part].mirror[piece.index])
+                answer[part, piece.index] = known.senders[part].encode(piece.index, order.version, held)
+
+    def _forget(self, order: Forget) -> None:
+        known = self._member(order.member)
+        if order.joins:
+            known.joins.clear()
+            known.updates.clear()
+        if order.mirrors:
+            known.senders.clear()
+        for table, sequences in ((known.answers, order.answers), (known.updates, order.updates)):
+            for sequence in sequences:
+                table.pop(sequence, None)
+
+    def _progress(self, piece: Piece, order: SendUp) -> bytes:
+        """The payload of the region's progress. Raises NonFiniteError, naming the parameter."""
+        rule: RegionRule = self.rule  # type: ignore[assignment]
+        v = self.vectors[piece.index]
+        self.will_change(*v.all())
+        delta, residual = rule.progress(v, order.told), None
+        if self.up_codec.error_feedback:
+            if piece.index not in self.residuals:
+                self.residuals[piece.index] = torch.zeros_like(delta)
+            residual = self.residuals[piece.index]
+            self.will_change(residual)
+        try:
+            seed = rounding_seed(self.name, 0, order.sequence, piece.index)
+            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
+        except NonFiniteError:
+            parameter = self.layout.not_finite(piece.fragment, delta, piece.start)
+            what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
+            raise refusal(f"region {self.name}: {what}") from None
+
+    def _merge(self, piece: Piece, first: bool) -> None:
+        rule: RegionRule = self.rule  # type: ignore[assignment]
+        i = piece.index
+        if i in self.downlink.mirror:
+            self.will_change(self.downlink.mirror[i])
+        vector = self.downlink.decode(self._came.pop(i), piece.numel)
+        if self.newest is not None:
+            self.newest[i] = vector.clone()  # the vector may be the mirror, which goes on changing
+        if first:
+            self.vectors[i] = Vectors(vector.clone())
+            rule.begin(self.vectors[i])
+        else:
+            self.in_flight.pop(i)
+            self.will_change(*self.vectors[i].all())
+            rule.merge(self.vectors[i], vector)
+
+    # -- what others get
+
+    def arrived(self, member: str, sequence: int, part: int, piece: int) -> bytes:
+        """What came of an update that is not whole yet."""
+        return self._member(member).updates[sequence][part, piece]
+
+    def answer(self, member: str, sequence: int, part: int, piece: int) -> tuple[bytes, bool]:
+        """(payload, whether it is a change) of a frozen answer."""
+        weights = self._member(member).answers[sequence][part, piece]
+        return weights.payload, weights.increment
+
+    def marks_of(self, member: str) -> dict[int, tuple[int, int]]:
+        """Piece → (mark of the member's mirror, mark before its last weights). Empty where weights travel whole."""
+        sender = self._member(member).senders.get(0)  # where they do not, a member has one part
+        return {i: (mark, sender.before[i]) for i, mark in sender.marks.items()} if sender and sender.changes else {}
+
+    def copied(self, member: str, part: int, piece: int) -> bytes:
+        """The copied weights that this part holds."""
+        held = gather(self.copy[piece].float(), self._member(member).joins[part].holds[piece])
+        return to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload)
+
+    # -- state
+
+    def state(self) -> dict[str, Tensor]:
+        """By names that tell piece and owner. Joins, half-arrived updates and whole weights that were frozen are left
+        out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
+        tensors: dict[str, Tensor] = {}
+        for i, v in self.vectors.items():
+            tensors.update(v.state(f"piece.{i}."))
+        tensors.update({f"residual.{i}": residual for i, residual in self.residuals.items()})
+        tensors.update({f"in_flight.{i}": from_bytes(payload) for i, payload in self.in_flight.items()})
+        tensors.update({f"mirror.{i}": mirror for i, mirror in self.downlink.mirror.items()})
+        for name in self.members:
+            if not self.marks_of(name):
+                continue
+            known = self.members[name]
+            tensors.update({f"held.{name}.{i}": mirror for i, mirror in known.senders[0].mirror.items()})
+            for sequence, answer in known.answers.items():
+                tensors.update(
+                    {f"answer.{name}.{sequence}.{i}": from_bytes(w.payload) for (_, i), w in answer.items()}
+                )
+        return tensors
+
+    def load(self, tensors: dict[str, Tensor], marks: dict[str, int], sent: dict[str, Any]) -> None:
+        """The counterpart of `state`. marks: of one's own mirrors, by piece. sent: by member, as the book has it."""
+        for piece in self.pieces:
+            i = piece.index
+            if f"piece.{i}.x" in tensors:
+                self.vectors[i] = Vectors.of(f"piece.{i}.", tensors)
+            if f"residual.{i}" in tensors:
+                self.residuals[i] = tensors[f"residual.{i}"]
+            if f"in_flight.{i}" in tensors:
+                self.in_flight[i] = to_bytes(tensors[f"in_flight.{i}"])
+            if f"mirror.{i}" in tensors:
+                self.downlink.mirror[i] = tensors[f"mirror.{i}"]
+            if str(i) in marks:
+                self.downlink.marks[i] = marks[str(i)]
+            for name, saved in sent.items():
+                self._load_sent(name, i, tensors, saved)
+
+    def _load_sent(self, name: str, piece: int, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+        known = self._member(name)
+        sender = known.senders.setdefault(0, WeightsSender(self.down))
+        for i, mark, before in saved["marks"]:
+            if i == piece:
+                sender.marks[i], sender.before[i], sender.mirror[i] = mark, before, tensors[f"held.{name}.{i}"]
+        for sequence, _, frozen in saved["answers"]:
+            for i, version, increment in frozen:
+                if i == piece:
+                    payload = to_bytes(tensors[f"answer.{name}.{sequence}.{i}"])
+                    answer = known.answers.setdefault(sequence, {})
+                    answer[0, i] = PieceWeights(i, version, payload, increment)
+
+    # -- inside
+
+    def _member(self, member: str) -> _Known:
+        return self.members.setdefault(member, _Known())
+
+
+class Vaults:
+    """A server's vaults in this process, which all get every order. of: piece → the vault that has it."""
+
+    def __init__(self, vaults: Sequence[Vault]) -> None:
+        self.all = vaults
+        self.of = {piece.index: vault for vault in vaults for piece in vault.pieces}
+
+    def obey(self, order: Order) -> list[Decoded]:
+        """Replies in the order of pieces and parts, which is that of one vault alone."""
+        replies = [reply for vault in self.all for reply in vault.obey(order)]
+        return sorted(replies, key=lambda reply: (reply.piece, reply.part))
+
+    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
+        faults = [fault for vault in self.all for fault in vault.hear(message)]
+        return sorted(faults, key=lambda fault: fault.piece)
+
+    def marks_of(self, member: str) -> dict[int, tuple[int, int]]:
+        """See `Vault.marks_of`."""
+        return dict(sorted(mark for vault in self.all for mark in vault.marks_of(member).items()))
+
+    def own_marks(self) -> dict[int, int]:
+        """The marks of what the global server sent, by piece."""
+        return dict(sorted(mark for vault in self.all for mark in vault.downlink.marks.items()))
+
+    def watch(self, will_change: Callable[..., None]) -> None:
+        """See `Vault.will_change`."""
+        for vault in self.all:
+            vault.will_change = will_change

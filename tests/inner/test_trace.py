@@ -1,0 +1,150 @@
+"""What a step of every shipped run would do on a GPU, traced on "meta": no host waits, no more launches than known,
+and the roofline's formulas. The traced engine is the real one; see `benchmarks.trace`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.trace.recorder import Recorder, Tally, fused, recorded
+
+ROOT = Path(__file__).parents[2]
+RUNS = sorted((ROOT / "configs/runs").glob("*.json"))
+# A layer's of a micro-batch, and those of what is no layer; of the stage that has most. An operator counts as one.
+LAUNCHES = {
+    "125m": (69, 29),
+    "1b": (70, 29),
+    "8b": (70, 38),
+    "long-8b": (112, 38),
+    "70b": (103, 24),
+    "moe-30b-a3b": (409, 30),
+    "quickstart": (70, 29),
+    "quickstart-moe": (177, 33),
+    "latent": (259, 132),
+}
+# Megatron-core's dispatcher of tokens: their numbers, with which the host shapes tensors; and two masked_select.
+WAITS_OF_EXPERTS = 3
+LATENT = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By run and stage, of all shipped runs and of one with latent attention."""
+    raw = json.loads((ROOT / "configs/runs/moe-30b-a3b.json").read_text())
+    raw |= {"name": "latent", "model": {"config": LATENT, "recompute": "none"}}
+    latent = tmp_path_factory.mktemp("runs") / "latent.json"
+    latent.write_text(json.dumps(raw))
+    command = [sys.executable, "-m", "benchmarks.trace", "--run", *map(str, RUNS), str(latent)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def stages(traced: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return list(traced[name].values())
+
+
+def test_every_shipped_run_is_traced(traced: dict[str, Any]) -> None:
+    assert LAUNCHES.keys() == {path.stem for path in RUNS} | {"latent"} <= traced.keys()
+    assert traced["70b"].keys() == {"stage_0", "stage_1", "stage_3"}
+    assert traced["not_linear"] == 0
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_nobody_waits_and_launches_are_bounded(traced: dict[str, Any], name: str) -> None:
+    forwards = 2 if name == "moe-30b-a3b" else 1  # recomputed
+    waits = WAITS_OF_EXPERTS * forwards if name in ("moe-30b-a3b", "quickstart-moe", "latent") else 0
+    for stage in stages(traced, name):
+        assert stage["layer"]["waits"] == waits and stage["optimizer"]["waits"] == 1  # for the norm
+        assert stage["rest"]["waits"] == 0
+        assert 0 < stage["layer"]["launches"] <= LAUNCHES[name][0]
+        assert 0 < stage["rest"]["launches"] <= LAUNCHES[name][1]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_roofline_counts_what_is_done(traced: dict[str, Any], name: str) -> None:
+    tiny = name.startswith("quickstart")  # what depends on no width counts
+    for stage in stages(traced, name):
+        layer, rest, optimizer = stage["layer"], stage["rest"], stage["optimizer"]
+        assert layer["products_flops_ratio"] == layer["attention_flops_ratio"] == 1.0
+        assert layer["products_bytes_ratio"] == 1.0
+        assert layer["attention_bytes_ratio"] == pytest.approx(1.0, rel=0.015)  # the logarithms of sums
+        assert layer["memory_bytes_ratio"] == pytest.approx(1.0, rel=0.04 if tiny else 0.025)
+        for figure in ("products_flops_ratio", "products_bytes_ratio"):
+            assert rest.get(figure, 1.0) == 1.0
+        assert rest.get("memory_bytes_ratio", 1.0) == pytest.approx(1.0, rel=0.04 if tiny else 0.015)
+        if name in ("125m", "1b", "8b", "70b", "quickstart"):  # Muon's matrices of a layer lie on one rank
+            assert optimizer["flops_ratio"] == pytest.approx(1.0, rel=1e-6)
+            assert optimizer["bytes_ratio"] == pytest.approx(1.0, rel=0.025)
+
+
+def test_the_recorder_counts_bytes_operations_and_waits() -> None:
+    a, b = torch.empty(64, 32, device="meta"), torch.empty(32, 16, device="meta", dtype=torch.float32)
+    out = torch.empty(64, 16, device="meta")
+    with recorded(Recorder(phase="p")) as recorder:
+        out += a @ b
+        out.copy_(torch.zeros(16, device="meta").expand(64, 16))
+        a.view(-1)
+        norm = float(a.norm())
+        out[:1].to("cpu", non_blocking=True)
+        torch.zeros(3).to("meta")
+        a.cpu()
+    assert recorder.tallies["p", "aten::mm"] == Tally(1, 4 * (64 * 32 + 32 * 16), 4 * 64 * 16, 2 * 64 * 32 * 16)
+    assert recorder.tallies["p", "aten::add_"] == Tally(1, 2 * 4 * 64 * 16, 4 * 64 * 16)
+    assert recorder.tallies["p", "aten::copy_"] == Tally(1, 4 * 16, 4 * 64 * 16)
+    assert norm == 1.0
+    assert [what for _, what in recorder.waits] == ["item", "copy from the host", "copy to the host"]
+    assert not any("view" in name for _, name in recorder.tallies)
+
+
+def test_a_fused_function_is_one_launch_forward_and_one_backward() -> None:
+    @fused
+    def gate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * y + x
+
+    x, y = (torch.empty(8, 4, device="meta", requires_grad=True) for _ in range(2))
+    with recorded() as recorder:
+        gate(x, y).backward(torch.empty(8, 4, device="meta"))
+    size = 4 * 8 * 4
+    assert recorder.tallies == {
+        ("", "gate"): Tally(1, 2 * size, size),
+        ("", "gate backward"): Tally(1, 3 * size, 2 * size),
+    }
+    # On numbers it is the function, and so are its gradients.
+    plain = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    with recorded():
+        assert torch.autograd.gradcheck(gate, plain)
