@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 from geotrain.staging import Change, Made, Staging, SynchronousStaging, all_at_once, on_host, together
 
 T = TypeVar("T")
+_ALIGNED = 16  # bytes: where a tensor begins in a buffer
 PIECE = 1 << 24  # elements of a pinned buffer of `HostStaging`, which has two: 64 MiB each
 
 
@@ -63,13 +65,33 @@ class _HostBuffer:
     reader: Future[Any] | None = None
 
 
+class NoStreams:
+    """In place of `torch.cuda`, its streams and events, where there is no GPU: all is done when a call returns."""
+
+    def Stream(self, device: torch.device) -> NoStreams:
+        return self
+
+    def current_stream(self, device: torch.device) -> NoStreams:
+        return self
+
+    def stream(self, stream: NoStreams) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record_event(self) -> NoStreams:
+        return self
+
+    def wait_stream(self, other: NoStreams) -> None: ...
+    def wait_event(self, event: NoStreams) -> None: ...
+    def synchronize(self) -> None: ...
+
+
 class CudaStaging:
     """One rank's staging, all on the GPU. cuda: `torch.cuda`; tests without a GPU hand in a stand-in."""
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, thread: str = "deltas") -> None:
         self.device, self._cuda = device, cuda
         self._stream = cuda.Stream(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread)
         self._buffers: dict[tuple[str, int], _HostBuffer] = {}
 
     def read(self, masters: Sequence[Tensor], into: Tensor) -> None:
@@ -108,19 +130,30 @@ class CudaStaging:
         which runs on the staging thread. key: names the host buffer."""
         with self.beside():
             payload, finite = make()
-            size = payload.numel()
-            buffer = self._buffer("out", key, size + 1)  # the last byte holds `finite`: one buffer, one event
-            buffer.bytes[:size].copy_(payload, non_blocking=True)
-            buffer.bytes[size].copy_(finite, non_blocking=True)
-            buffer.last_copy = self.mark()
-
-            def read() -> T:
-                buffer.last_copy.synchronize()
-                host = buffer.bytes.numpy()
-                return build(host[:size].tobytes(), bool(host[size]))
-
-            future = buffer.reader = self._thread.submit(read)
+            given = payload, torch.as_tensor(finite)
+            future = self.keep(key, given, lambda host: build(host[0].numpy().tobytes(), bool(host[1])))
             return future, self.mark()
+
+    def keep(self, key: int, tensors: Sequence[Tensor], use: Callable[[Sequence[Tensor]], T]) -> Future[T]:
+        """Copy tensors to the host; the future is of use(copies), which runs on the staging thread. The copies lie in
+        a buffer, as for `fetch`, so they are good until `use` returns. What overwrites the tensors must `wait` for
+        them. Call it inside `beside`."""
+        *begins, size = accumulate((-(-t.nbytes // _ALIGNED) * _ALIGNED for t in tensors), initial=0)
+        buffer = self._buffer("out", key, size)  # one buffer, one event
+        copies = [
+            buffer.bytes[begin : begin + t.nbytes].view(t.dtype).view(t.shape)
+            for begin, t in zip(begins, tensors, strict=True)
+        ]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        buffer.last_copy = self.mark()
+
+        def read() -> T:
+            buffer.last_copy.synchronize()
+            return use(copies)
+
+        future = buffer.reader = self._thread.submit(read)
+        return future
 
     def bring(self, key: int, payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
         """The payload as a uint8 tensor on the device. `check` sees it first, in host memory, and may raise.
@@ -141,6 +174,10 @@ class CudaStaging:
         It goes to the staging thread, which does its jobs one by one in their order.
         """
         return _Chained(self._thread.submit(call))
+
+    def close(self) -> None:
+        """End the thread, after its last job."""
+        self._thread.shutdown()
 
     def _buffer(self, direction: str, key: int, size: int) -> _HostBuffer:
         """The buffer of this name, after waiting until nothing uses it. Its last use was in the exchange before, so

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from geotrain import checkpoint
+from geotrain.checkpoint.folders import CheckpointError
+from geotrain.checkpoint.saving import Checkpoints
 from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner.engine import GeoEngine
@@ -46,7 +47,8 @@ class Trainer:
         peak_flops_per_token_s: float | None = None,
     ) -> None:
         self.run, self.engine, self.loader = run, engine, loader
-        self.checkpoints, self.validation = checkpoints, validation
+        self.checkpoints = Checkpoints(engine, checkpoints, run.checkpoint.keep, no_room=self.go_on_without)
+        self.validation = validation
         self.min_step_s, self.report, self.trouble = min_step_s, report, trouble
         self.loop = WorkerLoop(
             run,
@@ -68,10 +70,11 @@ class Trainer:
         """Train until no data is left for this worker. resume: begin with the optimizer state of the newest
         checkpoint, if there is one. Weights always come from the server, where others' training is part of them."""
         if resume:
-            checkpoint.load(self.engine, self.checkpoints)
+            self.checkpoints.load()
         self.loop.start()
         for lease in self.loop.leases():
             self.train_job(lease)
+        self.checkpoints.close()
 
     def train_job(self, lease: Lease) -> None:
         """Train the inner steps of the lease that the loop has begun."""
@@ -95,15 +98,14 @@ class Trainer:
             self.loop.validated(number, answer, loss, time.perf_counter() - begin)
 
     def save(self, job: int) -> None:
-        """Save the worker's optimizer state after this job, for a resume.
+        """Save the worker's optimizer state after this job, for a resume; of the last job, before the worker leaves.
+        Raises CheckpointError."""
+        self.checkpoints.save(f"job-{job:08d}", {"job": job})
+        if self.loop.lease is None:
+            self.checkpoints.wait()
 
-        Without room on the disk the worker trains on and tries again at the next save: the older checkpoints are
-        there, and a death would cost more than the state of a few jobs. Raises CheckpointError.
-        """
-        try:
-            checkpoint.save(self.engine, self.checkpoints, f"job-{job:08d}", {"job": job}, self.run.checkpoint.keep)
-        except checkpoint.CheckpointError as error:
-            if not error.no_room:
-                raise
-            if self.engine.is_metrics_rank:
-                self.trouble(f"{error}; training goes on without this checkpoint")
+    def go_on_without(self, error: CheckpointError) -> None:
+        """There is no room on a disk. The worker trains on and tries again at the next save: the older checkpoints
+        are there, and a death would cost more than the state of a few jobs."""
+        if self.engine.is_metrics_rank:
+            self.trouble(f"{error}; training goes on without this checkpoint")

@@ -18,6 +18,7 @@ from geotrain.layout import canonical_parameters
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.memory import memory_per_rank
+from tests.support.checkpoints import load, save
 from tests.support.expert_models import transformers_experts
 from tests.support.inner_worlds import (
     QWEN_2,
@@ -250,8 +251,6 @@ FIRST, THEN = range(3), range(3, 7)
 
 def save_and_resume(plugin: str, folder: str) -> dict[str, Any]:
     """Two ranks: with ZeRO 1 through a checkpoint, again from it, and without ZeRO."""
-    from geotrain.checkpoint import load, save
-
     sys.path.insert(0, plugin)
     found: dict[str, Any] = {}
     for name, stage in (("saved", 1), ("resumed", 1), ("whole", 0)):

@@ -20,7 +20,9 @@ import torch
 
 from benchmarks.crash_points.disk import SHIM
 from benchmarks.fuzz.messages import Servers, outer_config, toy_layout
-from geotrain import checkpoint
+from geotrain.checkpoint import folders
+from geotrain.checkpoint.folders import CheckpointError
+from geotrain.checkpoint.saving import Checkpoints
 from geotrain.config import architecture_from_hf
 from geotrain.data import prepare as data_prepare
 from geotrain.data.dataset import open_dataset
@@ -183,9 +185,13 @@ class Engine:
         self.mesh = SimpleNamespace(tp_size=1, pp_size=1, replicas=1, cp_size=1, ep_size=1)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
 
+        self.device = self.weights.device
+
     def settle(self) -> None: ...
 
-    def refresh(self, predicted: bool) -> None: ...
+    def read_until(self, wait: Callable[[], None]) -> None: ...
+
+    def refresh(self, predicted: bool = False) -> None: ...
 
     def shards(self) -> tuple[OwnedShard, ...]:
         run = StridedSlice(0, NUMEL, 0, 1, parameter="p")
@@ -202,16 +208,16 @@ class Engine:
         return zlib.crc32(b"".join(state[name].numpy().tobytes() for name in ("exp_avg", "exp_avg_sq")))
 
 
-def _gather(outcomes: list[Any], mine: Any) -> None:
+def _gather(outcomes: list[Any], mine: Any, group: None) -> None:
     outcomes[0] = mine
 
 
 class CheckpointSubject:
-    """A worker of one rank that saves after each job and keeps two checkpoints."""
+    """A worker of one rank that saves after each job, trains the next one meanwhile, and keeps two checkpoints."""
 
     def __init__(self) -> None:
-        checkpoint.dist = SimpleNamespace(  # type: ignore[attr-defined]
-            get_rank=lambda: 0, get_world_size=lambda: 1, all_gather_object=_gather
+        folders.dist = SimpleNamespace(  # type: ignore[attr-defined]
+            new_group=lambda **how: None, get_rank=lambda: 0, get_world_size=lambda: 1, all_gather_object=_gather
         )
         engine = Engine()
         self.states = [0]
@@ -219,30 +225,37 @@ class CheckpointSubject:
             engine.train(job)
             self.states.append(engine.digest)
 
-    def live(self, folder: Path, say: Say) -> None:
+    def _open(
+        self, folder: Path, no_room: Callable[[CheckpointError], None] | None = None
+    ) -> tuple[Any, Checkpoints]:
         engine: Any = Engine()
-        for job in range(1, SAVES + 1):
-            engine.train(job)
-            try:
-                checkpoint.save(engine, folder / "checkpoints", f"job-{job}", {"job": job}, keep=2)
-            except checkpoint.CheckpointError as error:
-                if not error.no_room:
-                    raise
-            else:
-                say(job)
+        return engine, Checkpoints(engine, folder / "checkpoints", keep=2, no_room=no_room)
+
+    def live(self, folder: Path, say: Say) -> None:
+        full: list[CheckpointError] = []
+        engine, checkpoints = self._open(folder, full.append)
+        for job in range(1, SAVES + 2):
+            if job <= SAVES:
+                engine.train(job)
+            checkpoints.wait()
+            if job > 1 and not full:
+                say(job - 1)
+            full.clear()
+            if job <= SAVES:
+                checkpoints.save(f"job-{job}", {"job": job})
 
     def again(self, folder: Path, say: Say) -> None:
         """Loads, and saves the same once more, as a job whose update was lost."""
-        engine: Any = Engine()
-        found = checkpoint.load(engine, folder / "checkpoints")
+        _, checkpoints = self._open(folder)
+        found = checkpoints.load()
         if found is not None:
-            with suppress(checkpoint.CheckpointError):
-                checkpoint.save(engine, folder / "checkpoints", f"job-{found['job']}", found, keep=2)
+            with suppress(CheckpointError):
+                checkpoints.save(f"job-{found['job']}", found)
+                checkpoints.wait()
 
     def look(self, folder: Path, say: Say) -> None:
-        engine: Any = Engine()
-        found = checkpoint.load(engine, folder / "checkpoints")
-        say(engine.digest if found is not None else 0)
+        engine, checkpoints = self._open(folder)
+        say(engine.digest if checkpoints.load() is not None else 0)
 
     def right(self, acknowledged: int, digest: int) -> bool:
         return digest in self.states[acknowledged:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -123,6 +123,9 @@ class Learning:
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
         m, v, steps = self._saved
         self.optimizer.m, self.optimizer.v, self.optimizer.steps = m.clone(), v.clone(), steps
+
+    def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
+        return self.rank.parameters(fragments)
 
     def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
         return self.rank.make_delta(piece, seed)

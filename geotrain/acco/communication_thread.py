@@ -16,6 +16,7 @@ from torch import Tensor
 from geotrain.inner import platform
 from geotrain.inner.parallel import LostRank, group_like
 from geotrain.parallelism.mesh import RankMesh
+from geotrain.zero.buckets import PiecesGathering
 
 with platform.quiet_imports():
     import deepspeed.comm as ds_comm  # torch's collectives, counted by DeepSpeed's comms_logger
@@ -135,6 +136,12 @@ class CommunicationThread:
         if self.ranks > 1:
             with self._collective():
                 ds_comm.allgather_fn(flat, self.own(flat), group=self._group)
+
+    def gather_pieces(self, pieces: Sequence[tuple[int, Tensor]]) -> None:
+        """Bring (owner, view) pieces from their owners to every rank. The same ones on all ranks."""
+        if self.ranks > 1 and pieces:
+            with self._collective():
+                PiecesGathering(pieces, self._group).wait()
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -74,6 +74,7 @@ class AccoEngine(GeoEngine):
 
         first = of_replica if optimizer.synchronous else self._first_part
         self._accumulate(part(0, first))
+        self._wait_for_readers()
         optimizer.use_arrived_weights()  # from the last window's commit, which travelled meanwhile
         if first < of_replica:
             if optimizer.form.predicts_separately:
@@ -106,6 +107,7 @@ class AccoEngine(GeoEngine):
 
     def settle(self) -> None:
         """As GeoEngine's. Raises AccoError if another rank was lost."""
+        super().settle()
         self.optimizer.settle()
 
     def close(self) -> None:
@@ -137,11 +139,11 @@ class AccoEngine(GeoEngine):
         """Nothing: `evaluate` gathers the masters by itself, and predicted weights must stay for the next window."""
 
     @torch.no_grad()
-    def refresh(self, predicted: bool = False) -> None:
+    def refresh(self, changed: Collection[str] | None = None, predicted: bool = False) -> None:
         if predicted:
             self.optimizer.resume_from_prediction()
         else:
-            self.optimizer.update_lp_params()
+            self.optimizer.update_lp_params(self._holders(changed))
 
     @property
     def prediction_form(self) -> str | None:

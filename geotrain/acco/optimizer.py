@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -25,18 +25,16 @@ from geotrain.inner import platform
 from geotrain.inner.parallel import first_line
 from geotrain.optimizers.muon import Muon
 from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
-from geotrain.parallelism.acco_forms import Form
+from geotrain.parallelism.acco_forms import CODED_AT_ONCE, Form
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
+from geotrain.zero.buckets import owned_pieces
 
 with platform.quiet_imports():
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.utils import link_hp_params
 
 T = TypeVar("T")
-# Elements of a shard that are coded at once; a multiple of CODE_BLOCK. Each piece costs some launches, and an fp32
-# scratch of three times its size.
-_PIECE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,8 @@ class AccoOptimizer(ZeROOptimizer):
         # [begin, end) of each parameter group in this rank's shard.
         self._owned = [layout.owned(mesh.dp_rank, *group) for group in layout.groups]
         self._masters = self._take_over(basic, device)
-        self._counted = self._pieces_that_count(placed)
-        pieces = [layout.pieces(rank, _PIECE) for rank in range(mesh.dp_size)]
+        self._counted, self._trained = self._pieces_that_count(placed), len(placed)
+        pieces = [layout.pieces(rank, CODED_AT_ONCE) for rank in range(mesh.dp_size)]
         self._prediction = WeightPrediction(form, self.communication, pieces, self._estimate)
         self._steps_committed = 0  # the last step that the masters hold
         self._steps_begun = 0  # the last step whose commit was begun: equal, or one more
@@ -294,15 +292,35 @@ class AccoOptimizer(ZeROOptimizer):
 
     # ------------------------------------------------------------------------- committed weights, checkpoints
 
-    def update_lp_params(self) -> None:
+    def update_lp_params(self, changed: Collection[nn.Parameter] | None = None) -> None:
         """Compute at masters that were overwritten, and forget predictions. Call `settle` before overwriting them.
 
+        changed: the parameters whose masters were overwritten; None: all. Where the last commit handed out weights
+        one step ahead, no other rank has the rest of the committed ones, and all travel.
         DeepSpeed's name for it: its optimizers update their low-precision parameters so.
         """
         self._wait_for_communication()
+        ahead = self.has_prediction and self.form.predicts_in_commit
+        if ahead or changed is None or len(changed) == self._trained:
+            pieces = None
+        else:
+            self.use_arrived_weights()
+            pieces = self._pieces(changed)
         self.has_prediction = False
         self._steps_committed = self._steps_begun = step_count(self.optimizer)
-        self._gather(self._buffers.weights, self._masters)
+        self._gather(self._buffers.weights, self._masters, pieces)
+
+    def _pieces(self, parameters: Collection[nn.Parameter]) -> list[tuple[int, Tensor]]:
+        """(owner, view) of what shards hold of these parameters' weights."""
+        wanted, flat = set(parameters), self._buffers.weights
+        begins = {
+            parameter: offset
+            for group, offsets in zip(self.bit16_groups, self._layout.offsets, strict=True)
+            for parameter, offset in zip(group, offsets, strict=True)
+            if parameter in wanted
+        }
+        shard = self._layout.shard_numel
+        return [x for p, begin in begins.items() for x in owned_pieces(flat, begin, begin + p.numel(), shard)]
 
     @contextlib.contextmanager
     def committed(self) -> Iterator[None]:
@@ -317,10 +335,16 @@ class AccoOptimizer(ZeROOptimizer):
             self._buffers.compute_at(self._buffers.weights)
             spare.zero_()
 
-    def _gather(self, flat: Tensor, own: Tensor) -> None:
+    def _gather(self, flat: Tensor, own: Tensor, pieces: Sequence[tuple[int, Tensor]] | None = None) -> None:
+        """Let the rank's part of `flat` be `own`, and bring it to all ranks; pieces: (owner, view) of what travels,
+        where it is not all."""
+
         def job() -> None:
             self.communication.own(flat).copy_(own)
-            self.communication.all_gather(flat)
+            if pieces is None:
+                self.communication.all_gather(flat)
+            else:
+                self.communication.gather_pieces(pieces)
 
         what = f"gathering of weights after step {self._steps_begun}"
         self._wait_for(self.communication.start(job), what)

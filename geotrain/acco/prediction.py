@@ -107,13 +107,19 @@ class WeightPrediction:
         """
         own, row = self._communication.own(weights), self._all_codes(weights)[self._communication.rank]
         for elements, coded in self._pieces[self._communication.rank]:
-            before = own[elements].float()
-            if gradients.dtype == torch.uint8:
-                summed = torch.empty_like(before)
-                for rank, codes in enumerate(gradients):
-                    kernels.dequantize(codes[coded], summed, _SPEC, weight=1.0 if rank else None)
-            else:
-                summed = gradients[elements]
-            predicted = before.clone()  # `_estimate` leaves out padding, whose change must be zero
-            self._estimate(summed, scale, elements.start, predicted)
-            kernels.quantize(predicted, _SPEC, anchor=before, payload=row[coded])
+            part = gradients[:, coded] if gradients.dtype == torch.uint8 else gradients[elements]
+            self._encode_piece(own[elements], part, scale, elements.start, row[coded])
+
+    def _encode_piece(self, weights: Tensor, gradients: Tensor, scale: float, begin: int, out: Tensor) -> None:
+        """Of one piece, which begins at `begin` in the shard. By itself, so that its scratch is free for the next
+        (`geotrain.parallelism.acco_forms.scratch_bytes` counts it)."""
+        before = weights.float()
+        if gradients.dtype == torch.uint8:
+            summed = torch.empty_like(before)
+            for rank, codes in enumerate(gradients):
+                kernels.dequantize(codes, summed, _SPEC, weight=1.0 if rank else None)
+        else:
+            summed = gradients
+        predicted = before.clone()  # `_estimate` leaves out padding, whose change must be zero
+        self._estimate(summed, scale, begin, predicted)
+        kernels.quantize(predicted, _SPEC, anchor=before, payload=out)

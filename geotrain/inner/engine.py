@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from geotrain.inner.router_bias import update_biases
 from geotrain.inner.shards import OwnedShard, owned_shards
 from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
 from geotrain.parallelism.mesh import RankMesh, SampleRanks
+from geotrain.zero.of_deepspeed import update_weights
 from geotrain.zero.optimizer import OverlappedZero1
 
 with platform.quiet_imports():
@@ -119,6 +120,7 @@ class GeoEngine(DeepSpeedEngine):
         self.is_metrics_rank = mesh.rank == 0  # the one that reports for the worker
         self._forward_backward = get_forward_backward_func(mesh.pp_size, None)
         self._shards = owned_shards(placed, self.optimizer, self.zero_optimization(), mesh)
+        self._readers: list[Callable[[], None]] = []  # each waits until masters and moments were copied
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """DeepSpeed looks here for its own layers of experts. Megatron-core's are told to it by the process groups of
@@ -168,6 +170,7 @@ class GeoEngine(DeepSpeedEngine):
             self.allreduce_gradients()
             if not self.zero_optimization() and not self.gradient_clipping():
                 self.clip_fp32_gradients()  # DeepSpeed calls it only where it clips; here the norm is wanted always
+        self._wait_for_readers()
         self.step()
         update_biases(self.module)
         norm = self._global_grad_norm
@@ -216,8 +219,18 @@ class GeoEngine(DeepSpeedEngine):
     def settle(self) -> None:
         """Wait until the masters hold every step. Call it before reading or writing what `shards` gives.
 
-        Only with ACCO is there something to wait for: its last step is still under way when `train_step` returns.
+        With ACCO its last step is still under way when `train_step` returns.
         """
+        self._wait_for_readers()
+
+    def read_until(self, wait: Callable[[], None]) -> None:
+        """What `shards` gives, and its moments, are being copied. wait: lets the device begin what comes next after
+        that; it is called before anything that writes to them."""
+        self._readers.append(wait)
+
+    def _wait_for_readers(self) -> None:
+        while self._readers:
+            self._readers.pop()()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
@@ -405,13 +418,20 @@ class GeoEngine(DeepSpeedEngine):
         return self._shards
 
     @torch.no_grad()
-    def refresh(self, predicted: bool = False) -> None:
+    def refresh(self, changed: Collection[str] | None = None, predicted: bool = False) -> None:
         """Make the next forward use masters that were overwritten in place. Every rank must call it.
 
+        changed: the canonical names of the parameters whose masters were, on any rank: no others travel; None: all.
         predicted: the tensors that `predicted_weights` gives were overwritten too, and the next forward uses those.
         """
-        if self.zero_optimization():
-            self.optimizer.update_lp_params()
+        if isinstance(self.optimizer, OverlappedZero1):
+            self.optimizer.update_lp_params(self._holders(changed))
+        elif self.zero_optimization():
+            update_weights(self.optimizer, self._holders(changed))
+
+    def _holders(self, names: Collection[str] | None) -> list[nn.Parameter]:
+        """The local parameters that hold something of these canonical ones; all, if None."""
+        return [p for p, place in self._placed if names is None or any(run.parameter in names for run in place.runs)]
 
     @property
     def prediction_form(self) -> str | None:

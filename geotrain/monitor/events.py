@@ -94,7 +94,7 @@ class JobTrained(Event):
     compute_s: Annotated[float, "in inner steps"] = 0.0
     communication_s: Annotated[float, "exposed communication: making deltas, waiting for and adopting answers"] = 0.0
     waiting_s: Annotated[float, "for a lease, or for data"] = 0.0
-    checkpoint_s: Annotated[float, "saving the optimizer"] = 0.0
+    checkpoint_s: Annotated[float, "in which training stood still to save the optimizer"] = 0.0
     memory_bytes: Annotated[float, "the rank's highest: of its device, or else of the process"] = 0.0
     mfu: Annotated[float | None, "model FLOPs utilization while computing; needs the cluster's `devices`"] = None
     retries: Annotated[float, "attempts of this rank's calls that failed and were repeated, so far"] = 0.0

@@ -231,25 +231,30 @@ def moment_names(optimizer: torch.optim.Optimizer, master: Tensor) -> tuple[str,
     return AdamWUpdate.moments
 
 
-def step_count(optimizer: torch.optim.Optimizer) -> int:
-    """How many steps the optimizer took.
+def step_counts(optimizer: torch.optim.Optimizer) -> list[int | Tensor]:
+    """How many steps the optimizer took, as often as it counts them: the largest is the right one.
 
-    torch's AdamW counts at each tensor, DeepSpeed's only at the last tensor of a group, apex's at the group. Counts
-    that an implementation does not advance stay behind, so the largest is the right one.
+    torch's AdamW counts at each tensor (a fused one on the device, so that reading it waits), DeepSpeed's only at the
+    last tensor of a group, apex's at the group. Counts that an implementation does not advance stay behind.
     """
     counts = [group.get("step", 0) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         counts += [optimizer.state.get(tensor, {}).get("step", 0) for tensor in group["params"]]
-    return max(map(int, counts), default=0)
+    return counts
+
+
+def step_count(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps the optimizer took."""
+    return max(map(int, step_counts(optimizer)), default=0)
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of AdamW's bias correction wherever the implementation reads it (see `step_count`)."""
+    """Set the step count of AdamW's bias correction wherever the implementation reads it (see `step_counts`)."""
     for group in optimizer.param_groups:
         fused = not isinstance(optimizer, torch.optim.AdamW)
         if fused:
             group["step"] = steps
         for tensor in group["params"]:
             moments(optimizer, tensor)  # an optimizer that finds a step count expects the moments beside it
-            count = torch.tensor(float(steps), device=tensor.device)
+            count = torch.full((), float(steps), device=tensor.device)  # filled, not copied: that would wait
             optimizer.state[tensor]["step"] = steps if fused else count

@@ -10,7 +10,7 @@ model. Much here serves this rule: wherever ranks could see different things, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -42,6 +42,7 @@ class Weights(Protocol):
     def pushes(self) -> tuple[tuple[Any, ...], ...]: ...
     @property
     def holds(self) -> tuple[tuple[Any, ...], ...]: ...
+    def parameters(self, fragments: tuple[int, ...]) -> Collection[str]: ...
     def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]: ...
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]: ...
     def on_weights(self, weights: PieceWeights, start: bool = False) -> None: ...
@@ -61,8 +62,9 @@ class Rank(Protocol):
     def settle(self) -> None:
         """Wait until the master weights contain every optimizer step (with ACCO the last one may still travel)."""
 
-    def refresh(self) -> None:
-        """Copy the master weights to the weights that training computes with, on all ranks."""
+    def refresh(self, changed: Collection[str]) -> None:
+        """Copy the master weights to the weights that training computes with, on all ranks. changed: the parameters
+        whose masters were overwritten on some rank; no others need travel."""
 
 
 def wait_for(waiting: Waiting[T]) -> T:
@@ -248,4 +250,4 @@ class Exchange:
         self.rank.settle()
         for weights in answer.weights:
             self.weights.on_weights(weights, start)
-        self.rank.refresh()
+        self.rank.refresh(self.weights.parameters(fragments))

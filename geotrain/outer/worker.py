@@ -101,6 +101,7 @@ class WorkerRank:
         device = pieces[0].master.device if pieces else torch.device("cpu")
         self.staging: Staging = SynchronousStaging(device) if staging is None else staging
         self.shards = [_Shard(own, self.staging) for own in by_piece]
+        self._parameters = [[p.name for p in fragment.parameters] for fragment in layout.fragments]
 
     @property
     def pushes(self) -> tuple[tuple[StridedSlice, ...], ...]:
@@ -109,6 +110,10 @@ class WorkerRank:
     @property
     def holds(self) -> tuple[tuple[StridedSlice, ...], ...]:
         return tuple(s.holds for s in self.shards)
+
+    def parameters(self, fragments: tuple[int, ...]) -> frozenset[str]:
+        """Names of all parameters in these fragments, whoever holds them."""
+        return frozenset(name for fragment in fragments for name in self._parameters[fragment])
 
     def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
         """Encode anchor − masters for what this rank pushes. seed: of the codec's rounding.

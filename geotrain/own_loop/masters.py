@@ -5,7 +5,7 @@ Nothing here imports DeepSpeed: what its engines put on parameters is recognized
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import prod
 from typing import Any, cast
 
@@ -40,12 +40,14 @@ class Masters:
         self.device = self.shards[0].master.device if self.shards else next(iter(self.named.values())).device
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, changed: Collection[str] | None = None) -> None:
         """Make the next forward use masters that were overwritten. Collective with ZeRO; elsewhere parameters are
-        their own masters."""
+        their own masters. changed: of these parameters, on any rank; None: of all."""
         optimizer: Any = None if self.engine is None else self.engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
-            optimizer.update_lp_params()
+            from geotrain.zero.of_deepspeed import update_weights  # imports DeepSpeed, which others need not have
+
+            update_weights(optimizer, [self.named[name] for name in (self.named if changed is None else changed)])
         elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
             optimizer._partition_all_parameters()
             for group in range(len(optimizer.fp32_partitioned_groups_flat)):

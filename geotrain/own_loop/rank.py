@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -50,9 +51,9 @@ class TorchRank:
         assert self.masters is not None
         self.masters.check_place()
 
-    def refresh(self) -> None:
+    def refresh(self, changed: Collection[str]) -> None:
         assert self.masters is not None
-        self.masters.refresh()
+        self.masters.refresh(changed)
 
     @property
     def peak_memory_bytes(self) -> float:

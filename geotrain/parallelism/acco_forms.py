@@ -18,6 +18,8 @@ Traffic = Literal["nothing", "codes", "full"]
 # mixes two of them.
 CODE_BLOCK = ALIGNED
 CODE_BITS = 4 + 16 / CODE_BLOCK  # int4 with a bf16 scale
+# Elements of a shard that are coded at once; a multiple of CODE_BLOCK. Each piece costs some launches, and scratch.
+CODED_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -129,3 +131,14 @@ def flat_bytes(prediction: str, shard: ShardSize, weight_bytes: int, gradient_by
     `weight_bytes` an element each, and gradients; with codes, those of all ranks."""
     codes = CODE_BITS / 8 if FORMS[prediction].gathers == "codes" else 0.0
     return round(shard.total * (2 * weight_bytes + gradient_bytes + codes))
+
+
+def scratch_bytes(prediction: str, shard: ShardSize, weight_bytes: int, at_once: int = CODED_AT_ONCE) -> int:
+    """Bytes that a prediction takes on top while it travels: of one coded piece, in fp32, the weights before (where
+    they are not in fp32 already), the predicted ones and, where gradients come as codes, their sum. at_once: elements
+    of a piece; one that would cut a matrix goes on to its end."""
+    form = FORMS[prediction]
+    if form.gathers != "codes":
+        return 0
+    pieces = 1 + (weight_bytes < 4) + (form.reduces == "codes")
+    return 4 * pieces * min(shard.adamw + shard.matrices, at_once + shard.largest_matrix)

@@ -33,6 +33,8 @@ class MemoryPerRank:
     parameters: held by that rank. stage: its pipeline stage. weights_bytes: as used by forward. gradients_bytes: at
     their peak, in the optimizer's step. optimizer_bytes: fp32 masters and the moments; 0 if offloaded to the host.
     buffers_bytes: of gradients or weights that travel. activations_bytes: an estimate, see `activation_bytes`.
+    checkpoint_bytes: on the host, and not in the total: the copy of a checkpoint while it is written, at most (ranks
+    that see one file system leave out what another saves); without a GPU it comes on top.
     """
 
     parameters: int
@@ -42,6 +44,7 @@ class MemoryPerRank:
     optimizer_bytes: int
     buffers_bytes: int
     activations_bytes: int
+    checkpoint_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -91,8 +94,8 @@ def memory_per_rank(
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8)
         weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
-        needs = MemoryPerRank(parameters, stage, weights, gradients, optimizer, buffers, activations)
-        stages.append(needs)
+        held_bytes = weights, gradients, optimizer, buffers, activations, moment_bytes(shard, block)
+        stages.append(MemoryPerRank(parameters, stage, *held_bytes))
     return max(stages, key=lambda memory: memory.total_bytes)
 
 

@@ -128,11 +128,13 @@ def _part_of_head(head: int, rank: int, shard: int) -> int:
 @dataclass(frozen=True)
 class ShardSize:
     """Elements of the fullest data-parallel rank's shard: those that AdamW steps, and those of Muon's matrices with
-    the gaps between them. total: what the shards of one replica's parameters hold together."""
+    the gaps between them. total: what the shards of one replica's parameters hold together. largest_matrix: elements
+    of the largest parameter that no shard cuts."""
 
     adamw: int
     matrices: int
     total: int
+    largest_matrix: int = 0
 
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
@@ -149,7 +151,7 @@ def shard_size(
         head = -(-others // ALIGNED) * ALIGNED
         shard = pack(sizes, dp, head, ALIGNED).shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
-        return ShardSize(adamw, shard - adamw, dp * shard)
+        return ShardSize(adamw, shard - adamw, dp * shard, max(sizes))
     adamw = matrices = total = 0
     for expert in (False, True):
         sizes, others = _matrices_and_others([p for p in places if p.expert == expert], muon)

@@ -230,7 +230,7 @@ def _worker(
         job_s=job_s,
         wait_s=paced.wait_s,
         sent_bytes={
-            pair: steps * count + paced.refreshes * step.refresh_bytes.get(pair, 0.0)
+            pair: steps * count + paced.gatherings * step.refresh_bytes.get(pair, 0.0)
             for pair, count in step.sent_bytes.items()
         },
         tokens_per_s=tokens_per_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -43,6 +43,9 @@ class Idle:
         self.pushes = self.holds = tuple(layout.whole(piece.index) for piece in layout.pieces)
         self._versions = [0] * len(layout.pieces)
 
+    def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
+        return ()
+
     def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
         return Ready(PieceDelta(piece, self._versions[piece], b""))
 
@@ -73,7 +76,8 @@ class OneRank:
     def settle(self) -> None:
         pass
 
-    refresh = settle
+    def refresh(self, changed: Collection[str]) -> None:
+        pass
 
 
 class SimWorker:

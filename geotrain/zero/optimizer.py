@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from geotrain.inner import platform
 from geotrain.parallelism.checks import BUCKETS_IN_FLIGHT
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
-from geotrain.zero.buckets import Bucket
+from geotrain.zero.buckets import Bucket, owned_pieces
 
 with platform.quiet_imports():
     from deepspeed.runtime import bf16_optimizer
@@ -117,19 +117,17 @@ class OverlappedZero1(BF16_Optimizer):
             ordered = sorted((p for p in group if p in position), key=lambda p: position[p])
             whole = not settings.get("is_matrices")
             for chunk in [ordered] if whole else _chunks(ordered, size):
-                parts: tuple[list[list[Tensor]], list[list[Tensor]]]
+                pieces = {p: list(owned_pieces(weights, offsets[p], offsets[p] + p.numel(), shard)) for p in chunk}
                 if whole:
-                    parts = ([[x] for x in gradients.split(shard)], [[x] for x in weights.split(shard)])
+                    sums = [[x] for x in gradients.split(shard)]
                 else:
-                    parts = ([[] for _ in range(ranks)], [[] for _ in range(ranks)])
+                    sums = [[] for _ in range(ranks)]
                     for p in chunk:
-                        begin = offsets[p]
-                        for owned, flat in zip(parts, (gradients, weights), strict=True):
-                            owned[begin // shard].append(flat[begin : begin + p.numel()])
+                        sums[offsets[p] // shard].append(gradients[offsets[p] : offsets[p] + p.numel()])
                 flat = (gradients, weights) if whole else None
                 late = bool(settings.get("late"))
                 group_of_ranks = self.real_dp_process_group[i]
-                bucket = Bucket(group_of_ranks, *parts, wire, late, position[chunk[0]], flat)
+                bucket = Bucket(group_of_ranks, sums, pieces, wire, late, position[chunk[0]], flat)
                 buckets.append(bucket)
                 for p in chunk:
                     begin = offsets[p]
@@ -234,13 +232,21 @@ class OverlappedZero1(BF16_Optimizer):
         self.update_lp_params()
 
     @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """Let the weights be those of the masters: at once on their owner, on other ranks when they have arrived."""
-        self.wait_for_weights()
+    def update_lp_params(self, changed: Collection[nn.Parameter] | None = None) -> None:
+        """Let the weights be those of the masters: at once on their owner, on other ranks when they have arrived.
+
+        changed: the parameters whose masters were overwritten; None: any. What of the last step has not left yet
+        leaves as it is now; of what other ranks have already, only the changed parameters travel.
+        """
+        for bucket in self._forward:
+            bucket.finish_gathering()  # what is sent must not be overwritten
         for i, master in enumerate(self.fp32_groups_flat_partition):
             own = dist.get_rank(self.real_dp_process_group[i])
             self.bf16_partitioned_groups[i][own].copy_(master)
-        self._to_gather, self._stale = deque(self._forward), set(self._forward)
+        for parameter in self._gradients if changed is None else changed:
+            self._gradients[parameter].bucket.changed.add(parameter)
+        self._to_gather = deque(bucket for bucket in self._forward if bucket.changed)
+        self._stale = set(self._to_gather)
         self._gather_ahead()
 
     def _gather_ahead(self) -> None:

@@ -15,6 +15,7 @@ from geotrain.commands.dry_run import needs
 from geotrain.config import AccoConfig, ClusterConfig, ConfigError, ParallelConfig, RunConfig, parse
 from geotrain.parallelism.acco_forms import first_part, flat_bytes
 from geotrain.parallelism.whole_matrices import ShardSize
+from tests.support.checkpoints import load, save
 from tests.support.inner_worlds import (
     BATCH,
     QWEN_2,
@@ -70,8 +71,6 @@ def refusal(run: RunConfig) -> str:
 
 
 def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
-    from geotrain.checkpoint import load, save
-
     seen: dict[str, Any] = {}
     engine = engine_for(form)
     train(engine, range(9))
@@ -123,8 +122,6 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
 def through_other_layouts(folder: str) -> dict[str, Any]:
     """The default form's checkpoint, loaded by tensor-parallel ranks, saved there, loaded by a pipeline: what each
     held at once, and how it went on."""
-    from geotrain.checkpoint import load, save
-
     seen: dict[str, Any] = {}
     place = f"{folder}/int4"
     for tag, parallel in (("data", {}), ("tensor", {"tensor": 2}), ("pipeline", {"pipeline": 2})):
@@ -322,8 +319,6 @@ def test_a_run_goes_to_another_data_parallel_size(ranks: list[dict[str, Any]], f
 
 
 def load_and_train(folder: str) -> dict[str, Any]:
-    from geotrain.checkpoint import load
-
     curves = {}
     for form in ("stale", "int4"):
         engine = engine_for(form)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from geotrain.config import ParallelConfig
 from geotrain.layout import StridedSlice
+from tests.support.checkpoints import load, save
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
@@ -43,8 +44,6 @@ def engine_for(layout: Layout, model: dict[str, Any] = QWEN, **more: Any) -> Any
 
 def save_and_go_on(folder: str, more: dict[str, Any]) -> dict[str, Any]:
     """DP 2: train, save, go on; and go on again from the checkpoint. more: of the DeepSpeed block."""
-    from geotrain.checkpoint import load, save
-
     engine = engine_for((1, 1, 1), **more)
     train(engine, FIRST)
     save(engine, folder, "six", {"lease": [1, 2]}, keep=2, with_masters=True)
@@ -71,8 +70,6 @@ def save_and_go_on(folder: str, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_elsewhere(folder: str, layouts: list[Layout], more: dict[str, Any]) -> list[Any]:
-    from geotrain.checkpoint import load
-
     curves = []
     for layout in layouts:
         engine = engine_for(layout, **more)
@@ -110,7 +107,7 @@ def misuse(folder: str) -> dict[str, Any]:
     """What happens to checkpoints when things go wrong. On two ranks, TP 2."""
     import torch.distributed as dist
 
-    from geotrain.checkpoint import CheckpointError, _sealed, _size_and_checksum, load, save
+    from geotrain.checkpoint.folders import CheckpointError, sealed, size_and_checksum
 
     seen: dict[str, Any] = {}
 
@@ -155,8 +152,8 @@ def misuse(folder: str) -> dict[str, Any]:
         file = place / "two" / "rank-00001.safetensors"
         file.write_bytes((place / "two" / "rank-00000.safetensors").read_bytes())
         manifest = json.loads((place / "two" / "manifest.json").read_text())
-        manifest["files"][file.name] = _size_and_checksum(file)
-        (place / "two" / "manifest.json").write_text(_sealed(manifest))
+        manifest["files"][file.name] = size_and_checksum(file)
+        (place / "two" / "manifest.json").write_text(sealed(manifest))
     dist.barrier()
     failure("incomplete", lambda: load(engine, folder, "two"))
     save(engine, folder, "six", {}, keep=3)
@@ -195,8 +192,6 @@ def test_nothing_half_written_is_left_or_loaded(tmp_path: Path) -> None:
 
 def flip_bits(folder: str) -> list[tuple[str, int]]:
     """Flip bits of the newest checkpoint, one at a time; those that were loaded nevertheless."""
-    from geotrain.checkpoint import load, save
-
     engine = engine_for((1, 1, 0), QWEN_2)
     for number in (1, 2):
         train(engine, range(1))
@@ -224,8 +219,6 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_loaded(tmp_path: 
 
 
 def set_the_clock_back(folder: str) -> list[Any]:
-    from geotrain.checkpoint import load, save
-
     engine = engine_for((1, 1, 0), QWEN_2)
     real, seen = time.time, []
     for hour in range(4):
@@ -250,7 +243,7 @@ def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(tmp_path: Path
 
 def without_a_shared_file_system(folder: str) -> dict[str, Any]:
     """Two ranks whose folders are different ones, as on two hosts; the embedding is tied between them."""
-    from geotrain.checkpoint import CheckpointError, load, save
+    from geotrain.checkpoint.folders import CheckpointError
 
     seen: dict[str, Any] = {}
     engine = engine_for((1, 2, 0), QWEN_2)
@@ -306,7 +299,7 @@ def elements(run: StridedSlice) -> list[int]:
 @settings(deadline=None)  # the first example imports DeepSpeed
 @given(runs(), runs())
 def test_overlap_is_the_intersection(a: StridedSlice, b: StridedSlice) -> None:
-    from geotrain.checkpoint import overlap
+    from geotrain.checkpoint.loading import overlap
 
     pairs = {
         (int(i) + k, int(j) + k)

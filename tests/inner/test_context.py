@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from geotrain.config import AccoConfig, ParallelConfig
+from tests.support.checkpoints import load, save
 from tests.support.expert_models import QWEN_MOE
 from tests.support.inner_worlds import (
     BATCH,
@@ -111,8 +112,6 @@ def single(case: Case) -> Case:
 
 def save_and_resume(folder: str) -> dict[str, Any]:
     """On two ranks: train with shared sequences, save, go on; then from the checkpoint on other layouts."""
-    from geotrain.checkpoint import load, save
-
     results = {}
     engine = begin((QWEN_2, layout(), block(), None, "none", False))
     train(engine, range(4))

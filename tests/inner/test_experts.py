@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from geotrain.config import ParallelConfig
+from tests.support.checkpoints import load, save
 from tests.support.expert_models import (
     DEEPSEEK,
     MIXTRAL,
@@ -208,8 +209,6 @@ FIRST, THEN = range(5), range(5, 10)
 
 def save_and_resume(folder: str) -> dict[str, Any]:
     """On two ranks: train with divided experts, save, go on; then go on from the checkpoint on other layouts."""
-    from geotrain.checkpoint import load, save
-
     engine = start(DEEPSEEK, ParallelConfig(expert=2), deepspeed_block(1))
     train(engine, FIRST)
     save(engine, folder, "five", {}, keep=1, with_masters=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
+from geotrain.config import AccoConfig, ConfigError, ParallelConfig, architecture_from_hf
 from geotrain.layout import parameter_count
+from geotrain.parallelism.acco_forms import scratch_bytes
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank
+from geotrain.parallelism.whole_matrices import shard_size
 from tests.support.expert_models import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
@@ -21,6 +26,7 @@ from tests.support.inner_worlds import (
     start,
     stop,
 )
+from tests.support.live_memory import PeakBytes
 
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 2}
 LATENT = {
@@ -30,6 +36,7 @@ LATENT = {
     "v_head_dim": 48,
     "qk_rope_head_dim": 32,
 }
+LLAMA_WIDE = {**LLAMA, **WIDE}
 BF16 = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3}}}
 CASES: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [
@@ -75,6 +82,7 @@ def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
 
 def measure() -> list[dict[str, int]]:
     """Bytes of weights, of the optimizer's state, and of what autograd keeps of one micro-batch."""
+    from geotrain.checkpoint.saving import Checkpoints
     from geotrain.inner.router_bias import biased_routers
 
     measured = []
@@ -88,8 +96,11 @@ def measure() -> list[dict[str, int]]:
         state = [
             t for s in engine.basic_optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
         ]
+        with closing(Checkpoints(engine, "nowhere", 1)) as checkpoints:
+            copied, _ = checkpoints._saved(every_shard=True)
         measured.append(
             {
+                "checkpoint": sum(tensor.nbytes for tensor in copied.values()),
                 "parameters": sum(p.numel() for n, p in engine.module.named_parameters() if "shard_gap" not in n)
                 + sum(router.expert_bias.numel() for _, router in biased_routers(engine.module)),
                 "weights": sum(weights.values()),
@@ -122,6 +133,7 @@ def test_the_estimate_is_what_engines_use() -> None:
         assert memory.parameters == measured["parameters"]
         assert measured["weights"] == pytest.approx(memory.weights_bytes, rel=1e-3)  # DeepSpeed pads a little
         assert measured["optimizer"] == pytest.approx(memory.optimizer_bytes, rel=1e-3)
+        assert measured["checkpoint"] == pytest.approx(memory.checkpoint_bytes, rel=1e-2)
         if parallel.pipeline == 1 and "bf16" not in block:
             tokens = 2 * 16 // parallel.context
             expected = activation_bytes(a, parallel, tokens, 4, "none", 0, 1) + unfused_bytes(model, parallel, tokens)
@@ -184,3 +196,57 @@ def test_context_ranks_divide_tokens_and_the_optimizer() -> None:
 def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         memory_per_rank(architecture(QWEN), ParallelConfig(tensor=3), 4, deepspeed_block(1), 16)
+
+
+# ------------------------------------------------------------------------------ ACCO's scratch, a checkpoint's copy
+
+AT_ONCE = 1 << 14  # elements that are coded at once, in place of 2^26
+BF16_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+SCRATCH = {
+    **{(form, "bf16"): deepspeed_block(1, micro=1, **BF16_SUMS) for form in ("int4", "local", "exact")},
+    **{(form, "fp32"): deepspeed_block(1, micro=1) for form in ("int4", "local")},
+    ("int4", "muon"): deepspeed_block(1, micro=1, **BF16_SUMS, **MUON),
+}
+
+
+def prediction_peaks() -> dict[tuple[str, str], int]:
+    """The most that a prediction of a step holds beside what ACCO keeps, in bytes."""
+    from geotrain.acco import optimizer
+    from geotrain.acco.prediction import WeightPrediction
+
+    peaks = {}
+    for (form, kind), block in SCRATCH.items():
+        seen: list[int] = []
+
+        def watched(real: Any, seen: list[int] = seen) -> Any:
+            def half(*args: Any) -> None:
+                with PeakBytes() as held:
+                    real(*args)
+                seen.append(held.peak)
+
+            return half
+
+        with mock.patch.object(optimizer, "CODED_AT_ONCE", AT_ONCE):
+            engine = start(LLAMA_WIDE, ParallelConfig(), block, acco=AccoConfig(prediction=form, synchronous_steps=1))
+        engine.train_step(micro_batches(engine, 0), 0)  # makes what is kept: the buffer for codes
+        engine.train_step(micro_batches(engine, 1), 1)
+        engine.settle()
+        halves = {name: watched(getattr(WeightPrediction, name)) for name in ("prepare", "communicate")}
+        with mock.patch.multiple(WeightPrediction, **halves):
+            engine.train_step(micro_batches(engine, 2), 2)
+            engine.settle()
+        peaks[form, kind] = max(seen)
+        stop(engine)
+    return peaks
+
+
+def test_the_scratch_of_acco_s_codes_is_counted() -> None:
+    (peaks,) = run_world(1, prediction_peaks)
+    a = architecture(LLAMA_WIDE)
+    for form, kind in SCRATCH:
+        shard = shard_size(a, ParallelConfig(), 0, 1, kind == "muon", True)
+        counted = scratch_bytes(form, shard, 4 if kind == "fp32" else 2, AT_ONCE)
+        if kind == "muon":  # orthogonalizing takes more, which is not counted; a piece ends with a matrix
+            assert counted > scratch_bytes(form, replace(shard, largest_matrix=0), 2, AT_ONCE)
+        else:
+            assert peaks[form, kind] == pytest.approx(counted, rel=0.02, abs=2048), (form, kind)

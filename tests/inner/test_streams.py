@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,23 +18,25 @@ from tests.support.inner_worlds import LLAMA, deepspeed_block, masters, micro_ba
 
 MODEL = {**LLAMA, "num_hidden_layers": 1}
 STREAMS = ("Stream", "current_stream", "stream")
+GPU = SimpleNamespace(HAS_CUDA=True, backend=lambda: "gloo", device=lambda: torch.device("cpu"))
 FORMS = ("exact", "int4", "local", "stale", "none")
 
 
-def run(cuda: Cuda, form: str, folder: Path | None = None) -> None:
-    """Steps of an engine with ACCO; with a folder also a checkpoint, an evaluation, and steps from the checkpoint."""
-    from geotrain import checkpoint
+def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
+    """Steps of an engine, with ACCO's form or ZeRO-1. With a folder also checkpoints, beside which it trains; an
+    evaluation; and steps from a checkpoint."""
     from geotrain.acco import communication_thread
+    from geotrain.checkpoint import saving
     from geotrain.inner import platform
 
     # What takes CUDA's place for Megatron-core on a CPU takes it from all threads.
     stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
-    gpu = SimpleNamespace(HAS_CUDA=True, backend=lambda: "gloo", device=lambda: torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(communication_thread, "platform", gpu))
+        for module in (communication_thread, saving):
+            stack.enter_context(mock.patch.object(module, "platform", GPU))
         stack.enter_context(mock.patch.object(platform, "_cpu_stand_ins", lambda: stand_ins))
         with cuda.in_place():
-            acco = AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
+            acco = None if form is None else AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
             engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=4), acco=acco)
         given = [micro_batches(engine, step) for step in range(3)]
         stack.enter_context(cuda.emulated())
@@ -41,21 +45,26 @@ def run(cuda: Cuda, form: str, folder: Path | None = None) -> None:
         for step in range(3):
             engine.train_step(given[step], step)
         if folder is not None:
-            checkpoint.save(engine, folder, "a", {}, keep=1, with_masters=True)
+            checkpoints = saving.Checkpoints(engine, folder, keep=1, with_masters=True)
+            for turn in range(2):  # the second into the buffer of the first
+                checkpoints.save(f"job-{turn}", {})
+                engine.train_step(given[turn], 3 + turn)
+            checkpoints.save("a", {})
             engine.evaluate_lent(contextlib.nullcontext(), given[0])
-            engine.train_step(given[0], 3)
-            checkpoint.load(engine, folder, "a")
-            engine.train_step(given[0], 4)
+            engine.train_step(given[0], 5)
+            checkpoints.load("a")
+            engine.train_step(given[0], 6)
+            checkpoints.close()
         masters(engine).sum().item()
     stop(engine)
 
 
 def every_form(folder: str) -> dict[str, Any]:
     seen = {}
-    for form in FORMS:
+    for form in (None, *FORMS):
         cuda = Cuda()
-        run(cuda, form, Path(folder) / form)
-        seen[form] = cuda.faults, len(cuda.current_stream().clock)
+        run(cuda, form, Path(folder) / str(form))
+        seen[str(form)] = cuda.faults, len(cuda.current_stream().clock)
     return seen
 
 
@@ -114,8 +123,70 @@ def test_what_is_left_out_is_found() -> None:
     assert any("acco/prediction.py" in f for f in found["gradients"]), found
 
 
-def waits() -> dict[str, list[str]]:
-    """By kind of engine: where a thread of the host waits for the device in a step."""
+def every_omission_of_a_checkpoint(folder: str) -> dict[str, list[str]]:
+    """By what is left out: faults of ZeRO-1's steps beside checkpoints."""
+    from geotrain.checkpoint.saving import Checkpoints
+    from geotrain.cuda_staging import CudaStaging
+    from geotrain.inner.engine import GeoEngine
+
+    real_buffer = CudaStaging._buffer
+
+    def in_use(staging: CudaStaging, direction: str, key: int, size: int) -> Any:
+        found = staging._buffers.get((direction, key))
+        return real_buffer(staging, direction, key, size) if found is None else found
+
+    def unseen(checkpoints: Checkpoints) -> None:
+        """The former checkpoint has ended, but nobody has looked."""
+        if checkpoints._under_way is not None:
+            futures.wait([checkpoints._under_way])
+
+    no_wait: dict[str, list[tuple[Any, str, Any]]] = {
+        "of the copy for the step before": [
+            (CudaStaging, "beside", lambda staging: staging._cuda.stream(staging._stream))
+        ],
+        "of the next step for the copy": [(GeoEngine, "_wait_for_readers", lambda engine: None)],
+        "of the writer for the copy": [(Event, "synchronize", lambda event: None)],
+        "of the copy for the writer": [(CudaStaging, "_buffer", in_use), (Checkpoints, "wait", unseen)],
+    }
+    found = {}
+    for which, omitted in no_wait.items():
+        cuda = Cuda()
+        with contextlib.ExitStack() as stack:
+            for owner, name, stand_in in omitted:
+                stack.enter_context(mock.patch.object(owner, name, stand_in))
+            run(cuda, None, Path(folder) / str(len(found)))
+        found[which] = cuda.faults
+    return found
+
+
+def test_what_is_left_out_of_a_checkpoint_is_found(tmp_path: Path) -> None:
+    (found,) = run_world(1, every_omission_of_a_checkpoint, str(tmp_path))
+    words = {
+        "of the copy for the step before": r"stream 1: .*staging\.py.* does not wait for training: ",
+        "of the next step for the copy": r"training: .* does not wait for stream 1: .*staging\.py",
+        "of the writer for the copy": r"thread .*: .* does not wait for stream 1: .*staging\.py",
+        "of the copy for the writer": r"stream 1: .*staging\.py.* does not wait for thread ",
+    }
+    for which, faults in found.items():
+        assert any(re.search(words[which], fault) for fault in faults), (which, faults)
+
+
+def waits_of_a_save(engine: Any, folder: str, cuda: Cuda) -> list[str]:
+    from geotrain.checkpoint import saving
+
+    with mock.patch.object(saving, "platform", GPU):
+        checkpoints = saving.Checkpoints(engine, folder, keep=1)
+        checkpoints.save("first", {})  # tries out who sees the folder
+        checkpoints.wait()
+        cuda.syncs.clear()
+        checkpoints.save("next", {})
+        waited = [where for where in cuda.syncs if "saving.py" in where or "staging.py" in where]
+        checkpoints.close()
+    return waited
+
+
+def waits(folder: str) -> dict[str, list[str]]:
+    """By kind of engine: where a thread of the host waits for the device in a step; and in a save."""
     from geotrain.inner import platform
 
     stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
@@ -133,14 +204,17 @@ def waits() -> dict[str, list[str]]:
             cuda.syncs.clear()
             assert result.loss > 0 and result.grad_norm > 0
             found[f"{kind}, its numbers"] = list(cuda.syncs)
+            if stage == 1:
+                found["a save"] = waits_of_a_save(engine, folder, cuda)
             assert not cuda.faults, cuda.faults
         stop(engine)
     return found
 
 
-def test_a_step_waits_for_the_device_once_at_most() -> None:
+def test_a_step_waits_for_the_device_once_at_most(tmp_path: Path) -> None:
     """Where a norm that is not finite must skip the update; its numbers wait when one of them is asked for."""
-    (found,) = run_world(1, waits)
+    (found,) = run_world(1, waits, str(tmp_path))
+    assert found.pop("a save") == []
     places = {kind: [where.rpartition(" ")[2] for where in waited] for kind, waited in found.items()}
     norm, numbers = ["OverlappedZero1.step"], ["GeoEngine.train_step.<locals>.to_host"]
     assert places == {

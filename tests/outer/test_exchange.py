@@ -28,7 +28,8 @@ class Everything:
         self.answers: dict[int, Future[Answer]] = {}
         self.adopted: list[int] = []
         self.seeds: list[int] = []
-        self.settled = self.refreshed = 0
+        self.settled = 0
+        self.refreshed: list[tuple[int, ...]] = []
         self.instant = False  # answers are there when they are asked for
 
     def agree(self, flag: bool) -> bool:
@@ -37,8 +38,11 @@ class Everything:
     def settle(self) -> None:
         self.settled += 1
 
-    def refresh(self) -> None:
-        self.refreshed += 1
+    def refresh(self, changed: tuple[int, ...]) -> None:
+        self.refreshed.append(changed)
+
+    def parameters(self, fragments: tuple[int, ...]) -> tuple[int, ...]:
+        return fragments
 
     def make_delta(self, fragment: int, seed: int) -> Any:
         self.seeds.append(seed)
@@ -178,13 +182,14 @@ def test_weights_are_made_whole_as_often_as_the_planner_counts(
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     for job in range(3):
         exchange.begin(Lease("w", 1, 7, 0, steps, steps))
-        at_rest, world.refreshed = 0, 0
+        at_rest, world.refreshed = 0, []
         for step in range(1, steps + 1):
             world.settled = 0
             assert not waits(exchange.after_step(fragments_due(fragments, steps, step), {}))
             at_rest += world.settled > 0  # a second one finds nothing under way
         if job:  # in the first, nothing of an earlier one is adopted
-            assert (at_rest, world.refreshed) == (settles, refreshes)
+            assert (at_rest, len(world.refreshed)) == (settles, refreshes)
+            assert sorted(f for changed in world.refreshed for f in changed) == list(range(fragments)), "each once"
     assert stops(outer, fragments, steps) == (settles, refreshes)
 
 

@@ -61,8 +61,11 @@ class OneRank:
     def settle(self) -> None:
         pass
 
-    def refresh(self) -> None:
+    def refresh(self, changed: Any) -> None:
         self.adopted.append(self.answer_life)
+
+    def parameters(self, fragments: tuple[int, ...]) -> tuple[int, ...]:
+        return fragments
 
     def join(self, join: Join) -> Welcome:
         return Welcome(1, 1, f"life {self.server.life}")

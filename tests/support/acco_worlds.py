@@ -104,7 +104,7 @@ def _run(case: Case, folder: Path) -> list[Step]:
     if not case.pieces:
         return _run_whole(case, folder)
     with (
-        mock.patch.object(acco_optimizer, "_PIECE", 2 * CODE_BLOCK),
+        mock.patch.object(acco_optimizer, "CODED_AT_ONCE", 2 * CODE_BLOCK),
         mock.patch.object(communication_thread, "_EXCHANGE_BYTES", 4096),
     ):
         return _run_whole(case, folder)

@@ -166,7 +166,8 @@ class Cuda:
     def in_place(self) -> Iterator[None]:
         """Inside it `torch.cuda` is this, and nothing is watched."""
         names = {name: getattr(self, name) for name in ("Stream", "Event", "current_stream", "stream")}
-        with mock.patch.multiple(torch.cuda, set_device=lambda device: None, **names):
+        names |= {"set_device": lambda device: None, "get_rng_state": lambda: torch.get_rng_state()}
+        with mock.patch.multiple(torch.cuda, **names):
             yield
 
     @contextlib.contextmanager
@@ -174,6 +175,7 @@ class Cuda:
         """Inside it `torch.cuda` is this, and whatever this thread does, and executors to which it gives jobs, is
         watched."""
         submit, result, exception = ThreadPoolExecutor.submit, Future.result, Future.exception
+        rng_state = torch.get_rng_state
         cuda = self
 
         def submit_watched(pool: Any, job: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
@@ -205,7 +207,18 @@ class Cuda:
         def record_stream(tensor: Tensor, stream: Stream) -> None:
             cuda.memory(tensor).streams.add(stream.name)
 
+        def rng_state_on_host() -> Tensor:
+            state = rng_state()
+            cuda.on_host(state)
+            return state
+
+        def gathered_on_host(*args: Any, gather: Any = torch.distributed.all_gather_object, **options: Any) -> None:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():  # of objects, over gloo
+                gather(*args, **options)
+
         watched = (
+            (torch, "get_rng_state", rng_state_on_host),
+            (torch.distributed, "all_gather_object", gathered_on_host),
             (ThreadPoolExecutor, "submit", submit_watched),
             (Future, "result", learned(result)),
             (Future, "exception", learned(exception)),

@@ -48,7 +48,7 @@ QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "t
 QWEN_2 = {**QWEN, "num_hidden_layers": 2}  # of two layers
 
 
-preload("geotrain.inner.build", "geotrain.checkpoint")
+preload("geotrain.inner.build", "geotrain.checkpoint.saving")
 
 
 def run_world(

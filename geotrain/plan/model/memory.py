@@ -6,7 +6,7 @@ from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup, 
 from geotrain.cuda_staging import PIECE
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
-from geotrain.parallelism.acco_forms import flat_bytes
+from geotrain.parallelism.acco_forms import flat_bytes, scratch_bytes
 from geotrain.parallelism.checks import accumulates_in_fp32, offloads_masters, trains_in_bf16
 from geotrain.parallelism.memory import fp8_weights, memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
@@ -44,7 +44,8 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
         flat = flat_bytes(run.acco.prediction, shard, size, summed)
-        state["buffers"] = flat - state["weights"] - state["gradients"]
+        scratch = scratch_bytes(run.acco.prediction, shard, size)
+        state["buffers"] = flat - state["weights"] - state["gradients"] + scratch
         state["weights"] += in_fp8
     outer = 0 if outer_on_host(run, setup) else outer_bytes(run, shard.adamw + shard.matrices)
     return {**state, "activations": memory.activations_bytes, "outer": outer}
@@ -52,9 +53,10 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
 
 def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
     """Bytes of host memory that the same rank takes: the optimizer's where it is offloaded; the outer loop's where it
-    is not on the device; and the pinned buffers through which the outer loop's data cross, which are fixed where they
-    carry pieces of masters, and as large as what is sent and received where that crosses whole. What comes and goes
-    with an exchange, and the process's own, come on top. Raises ConfigError."""
+    is not on the device; the pinned buffers through which the outer loop's data cross, which are fixed where they
+    carry pieces of masters, and as large as what is sent and received where that crosses whole; and the copy of a
+    checkpoint while it is written, at most, pinned where there is a GPU. What comes and goes with an exchange, and
+    the process's own, come on top. Raises ConfigError."""
     setup = WorkerSetup.of(run, worker)
     parallel, block = setup.parallel, setup.deepspeed
     memory = memory_per_rank(
@@ -78,6 +80,7 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         "optimizer": 4 * owned + moment_bytes(shard, block) if offloaded else 0,
         "outer": outer_bytes(run, owned) if outer_on_host(run, setup) else 0,
         "pinned": pinned,
+        "checkpoint": memory.checkpoint_bytes if run.acco is None else moment_bytes(shard, block),
     }
 
 

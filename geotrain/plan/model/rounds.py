@@ -39,30 +39,32 @@ class Payloads:
 
 @dataclass(frozen=True)
 class WorkerTiming:
-    """A worker, as the outer loop sees it. settle_s, refresh_s: as in `geotrain.plan.model.step.StepTime`."""
+    """A worker, as the outer loop sees it. The last three: as in
+    `geotrain.plan.model.step.StepTime`."""
 
     name: str
     region: str
     step_s: float
     settle_s: float = 0.0
     refresh_s: float = 0.0
+    refreshes_all: bool = False
 
 
 def worker_timing(name: str, region: str, step: StepTime) -> WorkerTiming:
-    return WorkerTiming(name, region, step.step_s, step.settle_s, step.refresh_s)
+    return WorkerTiming(name, region, step.step_s, step.settle_s, step.refresh_s, step.refreshes_all)
 
 
 @dataclass(frozen=True)
 class WorkerPace:
     """local_steps: H of this worker. job_s: from the beginning of one job to that of the next. wait_s: the part of it
-    that is no step. stop_s: the part of the wait in which the weights are made whole; all replicas get them
-    `refreshes` times a job."""
+    that is no step. stop_s: the part of the wait in which the weights are made whole; all replicas get all of them
+    `gatherings` times a job."""
 
     local_steps: int
     job_s: float
     wait_s: float
     stop_s: float
-    refreshes: int
+    gatherings: int
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,9 @@ def pace(
         if outer.scale_local_steps:
             steps = max(1, ceil(steps * fastest / w.step_s))
         settles, refreshes = stops(outer, len(sizes.local), steps)
-        stop_s = settles * w.settle_s + refreshes * w.refresh_s
-        alone[w.name] = WorkerPace(steps, steps * w.step_s + stop_s, stop_s, stop_s, refreshes)
+        gatherings = refreshes if w.refreshes_all else 1  # each fragment is adopted once
+        stop_s = settles * w.settle_s + gatherings * w.refresh_s
+        alone[w.name] = WorkerPace(steps, steps * w.step_s + stop_s, stop_s, stop_s, gatherings)
 
     flat, waits_for_all = outer.flat, outer.rule.synchronous
     members = {r: [w for w in workers if w.region == r] for r in dict.fromkeys(w.region for w in workers)}

@@ -70,7 +70,8 @@ class StepTime:
 
     No part of the step, but of each time that the outer loop stops it:
     settle_s: ACCO's commit is waited for in the open, and the next window's first part has none to hide.
-    refresh_s: the owners' new weights reach all replicas; refresh_bytes: what that sends.
+    refresh_s: the owners' new weights reach all replicas; refresh_bytes: what that sends. Both are of the whole
+    model, of which a refresh brings what was adopted; refreshes_all: all, since replicas have weights one step ahead.
     """
 
     compute_s: float
@@ -82,6 +83,7 @@ class StepTime:
     settle_s: float
     refresh_s: float
     refresh_bytes: dict[tuple[str, str], float]
+    refreshes_all: bool
 
     @property
     def step_s(self) -> float:
@@ -141,6 +143,7 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
         settle_s=settle_s,
         refresh_s=refresh_s,
         refresh_bytes=gathered,
+        refreshes_all=work.acco is not None and FORMS[work.acco.prediction].predicts_in_commit,
     )
 
 

@@ -1,0 +1,211 @@
+"""Reads the newest whole checkpoint, on whatever layout."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from geotrain.checkpoint.folders import (
+    CheckpointError,
+    RanksOfWorker,
+    bring_back,
+    manifests,
+    rank_file,
+    size_and_checksum,
+)
+from geotrain.checkpoint.state import has_usable_prediction, kind_of, layout_of_ranks, state_of
+from geotrain.inner import platform
+from geotrain.inner.engine import GeoEngine
+from geotrain.layout import StridedSlice, canonical_parameters, digest
+from geotrain.optimizers.updates import set_step_count
+
+log = logging.getLogger(__name__)
+
+
+def load(engine: GeoEngine, ranks: RanksOfWorker, folder: Path, tag: str | None) -> dict[str, Any] | None:
+    """Restore the optimizer's state from the newest whole checkpoint, or the one called `tag`; return its `extra`.
+
+    Every rank of the worker must call it. Masters are read if they were saved and stay as they are otherwise. Random
+    states belong to ranks, so they are restored only if the layout is the one that was saved. Damaged checkpoints are
+    passed over with a warning. Returns None if there is no checkpoint and no tag was given. Raises CheckpointError on
+    every rank if any rank failed, and where a checkpoint needs files that only other hosts have.
+    """
+    engine.settle()  # a step that is still under way would write the masters after this
+    ranks.together(lambda: bring_back(folder), folder)
+    found = ranks.together(lambda: _found(engine, folder, tag), folder)
+    elsewhere: list[str] = []
+    for key in sorted({key for here in found for key in here}, reverse=True):
+        manifest = next(here[key] for here in found if key in here)
+        place = folder / manifest["tag"]
+        faults = [fault for fault in ranks.together(partial(_lacks, engine, manifest, folder), place) if fault]
+        if faults:
+            elsewhere += faults
+            if engine.rank == 0:
+                log.warning("checkpoint %s: passed over: %s", place, faults[0])
+            continue
+        faults = [fault for fault in ranks.together(partial(_damage, ranks, manifest, folder), place) if fault]
+        if not faults:
+            break
+        if engine.rank == 0:
+            log.warning("checkpoint %s: damaged, passed over: %s", place, faults[0])
+    else:
+        if elsewhere:
+            raise CheckpointError(f"checkpoint {folder}: {elsewhere[0]}")
+        if tag is not None:
+            raise CheckpointError(f"checkpoint {folder}: there is no whole checkpoint {tag!r} in {folder}")
+        return None
+    ranks.together(lambda: _read_rank(engine, place, manifest), place)
+    set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
+    for counter, value in manifest["counters"].items():
+        setattr(engine, counter, value)
+    engine.refresh(predicted=has_usable_prediction(engine, manifest))
+    return manifest["extra"]
+
+
+def _found(engine: GeoEngine, folder: Path, tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
+    """The manifests of the checkpoints that this rank sees, by their number and checksum. Raises CheckpointError."""
+    found = [manifest for manifest, path in manifests(folder) if tag in (None, path.name)]
+    wanted = digest(canonical_parameters(engine.architecture))
+    if found and found[0]["model"] != wanted:
+        raise CheckpointError(f"{found[0]['tag']!r} is of another model ({found[0]['model']}, not {wanted})")
+    kind = found[0].get("optimizer", "AdamW") if found else kind_of(engine)
+    if kind != kind_of(engine):
+        raise CheckpointError(
+            f"{found[0]['tag']!r} holds the state of {kind}, but deepspeed.optimizer.type is {kind_of(engine)}, "
+            "which keeps other moments; set the type back, or begin a new run from the exported weights "
+            "(model.init_from)"
+        )
+    return {(manifest["number"], manifest["checksum"]): manifest for manifest in found}
+
+
+def _needed(rank: int, manifest: dict[str, Any]) -> list[str]:
+    """The files that this rank reads: all, or where hosts shared no file system, its own."""
+    return list(manifest["files"]) if manifest["shared"] else [rank_file(rank)]
+
+
+def _lacks(engine: GeoEngine, manifest: dict[str, Any], folder: Path) -> str | None:
+    """Why this rank cannot read the checkpoint, if it is none of damage; otherwise None."""
+    tag = manifest["tag"]
+    if not manifest["shared"] and manifest["layout"] != layout_of_ranks(engine):
+        return (
+            f"{tag!r} was saved by hosts that share no file system, in another layout: resume with the layout "
+            f"{manifest['layout']}, or copy the weights and begin without the optimizer's state"
+        )
+    here = folder / tag
+    if missing := [name for name in _needed(engine.rank, manifest) if not (here / name).exists()]:
+        return (
+            f"{tag!r}: rank {engine.rank} on {socket.gethostname()} does not find {missing[0]} in {here}: start the "
+            "worker on the same hosts in the same order, or set checkpoint.folder to one that all its hosts share"
+        )
+    return None
+
+
+def _damage(ranks: RanksOfWorker, manifest: dict[str, Any], folder: Path) -> str | None:
+    """What is wrong with those files that this rank checks. Of files that all ranks see, each rank checks a part."""
+    names = _needed(ranks.rank, manifest)
+    for name in names[ranks.rank :: ranks.size] if manifest["shared"] else names:
+        try:
+            if size_and_checksum(folder / manifest["tag"] / name) != manifest["files"][name]:
+                return f"{name} differs from what was written (its length or its checksum is wrong)"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return None
+
+
+def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> None:
+    """Read the state that this rank owns, and no more, from the files of whichever ranks saved it."""
+    with contextlib.ExitStack() as stack:
+        # parameter → (file, shard, the run's offset in the shard, run) of each run that was saved
+        saved: dict[str, list[tuple[Any, int, int, StridedSlice]]] = defaultdict(list)
+        for name in _needed(engine.rank, manifest):
+            file = stack.enter_context(safe_open(folder / name, "pt"))
+            for shard, (pushes, runs) in enumerate(json.loads(file.metadata()["shards"])):
+                if manifest["shared"] and not pushes:
+                    continue
+                offset = 0
+                for parameter, start, length, stride, count in runs:
+                    run = StridedSlice(start, length, stride, count, parameter)
+                    saved[parameter].append((file, shard, offset, run))
+                    offset += run.numel
+        for own in engine.shards():
+            pieces = list(_locate(own.runs, saved))
+            state = state_of(engine, own, manifest["with_masters"], has_usable_prediction(engine, manifest))
+            for name, view in state.items():
+                read = torch.empty(own.numel, dtype=view.dtype)  # on the host, so that a GPU gets it in one copy
+                for file, shard, into, outof, length in pieces:
+                    # Only the range that the wanted pieces span is read from the file, not the whole tensor.
+                    low, high = int(outof.min()), int((outof + length).max())
+                    _copy(read, file.get_slice(f"{shard}.{name}")[low:high], into, outof - low, length)
+                view.copy_(read)
+    if manifest["layout"] == layout_of_ranks(engine):
+        with safe_open(folder / rank_file(engine.rank), "pt") as file:
+            torch.set_rng_state(file.get_tensor("rng.cpu"))
+            if platform.HAS_CUDA:
+                torch.cuda.set_rng_state(file.get_tensor("rng.cuda"))
+
+
+def _locate(
+    wanted: Iterable[StridedSlice], saved: Mapping[str, list[tuple[Any, int, int, StridedSlice]]]
+) -> Iterator[tuple[Any, int, np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield (file, shard, into, outof, length) for each saved run that holds some of the wanted elements.
+
+    into, outof, length: int64 arrays. For each i, the shard's length[i] elements from outof[i] on are the wanted
+    elements from into[i] on. Raises ValueError if some wanted elements were not saved.
+    """
+    position = 0
+    for run in wanted:
+        found = 0
+        for file, shard, offset, other in saved[run.parameter]:
+            if other.start >= run.stop or run.start >= other.stop:
+                continue
+            into, outof, length = overlap(run, other)
+            if length.size:
+                yield file, shard, into + position, outof + offset, length
+                found += int(length.sum())
+        if found != run.numel:
+            raise ValueError(f"{run.parameter}: {found} of {run.numel} wanted elements were saved")
+        position += run.numel
+
+
+def overlap(wanted: StridedSlice, saved: StridedSlice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where two runs of one parameter overlap: offsets into the first, offsets into the second, lengths (int64).
+
+    A run is `count` pieces of `length` elements, `stride` apart. Both runs' pieces are sorted, so the pieces of the
+    second that a piece of the first meets are neighbours, and two binary searches find the first and the last.
+    """
+    # Where each piece begins, as an offset in the parameter.
+    a = wanted.start + np.arange(wanted.count, dtype=np.int64) * wanted.stride
+    b = saved.start + np.arange(saved.count, dtype=np.int64) * saved.stride
+    first = np.searchsorted(b + saved.length, a, side="right")
+    meets = np.maximum(np.searchsorted(b, a + wanted.length, side="left") - first, 0)
+    # One entry for each pair of pieces that meet: i counts pieces of the first run, j of the second.
+    i = np.repeat(np.arange(wanted.count), meets)
+    j = np.arange(meets.sum()) - np.repeat(np.cumsum(meets) - meets, meets) + np.repeat(first, meets)
+    begin = np.maximum(a[i], b[j])
+    end = np.minimum(a[i] + wanted.length, b[j] + saved.length)
+    return i * wanted.length + begin - a[i], j * saved.length + begin - b[j], end - begin
+
+
+def _copy(out: Tensor, source: Tensor, into: np.ndarray, outof: np.ndarray, length: np.ndarray) -> None:
+    steps = [np.unique(np.diff(x)) for x in (into, outof)]
+    if np.unique(length).size == 1 and all(s.size <= 1 for s in steps):
+        # Rows of a matrix, as tensor parallelism cuts it: one strided copy instead of one for each row.
+        shape = (length.size, int(length[0]))
+        to_step, from_step = (int(s[0]) if s.size else shape[1] for s in steps)
+        target = out.as_strided(shape, (to_step, 1), int(into[0]))
+        target.copy_(source.as_strided(shape, (from_step, 1), source.storage_offset() + int(outof[0])))
+        return
+    for to, start, n in zip(into.tolist(), outof.tolist(), length.tolist(), strict=True):
+        out[to : to + n] = source[start : start + n]

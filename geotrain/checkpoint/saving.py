@@ -1,0 +1,161 @@
+"""A worker's checkpoints: copied to the host beside training, and written by a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from geotrain.checkpoint import loading
+from geotrain.checkpoint.folders import (
+    FORMAT,
+    CheckpointError,
+    RanksOfWorker,
+    SharedFolder,
+    drop,
+    finish,
+    prepare,
+    rank_file,
+    size_and_checksum,
+)
+from geotrain.checkpoint.state import described, state_of
+from geotrain.cuda_staging import CudaStaging, NoStreams
+from geotrain.files import sync
+from geotrain.inner import platform
+from geotrain.inner.engine import GeoEngine
+from geotrain.optimizers.updates import step_counts
+
+
+class Checkpoints:
+    """The checkpoints of a worker in one folder, of which one at most is under way. Every rank of the worker makes
+    it, and makes the same calls; they contain collectives.
+
+    keep: how many stay. with_masters: also save the fp32 weights; they can be left out where the weights come from
+    the outer loop at a restart. no_room: called on every rank, on the writing thread, with the error of a checkpoint
+    for which a disk had no room; None: it is raised as any other. Memory: a copy of what is saved on the host, which
+    is allocated once, pinned where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        engine: GeoEngine,
+        folder: str | Path,
+        keep: int,
+        with_masters: bool = False,
+        no_room: Callable[[CheckpointError], None] | None = None,
+    ) -> None:
+        self._engine, self._folder, self._keep, self._with_masters = engine, Path(folder), keep, with_masters
+        self._no_room = no_room
+        self._ranks = RanksOfWorker()
+        streams = torch.cuda if platform.HAS_CUDA else NoStreams()
+        self._staging = CudaStaging(engine.device, streams, "checkpoints")
+        self._under_way: Future[None] | None = None
+
+    def save(self, tag: str, extra: dict[str, Any]) -> None:
+        """Begin to write a checkpoint of the state as it is now; when it is whole, all but the newest `keep` go.
+
+        It waits for the former one, and otherwise for no disk: training goes on, but for the device, which writes to
+        nothing that is still to be copied. extra: anything JSON can hold; `load` returns it.
+        Raises CheckpointError, on every rank if any rank failed: of the former checkpoint, or where the folder cannot
+        be made. Earlier checkpoints stay.
+        """
+        self.wait()
+        engine = self._engine
+        engine.settle()
+        with self._telling():
+            shared = self._ranks.sharing(self._folder)
+            tensors, places = self._saved(every_shard=not shared.whole)
+            random = {"rng.cpu": torch.get_rng_state()}
+            if platform.HAS_CUDA:
+                random["rng.cuda"] = torch.cuda.get_rng_state()
+            manifest = {"format": FORMAT, "tag": tag, "shared": shared.whole}
+            manifest |= described(engine, extra, self._with_masters)
+            counts = step_counts(engine.basic_optimizer)
+            on_device = [count for count in counts if isinstance(count, Tensor)]
+
+            def write(copies: Sequence[Tensor]) -> None:
+                named = dict(zip(tensors, copies, strict=False))
+                counted = [int(count) for count in counts if not isinstance(count, Tensor)]
+                steps = max([*counted, *(int(count) for count in copies[len(tensors) :])], default=0)
+                with self._telling(tag):
+                    self._write({**random, **named}, places, {**manifest, "optimizer_steps": steps}, shared)
+
+            with self._staging.beside():
+                self._under_way = self._staging.keep(0, (*tensors.values(), *on_device), write)
+                engine.read_until(partial(self._staging.wait, self._staging.mark()))
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is whole on every rank. Raises CheckpointError, on every rank."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def load(self, tag: str | None = None) -> dict[str, Any] | None:
+        """Restore the newest whole checkpoint, or the one called `tag`, as `loading.load` does."""
+        self.wait()
+        return loading.load(self._engine, self._ranks, self._folder, tag)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and end the thread and the process group. Raises CheckpointError."""
+        try:
+            self.wait()
+        finally:
+            self._staging.close()
+            self._ranks.close()
+
+    @contextlib.contextmanager
+    def _telling(self, tag: str | None = None) -> Iterator[None]:
+        """Inside it a checkpoint may fail: what it has written goes, and a full disk is told. tag: of the one that is
+        written."""
+        try:
+            yield
+        except CheckpointError as error:
+            if tag is not None:
+                shutil.rmtree(self._folder / f"{tag}.tmp", ignore_errors=True)
+            if self._no_room is None or not error.no_room:
+                raise
+            self._no_room(error)
+
+    def _saved(self, every_shard: bool) -> tuple[dict[str, Tensor], list[Any]]:
+        """Views of what this rank saves, by name in its file, and the shards to which they belong: for each whether
+        the rank pushes it, and its runs. every_shard: also those that another rank pushes."""
+        engine, tensors, places = self._engine, dict[str, Tensor](), list[Any]()
+        for shard in engine.shards():
+            if shard.pushes or every_shard:
+                state = state_of(engine, shard, self._with_masters, engine.has_prediction)
+                tensors |= {f"{len(places)}.{name}": view.detach() for name, view in state.items()}
+                runs = [[r.parameter, r.start, r.length, r.stride, r.count] for r in shard.runs]
+                places.append([shard.pushes, runs])
+        return tensors, places
+
+    def _write(
+        self, tensors: dict[str, Tensor], places: list[Any], manifest: dict[str, Any], shared: SharedFolder
+    ) -> None:
+        """On each rank's writing thread. Each `together` is also a barrier: no rank writes before its folder is
+        there, the folders are renamed only when every rank's file is on disk, and older checkpoints go only when the
+        new one is whole on every host."""
+        final = self._folder / manifest["tag"]
+        temporary = final.with_name(f"{final.name}.tmp")
+        together = self._ranks.together
+        numbers = together(lambda: prepare(temporary) if shared.leads else 0, temporary)
+        file = temporary / rank_file(self._ranks.rank)
+        files = together(lambda: (file.name, _write_file(file, tensors, places)), temporary)
+        whole = {**manifest, "number": 1 + max(numbers), "files": dict(files)}
+        together(lambda: finish(temporary, final, whole) if shared.leads else None, temporary)
+        together(lambda: drop(self._folder, self._keep) if shared.leads else None, self._folder)
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor], places: list[Any]) -> list[int]:
+    """Write a rank's file; returns its length in bytes and its checksum."""
+    save_file(tensors, path, metadata={"shards": json.dumps(places, separators=(",", ":"))})
+    sync(path)
+    return size_and_checksum(path)
