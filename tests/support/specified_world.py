@@ -502,7 +502,9 @@ class SpecifiedWorld:
             for name, known in vault.members.items():
                 member = server.members[name]
                 assert known.joins.keys() == member.joined.keys()
-                assert known.updates.keys() == member.arriving.keys() and known.answers.keys() <= member.answers.keys()
+                assert (
+                    known.updates.keys() == member.arriving.keys() and known.answers.keys() <= member.answers.keys()
+                )
         for name in REGIONS:
             region = self.region(name)
             travelling = {delta.piece for update in region.in_flight.values() for delta in update.deltas}
