@@ -215,6 +215,9 @@ class Layout:
 
     def fragments_of(self, pieces: Sequence[int]) -> tuple[int, ...]:
         """The fragments that these pieces are. Raises LayoutError unless they are all pieces of each, in order."""
+        alone = len(self.pieces) == len(self.fragments)  # each piece is a fragment
+        if alone and len(set(pieces)) == len(pieces) and all(0 <= i < len(self.pieces) for i in pieces):
+            return tuple(pieces)
         known = [self.pieces[i] for i in pieces if 0 <= i < len(self.pieces)]
         fragments = tuple(dict.fromkeys(piece.fragment for piece in known))
         if list(pieces) != [piece.index for f in fragments for piece in self.pieces_of[f]]:

@@ -248,9 +248,10 @@ def check_part(
                 f"{where} starts from version {delta.anchor_version}, which this server never gave; "
                 f"it is at version {version}"
             )
-    anchors = {(layout.pieces[delta.piece].fragment, delta.anchor_version) for delta in part.deltas}
-    if len(anchors) > len(fragments):
-        raise Refused(f"{part.member}, part {part.part}: pieces of one fragment start from different versions")
+    if len(part.deltas) > len(fragments):
+        anchors = {(layout.pieces[delta.piece].fragment, delta.anchor_version) for delta in part.deltas}
+        if len(anchors) > len(fragments):
+            raise Refused(f"{part.member}, part {part.part}: pieces of one fragment start from different versions")
     return fragments
 
 

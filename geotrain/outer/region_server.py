@@ -408,12 +408,10 @@ class RegionServer(Server):
         numbers which of them it has applied already."""
         now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
         self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
-        return [*(Send(GLOBAL, self._as_it_goes(update)) for update in self.in_flight.values()), *self._last_words()]
-
-    def _as_it_goes(self, update: UpdatePart) -> UpdatePart:
-        """With its payloads."""
-        deltas = (replace(d, payload=self.vaults.of[d.piece].in_flight[d.piece]) for d in update.deltas)
-        return replace(update, deltas=tuple(deltas))
+        return [
+            *(Send(GLOBAL, self.vaults.as_it_goes(update)) for update in self.in_flight.values()),
+            *self._last_words(),
+        ]
 
     def _last_words(self) -> list[Send]:
         """At the end, what is trained and will be in no update: without the ledger, what came while one travelled."""
@@ -463,7 +461,7 @@ class RegionServer(Server):
                 metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
             )  # fmt: skip
             self.in_flight[self.sequence] = update
-            update = self._as_it_goes(update)
+            update = self.vaults.as_it_goes(update)
             self._sends.append(Send(GLOBAL, update))
             size = sum(len(delta.payload) for delta in update.deltas)
             self._events.append(SentUp(update.sequence, [fragment], weight, size))

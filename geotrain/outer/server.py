@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
 
@@ -178,8 +178,7 @@ class Server(Membership):
         parts = member.arriving.setdefault(part.sequence, {})
         if part.part in parts:
             return False
-        self.vaults.hear(part)
-        parts[part.part] = replace(part, deltas=tuple(replace(delta, payload=b"") for delta in part.deltas))
+        parts[part.part] = self.vaults.hear_update(part)
         if len(parts) < member.parts:
             member.silent = False
             return False
@@ -408,12 +407,8 @@ class Server(Membership):
 
     def left_out(self, name: str) -> list[UpdatePart]:
         """What came of the member's updates that are not whole yet, as it came."""
-        return [self._as_it_came(part) for parts in self.members[name].arriving.values() for part in parts.values()]
-
-    def _as_it_came(self, part: UpdatePart) -> UpdatePart:
-        came = [self.vaults.of[d.piece].arrived(part.member, part.sequence, part.part, d.piece) for d in part.deltas]
-        deltas = tuple(replace(d, payload=payload) for d, payload in zip(part.deltas, came, strict=True))
-        return replace(part, deltas=deltas)
+        arriving = self.members[name].arriving.values()
+        return [self.vaults.as_it_came(part) for parts in arriving for part in parts.values()]
 
     # -- inside
 
@@ -427,7 +422,7 @@ class Server(Membership):
         self.vaults.obey(Forget(name, updates=(first.sequence,)))
         if not alike:
             raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
-        self._measure(name, member, fragments, decoded)
+        self._measure(name, member, decoded)
         if self.norms is not None:
             sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
             at_work = {other for other, each in self.members.items() if not each.away}
@@ -466,14 +461,15 @@ class Server(Membership):
             applied = name, first.sequence, first.job, list(fragments), self.versions, staleness, samples, size_bytes
             self._events.append(UpdateApplied(*applied, metrics.get("loss"), metrics, *numbers, tokens))
 
-    def _measure(self, name: str, member: Member, fragments: tuple[int, ...], decoded: list[Decoded]) -> None:
+    def _measure(self, name: str, member: Member, decoded: list[Decoded]) -> None:
         """Note the norms of a decoded update. Raises Refused when it is not finite."""
+        squares: dict[int, list[float]] = {}
         for each in decoded:
             if each.fault:
                 raise Refused(f"{name}, part {each.part}: {self.layout.called(each.piece)}: {each.fault}")
-        for fragment in fragments:
-            squares = [each.squares for each in decoded if self.layout.pieces[each.piece].fragment == fragment]
-            member.norms[fragment] = norm(squares)
+            squares.setdefault(self.layout.pieces[each.piece].fragment, []).append(each.squares)
+        for fragment, sums in squares.items():
+            member.norms[fragment] = norm(sums)
             if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
                 raise Refused(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
 

@@ -9,7 +9,7 @@ vaults changes no bit. Slices and payloads reach a vault in its members' own mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -372,8 +372,24 @@ class Vaults:
 
     def obey(self, order: Order) -> list[Decoded]:
         """Replies in the order of pieces and parts, which is that of one vault alone."""
+        if len(self.all) == 1:
+            return self.all[0].obey(order)
         replies = [reply for vault in self.all for reply in vault.obey(order)]
         return sorted(replies, key=lambda reply: (reply.piece, reply.part))
+
+    def hear_update(self, part: UpdatePart) -> UpdatePart:
+        """Returns what is left for the book: the part without its payloads."""
+        self.hear(part)
+        return replace(part, deltas=tuple([replace(delta, payload=b"") for delta in part.deltas]))
+
+    def as_it_came(self, part: UpdatePart) -> UpdatePart:
+        """The counterpart of `hear_update`, as long as the update is not whole."""
+        came = [self.of[d.piece].arrived(part.member, part.sequence, part.part, d.piece) for d in part.deltas]
+        return _with(part, came)
+
+    def as_it_goes(self, update: UpdatePart) -> UpdatePart:
+        """An update to the global server that is in flight, with its payloads."""
+        return _with(update, [self.of[delta.piece].in_flight[delta.piece] for delta in update.deltas])
 
     def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
         faults = [fault for vault in self.all for fault in vault.hear(message)]
@@ -391,3 +407,8 @@ class Vaults:
         """See `Vault.will_change`."""
         for vault in self.all:
             vault.will_change = will_change
+
+
+def _with(update: UpdatePart, payloads: Sequence[bytes]) -> UpdatePart:
+    deltas = [replace(delta, payload=payload) for delta, payload in zip(update.deltas, payloads, strict=True)]
+    return replace(update, deltas=tuple(deltas))

@@ -14,14 +14,23 @@ from geotrain.outer.vault import Decoded, Order, Vault, Vaults
 
 
 class _EmptyVault(Vault):
-    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
-        return []
+    def answer(self, member: str, sequence: int, part: int, piece: int) -> tuple[bytes, bool]:
+        return b"", False
+
+
+class _EmptyVaults(Vaults):
+    """Orders and payloads go nowhere: a simulated day has millions."""
 
     def obey(self, order: Order) -> list[Decoded]:
         return []
 
-    def answer(self, member: str, sequence: int, part: int, piece: int) -> tuple[bytes, bool]:
-        return b"", False
+    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
+        return []
+
+    def hear_update(self, part: UpdatePart) -> UpdatePart:
+        return part
+
+    as_it_goes = hear_update
 
 
 class _NoBytes(Codec):
@@ -40,9 +49,9 @@ class _Timed(Server):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.up = _NoBytes()
-        empty = _EmptyVault(self.name, self.layout, self.layout.pieces, self.rule, self.up, self.down)
-        empty.in_flight = dict.fromkeys(range(len(self.layout.pieces)), b"")
-        self.vaults = Vaults([empty])
+        self.vaults = _EmptyVaults(
+            [_EmptyVault(self.name, self.layout, self.layout.pieces, self.rule, self.up, self.down)]
+        )
         self.norms = None  # of nothing
 
 
