@@ -316,7 +316,7 @@ class RegionServer(Server):
 
     def validation_weights(self) -> tuple[list[int], list[Tensor]]:
         newest = self.newest or []
-        # Empty vectors stand for fragments of which nothing has come since this process began.
+        # An empty vector: nothing of that fragment has come since this process began.
         return (self.global_versions, newest) if all(vector.numel() for vector in newest) else ([], [])
 
     # -- members
@@ -459,8 +459,7 @@ class RegionServer(Server):
 
     def _release_leases(self, name: str) -> None:
         """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
-        # Those of its reserve are asked for again in the order of their jobs: a later one that is granted while an
-        # earlier one finds no data left would be held by a worker that leaves.
+        # A reserve is asked for in order again: who leaves, as a job finds no data, would keep those of later ones.
         self.reserved_to[name] = 0
         self._give_back(name)
 
