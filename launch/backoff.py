@@ -8,8 +8,8 @@ from geotrain.config import EXIT_FOR_GOOD, RestartConfig
 class Backoff:
     """Decides when a unit that died is restarted.
 
-    After a long life it is started again at once; pauses double with each death in a row. How many restarts a time window may have
-    is limited. It reads no clock: the caller passes the time.
+    After a long life it is started again at once; pauses double with each death in a row. How many restarts a time
+    window may have is limited. It reads no clock: the caller passes the time.
     """
 
     def __init__(self, config: RestartConfig) -> None:

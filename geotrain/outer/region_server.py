@@ -321,20 +321,16 @@ class RegionServer(Server):
     def _on_join(self, join: Join) -> Welcome:
         known = self.data
         welcome = super()._on_join(join)
-        # A worker has just told which data it trains on. The global server must know before any lease is asked for,
-        # so that regions with different data are refused.
+        # The global server must know its data before any lease is asked for: regions with other data are refused.
         if self.data != known:
             self._sends.append(Send(GLOBAL, self.join_message()))
         return welcome
 
     def _begin_life(self, join: Join) -> None:
-        """The data of jobs that the former life had not begun stays with the worker: it need not be fetched over the
-        link again, which may be slow, or cut just now."""
-        name = join.member
-        self.wanted[name].clear()
-        if not self.rule.in_rounds:
-            self._give_back(name, below=self.next_job(name))
-        self.leases.given_back[name].clear()  # its former life trained them, if anyone
+        """The data of jobs that its former life had not begun stays here: the link may be slow, or cut just now."""
+        self.wanted[join.member].clear()
+        self._give_back(join.member, below=self.next_job(join.member))
+        self.leases.given_back[join.member].clear()  # its former life trained them, if anyone
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -421,14 +417,12 @@ class RegionServer(Server):
 
     def _release_leases(self, name: str) -> None:
         """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
-        # Those of its reserve are asked for again in the order of their jobs: a later one that is granted while an
-        # earlier one finds no data left would be held by a worker that leaves.
+        # A reserve is asked for in order again: who leaves, as a job finds no data, would keep those of later ones.
         self.reserved_to[name] = 0
-        if not self.rule.in_rounds:
-            self._give_back(name)
+        self._give_back(name)
 
     def _give_back(self, name: str, below: int | None = None) -> None:
-        if untrained := self.leases.give_back(name, below):
+        if untrained := () if self.rule.in_rounds else self.leases.give_back(name, below):
             self._sends.append(Send(GLOBAL, Release(untrained)))
 
     def _send_what_is_due(self) -> None:

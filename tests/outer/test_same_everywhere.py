@@ -45,5 +45,5 @@ def test_no_state_depends_on_the_order_of_a_set() -> None:
         subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE)
         for seed in HASH_SEEDS
     ]
-    one, other = (life.communicate(timeout=240)[0] for life in lives)
+    one, other = (life.communicate(timeout=600)[0] for life in lives)
     assert one and one == other
