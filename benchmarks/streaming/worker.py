@@ -81,7 +81,7 @@ class Trained:
         with closing(WorkerClient(server)) as client:
             identity = identity_of(run, layout)
             parts = (run, worker, identity, layout, self.engine, self.loader, client, folder)
-            Trainer(*parts, report=report).train(resume=False)
+            Trainer(*parts, workers=len(cluster.regions), report=report).train(resume=False)
 
     def alone(self, seconds: float) -> float:
         """Tokens a second without communication."""
