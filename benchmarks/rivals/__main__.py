@@ -89,7 +89,7 @@ def measure(folder: Path, options: argparse.Namespace, rivals: Path | None, why_
                 setting = replace(setting, steps=few, first=first)
             at = f"{round(1000 * gbps)}_mbit"
             mine[at] = repeated(method, folder / f"{method}-{at}", data, setting, options.seeds, rivals)
-        if method in EVERY_STEP:
+        if method in EVERY_STEP and options.gbps:
             setting = Setting(*NO_LINK, steps, steps, options.alone_steps)
             mine["no_link"] = repeated(method, folder / f"{method}-no-link", data, setting, options.seeds, rivals)
         for what in options.faults if method in FAULTED else ():
@@ -99,7 +99,7 @@ def measure(folder: Path, options: argparse.Namespace, rivals: Path | None, why_
             tell(method, what, mine[what])
         found[method] = mine
     add_times(found)
-    return found
+    return found | judged(found)
 
 
 def repeated(
@@ -122,6 +122,24 @@ def repeated(
             values = [run[key] for run in runs]
             figures |= spread(key, values) if seeds > 1 else {key: value}
     return {**figures, **({"curves": [run["curve"] for run in runs]} if "curve" in runs[0] else {})}
+
+
+def judged(found: dict[str, Any]) -> dict[str, float]:
+    """Our losses over others'. same_algorithm: ours over torchft's, both blocking in fp32 with plain averaging.
+    best_over_best_rival: of those that ran."""
+    losses = {
+        method: [part["loss"] for part in mine.values() if "loss" in part]
+        for method, mine in found.items()
+        if isinstance(mine, dict)
+    }
+    means = {method: mean(values) for method, values in losses.items() if values}
+    ours, rivals = [[v for m, v in means.items() if (m in OUTER) == own] for own in (True, False)]
+    ratios = {}
+    if {"ours-blocking", "torchft-diloco"} <= means.keys():
+        ratios["same_algorithm_loss_ratio"] = means["ours-blocking"] / means["torchft-diloco"]
+    if ours and rivals:
+        ratios["best_over_best_rival_loss"] = min(ours) / min(rivals)
+    return ratios
 
 
 def add_times(found: dict[str, Any]) -> None:
