@@ -20,7 +20,7 @@ from geotrain.export import export_run
 
 TEXT_BYTES, VALIDATION_SAMPLES, VALIDATED_AT_ONCE = 4_000_000, 512, 64
 RUN_S, CLOSE_S, JOIN_S = 600.0, 60.0, 120.0
-AFTER_S = 20.0  # what is watched after a fault is over
+AFTER_S = 10.0  # what is watched after a fault is over
 CUT_S = 20.0
 
 
@@ -162,7 +162,7 @@ def faulted(
     folder.mkdir()
     with site(folder, setting.gbps, setting.rtt_ms) as place:
         start_trainers(place, task_of(method, folder, data, setting, 0, place), rivals)
-        if fault := wait_until(place, lambda: all(_steps(folder, r) >= 2 * LOCAL_STEPS for r in REGIONS), RUN_S):
+        if fault := wait_until(place, lambda: all(_steps(folder, r) >= 1.5 * LOCAL_STEPS for r in REGIONS), RUN_S):
             return {"fault": fault}
         at_s = time.monotonic()
         if what == "cut":
