@@ -53,7 +53,9 @@ class Method:
 
 
 class DataParallel(Method):
-    """torch's DistributedDataParallel over gloo. Both process groups meet in the first region."""
+    """torch's DistributedDataParallel over gloo, whose store is in the first region."""
+
+    bucket_mb: float | None = None  # torch's default
 
     def join(self) -> None:
         import torch.distributed as dist
@@ -63,7 +65,7 @@ class DataParallel(Method):
         store = f"tcp://{self.task.addresses[REGIONS[0]]}:{self.task.ports[0]}"
         limit = timedelta(seconds=120)
         dist.init_process_group("gloo", store, rank=self.worker, world_size=len(REGIONS), timeout=limit)
-        self.module = DistributedDataParallel(self.model)
+        self.module = DistributedDataParallel(self.model, bucket_cap_mb=self.bucket_mb)
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -72,7 +74,10 @@ class DataParallel(Method):
 
 
 class PowerSgd(DataParallel):
-    """As DataParallel, with torch's PowerSGD hook: rank 4, from the third step on."""
+    """As DataParallel, with torch's PowerSGD hook: rank 4, from the third step on. One bucket: of several, the
+    hook's sums meet in another order on each side, and gloo ends the run."""
+
+    bucket_mb = 100.0
 
     def join(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
