@@ -26,7 +26,7 @@ waiting_share                  of a job's time: training at rest, waiting for an
 Each figure is the median over seeds, workers and, where it is of one, jobs but the first; _low and _high are its 95 %
 interval by order statistics.
 
-    python -m benchmarks.streaming [--seeds 3] [--rounds 3] [--record]
+    python -m benchmarks.streaming [--seeds 2] [--rounds 3] [--record]
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ QUICK = {"seeds": 1, "rounds": 2, "alone_s": 1.0, "settings": ["blocking_fp32", 
 
 def main() -> None:
     parser = command_line(__doc__, quick=QUICK)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each worker; the first is not timed")
     parser.add_argument("--alone-s", type=float, default=3.0, help="seconds without communication between runs")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
