@@ -77,7 +77,24 @@ PARTS = (
         (Goal("speedup_over_zero1", least=1.5), Goal("bytes_per_step_vs_zero1", most=1.05)),
         ("--only", "time"),  # its losses take the better part of an hour
     ),
-    Part("streaming", (Goal("streaming_overlap_4bit.waiting_share"), Goal("streaming_overlap_4bit.loss_gap"))),
+    Part(
+        "streaming",
+        (
+            Goal("streaming_overlap_4bit.exposed_share"),
+            Goal("streaming_overlap_4bit.processor_ratio"),
+            Goal("streaming_overlap_4bit.loss_gap"),
+        ),
+    ),
+    Part(
+        "rivals",
+        (
+            Goal("ours-streaming.20_mbit.utilization", least=0.95),
+            Goal("ours.20_mbit.utilization", least=0.95),
+            Goal("same_algorithm_loss_ratio", most=1.002),
+            Goal("best_over_best_rival_loss", most=1.0),
+        ),
+        minutes=20.0,  # with the rivals' environment, the first time
+    ),
     Part("planner", (Goal("prediction_error"),)),
     Part("agreement", (Goal("same_order", least=1),)),
     Part("scale", (Goal("h32.utilization"),)),

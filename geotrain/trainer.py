@@ -24,9 +24,10 @@ class Trainer:
     """One rank of a worker. All ranks make the same calls of engine and loop, which contain collectives.
 
     name: of the worker. identity: of the run, for the join. loader: this rank's batches. checkpoints: the worker's
-    folder for them. validation: this rank's micro-batches of the validation set, empty where there is none.
-    min_step_s: seconds that an inner step takes at least, for rehearsals. report: called on the metrics rank after
-    every job. trouble: called there with what a person should know. peak_flops_per_token_s: as `WorkerLoop` has it.
+    folder for them. workers: that the run has. validation: this rank's micro-batches of the validation set, empty
+    where there is none. min_step_s: seconds that an inner step takes at least, for rehearsals. report: called on
+    the metrics rank after every job. trouble: called there with what a person should know. peak_flops_per_token_s:
+    as `WorkerLoop` has it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Trainer:
         client: LoopClient,
         checkpoints: Path,
         *,
+        workers: int = 1,
         validation: Sequence[Tensor] = (),
         min_step_s: float = 0.0,
         report: Callable[[dict[str, Any]], None] = lambda numbers: None,
@@ -59,6 +61,7 @@ class Trainer:
             engine.shards(),
             engine.device,
             client,
+            workers=workers,
             validate=self.validate,
             save=self.save,
             expect=lambda lease: loader.expect(lease.start, lease.samples),

@@ -25,6 +25,7 @@ from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Finished, Lease, LeaseRequest, Validated
 from geotrain.outer.server import Identity
 from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.schedule import schedule_step
 
 
 class LoopClient(exchange.Client, Protocol):
@@ -60,12 +61,12 @@ class WorkerLoop:
     """One rank of a worker in the outer loop. All ranks make the same calls, which contain collectives.
 
     name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns.
-    device: where it trains. validate: called with the number of a validation that a lease asks for, before the lease
-    is trained. save: called with a job's number when the worker's own state is to be saved. report: called on the
-    metrics rank after every job, with what `geotrain.monitor.events.JobTrained` has. peak_flops_per_token_s: the
-    worker's peak FLOP/s over the FLOPs of one token, in tokens a second, for the utilization (MFU); None: not known.
-    expect: called with the lease after this one as soon as it is known, in another thread, for data that take long to
-    come.
+    device: where it trains. workers: that the run has. validate: called with the number of a validation that a lease
+    asks for, before the lease is trained. save: called with a job's number when the worker's own state is to be
+    saved. report: called on the metrics rank after every job, with what `geotrain.monitor.events.JobTrained` has.
+    peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, in tokens a second, for the
+    utilization (MFU); None: not known. expect: called with the lease after this one as soon as it is known, in
+    another thread, for data that take long to come.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class WorkerLoop:
         device: torch.device,
         client: LoopClient,
         *,
+        workers: int = 1,
         validate: Callable[[int], None] = lambda number: None,
         save: Callable[[int], None] = lambda job: None,
         report: Callable[[dict[str, Any]], None] = lambda numbers: None,
@@ -86,7 +88,7 @@ class WorkerLoop:
         peak_flops_per_token_s: float | None = None,
     ) -> None:
         self.run, self.name, self.identity, self.layout = run, name, identity, layout
-        self.rank, self.client = rank, client
+        self.rank, self.client, self.workers = rank, client, workers
         self.validate, self.save, self.report, self.expect = validate, save, report, expect
         self.peak_flops_per_token_s = peak_flops_per_token_s
         clock = time.perf_counter
@@ -147,7 +149,7 @@ class WorkerLoop:
         progress and not this worker's: so a worker that joins late begins at the rate of the others."""
         if self.lease is None:
             return self.run.total_steps
-        return self.lease.start // self.run.samples_per_step + self.step
+        return schedule_step(self.run, self.workers, self.lease, self.step)
 
     def _fetch(self) -> bool:
         """Wait for the next lease, and ask for the one after it; False when no data is left for this worker.

@@ -143,6 +143,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             loader,
             client,
             run.checkpoint_folder / worker.name,
+            workers=len(topology.home),
             validation=validation,
             min_step_s=worker.min_step_s,
             report=report,

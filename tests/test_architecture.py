@@ -38,6 +38,7 @@ LAYERS = [
         "export",
         "emulate",
         "cuda_staging",
+        "schedule",
     },
     {"checkpoint", "worker_loop"},
     {"trainer", "own_loop", "launch", "commands"},

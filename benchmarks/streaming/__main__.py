@@ -5,8 +5,15 @@ the outer loop; region servers and the global server run beside them, as `geotra
 from the same weights (as in DiLoCo's paper), which a short run made before. Between any two runs both workers train
 without communication for a while: what their speed is compared with.
 
+exposed_share                  of a job's time: training at rest for an answer or a lease, or busy with the exchange.
+                               Both parts are of the same job, so that a slow machine slows both
+exchange_ms                    the same, for each inner step
+processor_ratio                processor time of a step, the worker's and its region's server's, over that of a step
+                               without communication just before and after: what a throughput loses where processors
+                               have nothing else to do than to train
 utilization                    tokens/s from the end of a worker's first job to the end of its last, over its tokens/s
-                               without communication just before and after; median over workers and seeds
+                               without communication just before and after: worth a tenth at best, since the two are
+                               not measured at the same time
 bytes_ratio_to_data_parallel   bytes that a bf16 ring all-reduce at every inner step moves over a region's link (2 N
                                bytes up, 2 N down for N parameters) over the bytes counted at the region server's
                                sockets, up and down, in the same time
@@ -14,9 +21,12 @@ peak_mbit_s                    the most within one second over a region's link, 
 validation_loss                of the global weights at the end, by transformers; mean over the seeds
 loss_gap                       its relative difference to blocking_fp32, of the same seeds; the two steps in
                                between, of which nothing is asked, are run with the first seed only
-waiting_share                  of the time: training at rest, waiting for an answer
+waiting_share                  of a job's time: training at rest, waiting for an answer
 
-    python -m benchmarks.streaming [--seeds 3] [--rounds 3] [--record]
+Each figure is the median over seeds, workers and, where it is of one, jobs but the first; _low and _high are its 95 %
+interval by order statistics.
+
+    python -m benchmarks.streaming [--seeds 2] [--rounds 3] [--record]
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.common import command_line, report
+from benchmarks.common import command_line, report, spread
 from benchmarks.streaming.runs import REGIONS, Seen, site
 from geotrain.commands.evaluate import evaluate
 from geotrain.commands.prepare import prepare_files
@@ -70,7 +80,7 @@ QUICK = {"seeds": 1, "rounds": 2, "alone_s": 1.0, "settings": ["blocking_fp32", 
 
 def main() -> None:
     parser = command_line(__doc__, quick=QUICK)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each worker; the first is not timed")
     parser.add_argument("--alone-s", type=float, default=3.0, help="seconds without communication between runs")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
@@ -83,7 +93,7 @@ def main() -> None:
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """folder: for the data and the runs."""
     prepare_text(folder)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in options.settings}
+    found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in options.settings}
     folders: dict[str, list[Path]] = {name: [] for name in options.settings}
     with site(folder) as place:
         first = run_file(folder, SETTINGS["streaming_overlap_4bit"], FIRST_SEED, FIRST_ROUNDS, FIRST_LOCAL_STEPS)
@@ -103,7 +113,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
             result = figures(seen, before, after, parameters(own))
             found[name].append(result)
             folders[name].append(own)
-            print(f"{name} seed {seed}:", ", ".join(f"{k} {v:.4g}" for k, v in result.items()), flush=True)
+            print(f"{name} seed {seed}:", ", ".join(f"{k} {median(v):.4g}" for k, v in result.items()), flush=True)
             before = after
     return summary(found, {name: [loss(own) for own in runs] for name, runs in folders.items()})
 
@@ -157,18 +167,27 @@ def parameters(folder: Path) -> int:
 
 
 def figures(
-    seen: dict[str, Seen], before: dict[str, float], after: dict[str, float], parameter_count: int
-) -> dict[str, float]:
-    """Of one run. before, after: tokens/s of the workers without communication."""
-    jobs = len(seen[REGIONS[0]].marks) - 1
+    seen: dict[str, Seen], before: dict[str, Any], after: dict[str, Any], parameter_count: int
+) -> dict[str, list[float]]:
+    """Of one run: the values of each figure. before, after: of the workers without communication."""
+    parts = list(seen.values())
+    jobs = len(parts[0].jobs) - 1
     all_reduce_bytes = jobs * LOCAL_STEPS * 4 * parameter_count
+    alone = {r: {key: mean((before[r][key], after[r][key])) for key in before[r]} for r in seen}
+
+    def exposed_s(job: dict[str, float]) -> float:
+        return job["communication_s"] + job["waiting_s"]
+
     return {
-        "utilization": mean(part.tokens_per_s / mean((before[r], after[r])) for r, part in seen.items()),
-        "bytes_ratio_to_data_parallel": all_reduce_bytes / mean(part.link_bytes for part in seen.values()),
-        "peak_mbit_s": max(part.peak_bytes_per_s for part in seen.values()) * 8 / 1e6,
-        "waiting_share": mean(part.waited_s / part.seconds for part in seen.values()),
-        "tokens_per_s": sum(part.tokens_per_s for part in seen.values()),
-        "tokens_per_s_alone": sum(mean((before[r], after[r])) for r in seen),
+        "exposed_share": [v for part in parts for v in part.each(lambda job, seconds: exposed_s(job) / seconds)],
+        "exchange_ms": [v for part in parts for v in part.each(lambda job, _: 1e3 * exposed_s(job) / job["steps"])],
+        "waiting_share": [v for part in parts for v in part.each(lambda job, seconds: job["waited_s"] / seconds)],
+        "processor_ratio": [part.processor_s / alone[r]["processor_s"] for r, part in seen.items()],
+        "utilization": [part.tokens_per_s / alone[r]["tokens_per_s"] for r, part in seen.items()],
+        "bytes_ratio_to_data_parallel": [all_reduce_bytes / part.link_bytes for part in parts],
+        "peak_mbit_s": [part.peak_bytes_per_s * 8 / 1e6 for part in parts],
+        "tokens_per_s": [part.tokens_per_s for part in parts],
+        "tokens_per_s_alone": [alone[r]["tokens_per_s"] for r in seen],
     }
 
 
@@ -182,10 +201,15 @@ def loss(folder: Path) -> float:
     )
 
 
-def summary(found: dict[str, list[dict[str, float]]], losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    results = {}
+def summary(
+    found: dict[str, list[dict[str, list[float]]]], losses: dict[str, list[float]]
+) -> dict[str, dict[str, float]]:
+    results: dict[str, dict[str, float]] = {}
     for name, runs in found.items():
-        results[name] = {key: round(median(run[key] for run in runs), 4) for key in runs[0]}
+        results[name] = {}
+        for key in runs[0]:
+            of_all = spread(key, [value for run in runs for value in run[key]])
+            results[name] |= {figure: round(value, 4) for figure, value in of_all.items()}
         results[name] |= {f"validation_loss_seed_{i}": round(value, 5) for i, value in enumerate(losses[name])}
         results[name]["validation_loss"] = round(mean(losses[name]), 5)
     if "blocking_fp32" in results:
@@ -199,7 +223,8 @@ def unit(metric: str) -> str:
     key = metric.partition(".")[2]
     if key.startswith("validation_loss"):
         return "nats/token"
-    return {"peak_mbit_s": "Mbit/s", "tokens_per_s": "tokens/s", "tokens_per_s_alone": "tokens/s"}.get(key, "ratio")
+    units = {"peak_mbit_s": "Mbit/s", "tokens_per_s": "tokens/s", "exchange_ms": "ms"}
+    return next((unit for name, unit in units.items() if key.startswith(name)), "ratio")
 
 
 if __name__ == "__main__":

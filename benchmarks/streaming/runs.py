@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,32 @@ PEAK_AFTER_S = 1.0  # a peak may reach so far back
 class Seen:
     """One region's part of a run between the ends of its first and its last job."""
 
-    marks: list[tuple[float, float]] = field(default_factory=list)  # end of a job, tokens of it
+    ends_s: list[float] = field(default_factory=list)  # of its jobs
+    jobs: list[dict[str, float]] = field(default_factory=list)  # what the trainer told of each
     links: list[dict[str, Any]] = field(default_factory=list)  # the region server's byte counts at those times
     began_s: float = 0.0  # Unix time of the first mark
-    waited_s: float = 0.0
+    server_s: list[float] = field(default_factory=list)  # processor time of its server at the first and last mark
     peak_bytes_per_s: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.marks[-1][0] - self.marks[0][0]
+        return self.ends_s[-1] - self.ends_s[0]
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(tokens for _, tokens in self.marks[1:]) / self.seconds
+        return sum(job["tokens"] for job in self.jobs[1:]) / self.seconds
+
+    def each(self, figure: Callable[[dict[str, float], float], float]) -> list[float]:
+        """A figure of each job but the first: of what its trainer told, and the seconds that it took."""
+        lengths_s = [end - begin for begin, end in pairwise(self.ends_s)]
+        return [figure(job, seconds) for job, seconds in zip(self.jobs[1:], lengths_s, strict=True)]
+
+    @property
+    def processor_s(self) -> float:
+        """Processor seconds of an inner step: the trainer's, and its share of its region's server's."""
+        steps = sum(job["steps"] for job in self.jobs[1:])
+        trainer_s = self.jobs[-1]["processor_s"] - self.jobs[0]["processor_s"]
+        return (trainer_s + self.server_s[-1] - self.server_s[0]) / steps
 
     @property
     def link_bytes(self) -> int:
@@ -81,7 +95,7 @@ class Site:
             os.kill(_listening(folder, name, 0.0), signal.SIGCONT)
         for control in self.workers.values():
             control.send(("run", str(folder)))
-        return self._watch()
+        return self._watch(folder)
 
     def end(self, folder: Path, seen: dict[str, Seen]) -> None:
         """Once its servers have ended, add to what was seen what they have written."""
@@ -91,13 +105,13 @@ class Site:
         for region, part in seen.items():
             part.peak_bytes_per_s = _peak(folder / "servers" / region / "events.jsonl", part)
 
-    def alone(self, seconds: float) -> dict[str, float]:
-        """Tokens a second of each worker, both training without communication."""
+    def alone(self, seconds: float) -> dict[str, dict[str, float]]:
+        """Of each worker, both training without communication: `Trained.alone`."""
         for control in self.workers.values():
             control.send(("alone", seconds))
         return {region: _receive(control, "alone", RUN_S)[1] for region, control in self.workers.items()}
 
-    def _watch(self) -> dict[str, Seen]:
+    def _watch(self, folder: Path) -> dict[str, Seen]:
         seen = {region: Seen() for region in REGIONS}
         working = {control: region for region, control in self.workers.items()}
         while working:
@@ -105,12 +119,14 @@ class Site:
                 region = working[control]
                 message, part = control.recv(), seen[region]
                 if message[0] == "done":
-                    part.waited_s = message[1]
                     del working[control]
                     continue
                 part.began_s = part.began_s or time.time()
-                part.marks.append(message[1:3])
-                part.links.append(message[3])
+                _, end_s, job, links = message
+                part.ends_s.append(end_s)
+                part.jobs.append(job)
+                part.links.append(links)
+                part.server_s.append(_processor_s(_listening(folder, region, 0.0)))
         return seen
 
     def _serve(self, folder: Path, *what: str) -> subprocess.Popen[bytes]:
@@ -189,6 +205,12 @@ def _listening(folder: Path, server: str, deadline_s: float) -> int:
             raise SystemExit(f"the server {server!r} does not listen; see {folder}/{server}.log")
         time.sleep(0.05)
     return int(json.loads(said.read_text())["pid"])
+
+
+def _processor_s(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, after[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _ready(controls: Any) -> list[Connection]:

@@ -44,7 +44,7 @@ def main() -> None:
                         trained = None
                         gc.collect()  # an engine is a cycle, and holds its process groups' threads
                     trained = Trained(Path(path), args.region, args.worker, control)
-                    control.send(("done", trained.waited_s))
+                    control.send(("done",))
                 case ("alone", seconds):
                     assert trained is not None
                     control.send(("alone", trained.alone(seconds)))
@@ -61,7 +61,6 @@ class Trained:
         micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
         self.loader = LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
         self.samples = run.samples_per_step
-        self.waited_s = 0.0
         layout, folder = layout_of(run), run.run_folder / "checkpoints" / worker
 
         server = str(cluster.region(region).server)
@@ -70,27 +69,29 @@ class Trained:
         last_job = run.data.train_samples // round_samples
 
         def report(numbers: dict[str, Any]) -> None:
-            """Bytes are asked for outside of the time that is measured."""
+            """Bytes are asked for outside of the time that is measured. processor_s: that this process has used so
+            far, all threads counted."""
+            job = {name: numbers[name] for name in ("steps", "tokens", "waited_s", "communication_s", "waiting_s")}
+            job["processor_s"] = time.process_time()
             links = link_bytes(server) if numbers["job"] == 1 else {}
             now_s = time.monotonic()
             links = link_bytes(server) if numbers["job"] == last_job else links
-            control.send(("job", now_s, numbers["tokens"], links))
-            if numbers["job"] > 1:
-                self.waited_s += numbers["waited_s"]
+            control.send(("job", now_s, job, links))
 
         with closing(WorkerClient(server)) as client:
             identity = identity_of(run, layout)
             parts = (run, worker, identity, layout, self.engine, self.loader, client, folder)
-            Trainer(*parts, report=report).train(resume=False)
+            Trainer(*parts, workers=len(cluster.regions), report=report).train(resume=False)
 
-    def alone(self, seconds: float) -> float:
-        """Tokens a second without communication."""
+    def alone(self, seconds: float) -> dict[str, float]:
+        """Without communication: tokens a second, and processor seconds of a step."""
         steps = self.loader.steps(0, self.samples << 16)
         self.engine.train_step(next(steps), 0)
-        begin, tokens = time.perf_counter(), 0
+        begin, used_s, tokens, count = time.perf_counter(), time.process_time(), 0, 0
         while (elapsed := time.perf_counter() - begin) < seconds:
             tokens += self.engine.train_step(next(steps), 0).tokens
-        return tokens / elapsed
+            count += 1
+        return {"tokens_per_s": tokens / elapsed, "processor_s": (time.process_time() - used_s) / count}
 
     def close(self) -> None:
         self.engine.close()

@@ -127,6 +127,7 @@ class OuterLoop:
                 self._masters.shards,
                 self._masters.device,
                 self._client,
+                workers=len(topology.home),
                 validate=self._on_validation,
                 save=self._save,
                 report=self._on_job,

@@ -1,0 +1,24 @@
+"""Where a worker's inner step stands in the run's learning-rate schedule. Pure arithmetic."""
+
+from __future__ import annotations
+
+from geotrain.config import RunConfig
+from geotrain.outer.messages import Lease
+
+
+def schedule_step(run: RunConfig, workers: int, lease: Lease, step: int) -> int:
+    """The run's step, counted from 0, that inner step `step` of a lease stands for.
+
+    workers: of the run. Where all of them train side by side, in the rounds of a synchronous run and in everybody's
+    first job, their leases lie one after another in the data, but begin together: all begin where the first one does,
+    and each step moves the schedule on by as many steps as there are workers. With the lease's own place each worker
+    would pass through another part of the schedule, the later ones with no warm-up, and DiLoCo's loss differed by up
+    to 3 % from that of one schedule for all (docs/log.md). Elsewhere workers are spread over the data anyway, and the
+    lease's place is the run's progress. With DyLU rounds have no fixed length, so leases keep their own places.
+    """
+    begin = lease.start // run.samples_per_step
+    round_steps = workers * run.outer.local_steps
+    first = lease.job == 1 and begin < round_steps
+    if run.outer.scale_local_steps or not (run.outer.rule.synchronous or first):
+        return begin + step
+    return begin // round_steps * round_steps + step * workers

@@ -1,0 +1,100 @@
+"""The benchmark beside rivals: all train the same samples at the same rate, and what its marks are read as."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rivals.__main__ import add_times, judged
+from benchmarks.rivals.methods import OUTER, TITLES
+from benchmarks.rivals.report import cells
+from benchmarks.rivals.runs import Setting, figures, processor_figures, time_to
+from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, rate_at, samples_of
+from geotrain.config import RunConfig
+from geotrain.config.block import parse
+from geotrain.outer.leases import LeaseBook
+from geotrain.outer.messages import Lease, LeaseRequest
+from geotrain.schedule import schedule_step
+
+ROUNDS = 3
+
+
+def test_rivals_train_what_our_rounds_deal_at_the_same_place_of_the_schedule() -> None:
+    steps = ROUNDS * LOCAL_STEPS
+    data = {"train_samples": steps * len(REGIONS) * BATCH, "samples_per_step": BATCH}
+    outer = {"local_steps": LOCAL_STEPS, **OUTER["ours-blocking"]}
+    run = parse(RunConfig, {"name": "r", "model": {"weights": "w"}, "data": data, "outer": outer}, "run")
+    book = LeaseBook(run.data.train_samples, BATCH, LOCAL_STEPS, rounds=REGIONS)
+    for worker, region in enumerate(REGIONS):
+        theirs = list(samples_of(worker, steps))
+        for job in range(ROUNDS):
+            lease = book.grant(LeaseRequest(region, job + 1))
+            assert isinstance(lease, Lease)
+            mine = range(job * LOCAL_STEPS, (job + 1) * LOCAL_STEPS)
+            assert (theirs[mine.start].start, theirs[mine.stop - 1].stop) == (
+                lease.start,
+                lease.start + lease.samples,
+            )
+            ours = [schedule_step(run, len(REGIONS), lease, s) / run.total_steps for s in range(lease.steps)]
+            assert ours == pytest.approx([step / steps for step in mine])
+
+
+def test_the_rate_warms_up_and_falls() -> None:
+    assert rate_at(0.0) == 0.0
+    assert rate_at(0.05) == pytest.approx(1.5e-3)
+    assert rate_at(0.1) == pytest.approx(3e-3)
+    assert rate_at(1.0) == pytest.approx(3e-4)
+
+
+def write_marks(folder: Path, region: str) -> None:
+    """Four steps of 0.1 s, between them 0.1 s of exchange; alone a step takes 0.08 s."""
+    marks: list[dict[str, Any]] = [
+        {"what": "alone", "at_s": 0.0, "seconds": [0.08, 0.08, 0.08], "cpu_s": 0.05},
+        {"what": "begin", "at_s": 1.0, "bytes": 500},
+    ]
+    for i in range(4):
+        marks.append({"what": "step", "number": i + 1, "trained_s": 1.1 + 0.2 * i, "at_s": 1.2 + 0.2 * i})
+    marks.append({"what": "end", "at_s": 1.8, "bytes": 500 + 4 * BATCH * LENGTH * 3})
+    (folder / f"{region}.jsonl").write_text("".join(json.dumps(mark) + "\n" for mark in marks))
+
+
+def test_figures_of_a_run_from_its_marks(tmp_path: Path) -> None:
+    for region in REGIONS:
+        write_marks(tmp_path, region)
+    found = figures(tmp_path, Setting(0.02, 100.0, 4, 4, 3))
+    assert found == pytest.approx(
+        {"utilization": 0.4, "standing_still": 0.5, "bytes_per_token": 3.0, "step_ms": 200.0, "alone_step_ms": 80.0}
+    )
+    later = figures(tmp_path, Setting(0.02, 100.0, 4, 4, 3, first=2))
+    assert later["step_ms"] == pytest.approx(200.0) and later["utilization"] == pytest.approx(0.4)
+    used = processor_figures(tmp_path, {"train-eu": 0.2, "train-us": 0.2, "global": 0.04}, 4)
+    assert used["processor_ms"] == pytest.approx(55.0) and used["processor_servers_ms"] == pytest.approx(5.0)
+    assert used["processor_alone_ms"] == pytest.approx(50.0)
+
+
+def test_time_to_a_loss_is_read_between_points() -> None:
+    curve = [(1.0, 5.0), (2.0, 4.0), (4.0, 3.0)]
+    assert time_to(curve, 3.5) == pytest.approx(3.0)
+    assert time_to(curve, 3.0) == pytest.approx(4.0)
+    assert time_to(curve, 2.9) is None
+
+
+def test_what_exchanges_every_step_has_its_loss_from_a_run_without_a_slow_link() -> None:
+    fast = {"step_ms": 10.0, "loss": 2.0, "curves": [[(1.0, 4.0), (2.0, 2.0)]]}
+    found: dict[str, Any] = {
+        "ddp": {"20_mbit": {"step_ms": 100.0}, "no_link": fast},
+        "torchft-diloco": {"20_mbit": {"step_ms": 20.0, "loss": 3.0, "curves": [[(1.0, 5.0), (4.0, 3.0)]]}},
+        "ours-blocking": {"20_mbit": {"step_ms": 20.0, "loss": 2.997, "curves": [[(1.0, 5.0), (3.0, 2.997)]]}},
+        "hivemind": {"20_mbit": {"fault": "it did not start"}},
+    }
+    add_times(found)
+    assert found["target_loss"] == 3.0
+    assert found["ddp"]["20_mbit"]["seconds_to_loss"] == pytest.approx(15.0)
+    assert found["torchft-diloco"]["20_mbit"]["seconds_to_loss"] == pytest.approx(4.0)
+    assert "seconds_to_loss" not in found["hivemind"]["20_mbit"]
+    assert judged(found) == pytest.approx(
+        {"same_algorithm_loss_ratio": 0.999, "best_over_best_rival_loss": 2.997 / 2.0}
+    )
+    assert cells(found["ddp"], "20_mbit")[-2:] == ["2.0000", "15.0"]
+    assert set(OUTER) <= set(TITLES)
