@@ -25,8 +25,8 @@ from geotrain.families import Architecture, family_of
 from geotrain.families.weights import Weight
 from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes, overlaps_reduction, zero_stage
 from geotrain.parallelism.local_parameters import stage_parameters
-from geotrain.plan.model.step import Work
-from geotrain.plan.model.work import useful_flops
+from geotrain.plan.model.exchanges import attended, context_exchanges, expert_exchanges, sent_bytes
+from geotrain.plan.model.work import Work, useful_flops
 
 OPTIMIZER_BYTES = 30  # gradient read in fp32; master and two moments read and written; weight written
 IN_HOST = 8  # devices that share a host's fast links
@@ -146,20 +146,18 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
 
 def exchanged_bytes(work: Work) -> float:
     """What a rank sends of a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
-    parallelism the two halves of one, after attention and MLP. Experts: each routed token there and back. Context: q,
-    k, v and the output of attention. Backward does it again; so does forward where it is computed again."""
+    parallelism the two halves of one, after attention, and after an MLP that is no routed expert; backward does it
+    again, and so does forward where it is computed again. Context and expert ranks: as in `exchanges`."""
     a, parallel = work.architecture, work.parallel
-    tokens = work.micro_tokens / parallel.context
-
-    def others(ranks: int) -> float:
-        return (ranks - 1) / ranks
-
-    sent = 4 * others(parallel.tensor) * a.hidden_size * a.layers
-    chosen = a.experts.per_token if a.experts else 0
-    sent += 2 * others(parallel.expert) * chosen * a.hidden_size * sum(map(a.has_experts, range(a.layers)))
-    sent += others(parallel.context) * sum(_attended(a)) / parallel.tensor * a.layers
+    tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
+    sparse = sum(map(a.has_experts, range(a.layers)))
+    shared = a.experts is not None and a.experts.shared_ffn_size > 0
+    reductions = 2 * a.layers - (0 if shared else sparse)
     times = 3 if work.recompute == "full" else 2
-    return times * sent / parallel.pipeline * work.bytes_per_weight * tokens
+    sent = times * reductions * 2 * (tp - 1) / tp * a.hidden_size * work.bytes_per_weight * tokens
+    for count, exchanges in ((a.layers, context_exchanges(work)), (sparse, expert_exchanges(work))):
+        sent += count * sent_bytes(work, exchanges.forward + exchanges.backward)
+    return sent / parallel.pipeline
 
 
 def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
@@ -175,7 +173,7 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
             yield Operation("products", 2.0 * rows * k * n, size * (rows * k + weights + rows * n))
         yield Operation("memory", 0.0, 2.0 * size * weights)  # the sum of gradients, read and written
 
-    q, key, value, output = _attended(a)
+    q, key, value, output = attended(a)
     whole = 8 * a.hidden_size / (tp if parallel.sequence else 1)
     for layer in range(stage * layers, (stage + 1) * layers):
         for matrix in _matrices(a, a.has_experts(layer)):
@@ -186,21 +184,15 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
             if a.experts is not None and matrix.count > 1:
                 rows, held = rows * a.experts.per_token, held / parallel.expert
             yield from product(rows, k, n, held, forward)
-        attended = a.heads * (a.query_dim + a.value_dim) / tp * work.sequence_length * tokens
+        scores = a.heads * (a.query_dim + a.value_dim) / tp * work.sequence_length * tokens
         moved = size * tokens * (q + key + value + output) / tp
         for times in (1, again, 2.5):
-            yield Operation("attention", times * attended, times * moved)
+            yield Operation("attention", times * scores, times * moved)
         streamed = whole + (2 * (q + key) + 3 * a.active_ffn_size(a.has_experts(layer))) / tp
         yield Operation("memory", 0.0, (forward + 2) * size * tokens * streamed)
     if last:
         yield from product(tokens, a.hidden_size, a.vocab_size / tp, a.hidden_size * a.vocab_size / tp, 1)
         yield Operation("memory", 0.0, tokens * a.vocab_size / tp * (2 * size + 3 * 4))
-
-
-def _attended(a: Architecture) -> tuple[float, float, float, float]:
-    """Elements of a token's queries, keys, values and attention's output, all heads together."""
-    heads = a.heads if a.latent else a.kv_heads
-    return a.heads * a.query_dim, heads * a.query_dim, heads * a.value_dim, a.heads * a.value_dim
 
 
 @dataclass(frozen=True)
