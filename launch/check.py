@@ -87,7 +87,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     try:
         dp = check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
         if run.acco is not None:
-            check_acco(run.acco, run.architecture, block, accumulation_steps(block, dp))
+            check_acco(run.acco, run.architecture, setup.parallel, block, accumulation_steps(block, dp))
         return dp
     except ConfigError as error:
         raise ConfigError(f"worker {worker.name!r}: {error}") from None

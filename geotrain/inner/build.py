@@ -54,7 +54,7 @@ def build_engine(
     ranks = join(timeout_s)
     dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:
-        check_acco(run.acco, architecture, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
+        check_acco(run.acco, architecture, parallel, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
     mesh, settings = initialize(parallel, timeout_s), optimizer_settings(deepspeed_block)
     offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():

@@ -22,6 +22,7 @@ from geotrain.plan.model.work import stage_flops
 from geotrain.plan.predict import work_of
 
 FULL_MICRO_TOKENS = 8192  # a micro-batch of so many tokens keeps the matrix units as busy as a larger one
+LOSSY = codec_config("bf16")
 KEPT = 4  # layouts of one worker that are remembered
 MOST_MORE_HOSTS = 256  # tried, to say how many are missing
 
@@ -110,7 +111,8 @@ def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[Parall
         sequence = (tp > 1 and length % tp == 0) if pins.sequence is None else pins.sequence
         beside = divisors(slots // tp)
         contexts = [c for c in beside if c == 1 or _shares_sequences(a, tp, c, length)]
-        experts = [e for e in beside if e == 1 or (a.experts and a.experts.count % e == 0)]
+        divides = a.experts.count if a.experts and task.run.acco is None else 1  # ACCO goes with whole experts only
+        experts = [e for e in beside if divides % e == 0]
         for pp in [pins.pipeline] if pins.pipeline is not None else divisors(a.layers):
             if pp > most_pipeline or a.layers % pp:
                 continue
@@ -132,7 +134,7 @@ def fitting(
     worker, run = worker_of("w", hosts, slots, parallel, micro), task.run
     if "local" not in task.pins.outer and not run.outer.flat:
         # The codec inside a region is chosen later (`settings.py`): a lossy one keeps 4 bytes an owned parameter.
-        run = run.model_copy(update={"outer": run.outer.model_copy(update={"local": codec_config("bf16")})})
+        run = run.model_copy(update={"outer": run.outer.model_copy(update={"local": LOSSY})})
     try:
         need = sum(rank_memory(run, task.architecture, worker).values())
     except ConfigError as error:

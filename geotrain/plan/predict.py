@@ -127,6 +127,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     if not placed:
         raise ConfigError(f"cluster {cluster.name!r} has no workers; `geotrain plan` makes them of its hosts")
     ranks = {name: network.ranks(region, worker) for name, (region, worker) in placed.items()}
+    memory = {name: rank_memory(run, architecture, worker) for name, (_, worker) in placed.items()}  # checks layouts
     steps = {
         name: step_time(work_of(run, architecture, worker, imbalance), ranks[name], network)
         for name, (_, worker) in placed.items()
@@ -141,7 +142,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     sizes = payloads(run.outer, [f.numel for f in layout_of(run).fragments])
     found = pace(run.outer, sizes, timings, wide, inside)
     workers = {
-        name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name])
+        name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])
         for name, (region, worker) in placed.items()
     }
     links = []
@@ -197,6 +198,7 @@ def _worker(
     ranks: list[RankDevice],
     step: StepTime,
     paced: WorkerPace,
+    memory: dict[str, int],
 ) -> WorkerPrediction:
     work = work_of(run, architecture, worker)
     steps, job_s = paced.local_steps, paced.job_s
@@ -235,7 +237,7 @@ def _worker(
         },
         tokens_per_s=tokens_per_s,
         utilization=utilization,
-        memory=rank_memory(run, architecture, worker),
+        memory=memory,
         memory_limit_bytes=round(1e9 * min(rank.device.memory_gb for rank in ranks)),
         limit=limit,
         usd_per_hour=sum(prices) if len(prices) == len(ranks) else None,
