@@ -29,7 +29,7 @@ with platform.quiet_imports():
     from deepspeed.utils import groups
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
 
 class StepReader(Protocol):
@@ -440,6 +440,8 @@ class GeoEngine(DeepSpeedEngine):
             of_experts.pop(EXPERTS, None)
         # This cache belongs to the class and holds the last models, which hold their process groups.
         RotaryEmbedding.forward.cache_clear()
+        # So does this, for what balances experts, with an entry for each of the last model's layers.
+        get_moe_layer_wise_logging_tracker().clear()
 
 
 def _gradient(parameter: Any) -> Tensor:

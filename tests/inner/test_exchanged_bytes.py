@@ -48,7 +48,7 @@ CASES: list[Case] = [
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[tuple[str, str]]]:
-    """Bytes of `Exchange.size_bytes` that this rank has to send inside it, by kind and ranks among which."""
+    """Bytes of `Collective.size_bytes` that this rank has to send inside it, by kind and ranks among which."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings

@@ -27,7 +27,7 @@ _FP32_BYTES, _COUNT_BYTES = 4, 8
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Collective:
     """A collective. size_bytes: of an all-to-all, what a rank divides among all; else a rank's part of what is
     gathered, or scattered, and goes around a ring."""
 
@@ -41,11 +41,11 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Exchanges:
+class Collectives:
     """Of one layer and micro-batch. Backward does what is computed again, too."""
 
-    forward: tuple[Exchange, ...]
-    backward: tuple[Exchange, ...]
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
 
 
 def ranks_among(work: Work) -> dict[Among, int]:
@@ -53,18 +53,18 @@ def ranks_among(work: Work) -> dict[Among, int]:
     return {"context": work.parallel.context, "expert": ep, "tensor": tp, "tensor and expert": tp * ep}
 
 
-def context_exchanges(work: Work) -> Exchanges:
+def context_exchanges(work: Work) -> Collectives:
     """Around one layer's attention."""
     a, parallel = work.architecture, work.parallel
     if parallel.context == 1:
-        return Exchanges((), ())
+        return Collectives((), ())
     tokens = work.micro_tokens // parallel.context
     query, key, value, output = attended(a)
     forward = tuple(
-        Exchange("all-to-all", "context", work.bytes_per_weight * tokens * width / parallel.tensor)
+        Collective("all-to-all", "context", work.bytes_per_weight * tokens * width / parallel.tensor)
         for width in (query + key + value, output)
     )
-    return Exchanges(forward, forward * (1 if work.recompute == "none" else 2))
+    return Collectives(forward, forward * (1 if work.recompute == "none" else 2))
 
 
 def attended(a: Architecture) -> tuple[int, int, int, int]:
@@ -73,32 +73,32 @@ def attended(a: Architecture) -> tuple[int, int, int, int]:
     return a.heads * a.query_dim, heads * a.query_dim, heads * a.value_dim, a.heads * a.value_dim
 
 
-def expert_exchanges(work: Work) -> Exchanges:
+def expert_exchanges(work: Work) -> Collectives:
     """Of one layer that has experts."""
     a, parallel = work.architecture, work.parallel
     tp, size = parallel.tensor, work.bytes_per_weight
     if a.experts is None or tp * parallel.expert == 1:
-        return Exchanges((), ())
+        return Collectives((), ())
     tokens = work.micro_tokens // parallel.context // tp  # tensor ranks have different ones: sequence parallelism
     if parallel.dispatcher == "allgather":
         everyone = [tokens * a.experts.count * _FP32_BYTES, tokens * a.hidden_size * size]
         everyone.append(tokens * a.hidden_size * _FP32_BYTES)  # the results, summed in the type of the weights
-        back = tuple(Exchange("ring", "tensor and expert", part) for part in everyone)
-        there = (Exchange("ring", "tensor and expert", tokens * a.experts.count), *back)  # a byte for each choice
+        back = tuple(Collective("ring", "tensor and expert", part) for part in everyone)
+        there = (Collective("ring", "tensor and expert", tokens * a.experts.count), *back)  # a byte for each choice
     else:
         sent = tokens * a.experts.per_token * work.imbalance
         whole, weights = sent * a.hidden_size * size, sent * _FP32_BYTES
-        around = [Exchange("all-to-all", "expert", part) for part in (whole, weights, whole)]
+        around = [Collective("all-to-all", "expert", part) for part in (whole, weights, whole)]
         summed = sent * a.hidden_size * _FP32_BYTES
-        around += [Exchange("ring", "tensor", part) for part in (whole, weights, summed)]
+        around += [Collective("ring", "tensor", part) for part in (whole, weights, summed)]
         back = tuple(around)
-        there = (Exchange("ring", "tensor and expert", a.experts.count * _COUNT_BYTES), *back)
+        there = (Collective("ring", "tensor and expert", a.experts.count * _COUNT_BYTES), *back)
     ranks = ranks_among(work)
     there, back = (tuple(e for e in way if ranks[e.among] > 1) for way in (there, back))
-    return Exchanges(there, back + (there if work.recompute == "full" else ()))
+    return Collectives(there, back + (there if work.recompute == "full" else ()))
 
 
-def sent_bytes(work: Work, exchanges: Sequence[Exchange]) -> float:
+def sent_bytes(work: Work, exchanges: Sequence[Collective]) -> float:
     """By a rank."""
     ranks = ranks_among(work)
     return sum(exchange.sent_bytes(ranks[exchange.among]) for exchange in exchanges)
@@ -108,7 +108,7 @@ def sent_bytes(work: Work, exchanges: Sequence[Exchange]) -> float:
 
 
 def stage_seconds(
-    exchanges: Sequence[Exchange], table: RankTable, stage: int, network: LinkTable
+    exchanges: Sequence[Collective], table: RankTable, stage: int, network: LinkTable
 ) -> tuple[list[float], list[Sent]]:
     """By replica of a pipeline stage: seconds of these exchanges, one after the other, and the bytes that cross
     regions. All groups of the stage exchange at the same time, and their ranks wait for each other."""
@@ -131,7 +131,7 @@ def stage_seconds(
     return seconds, crossing
 
 
-def _ways(exchange: Exchange, ranks: Sequence[RankDevice], network: LinkTable) -> list[Way]:
+def _ways(exchange: Collective, ranks: Sequence[RankDevice], network: LinkTable) -> list[Way]:
     """Who sends what to whom; nothing is listed of ranks that are all on one host."""
     n = len(ranks)
     if len({(rank.region, rank.host) for rank in ranks}) == 1:
@@ -150,7 +150,7 @@ def _ways(exchange: Exchange, ranks: Sequence[RankDevice], network: LinkTable) -
 
 
 def _group_seconds(
-    exchange: Exchange, ranks: Sequence[RankDevice], ways: Sequence[Way], shared: Mapping[tuple[str, ...], float]
+    exchange: Collective, ranks: Sequence[RankDevice], ways: Sequence[Way], shared: Mapping[tuple[str, ...], float]
 ) -> float:
     """shared: bytes of all groups over lines that ranks share, by the lines' keys; a line without a key is the
     sender's own."""

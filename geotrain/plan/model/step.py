@@ -27,7 +27,7 @@ from geotrain.parallelism.checks import (
     zero_stage,
 )
 from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
-from geotrain.plan.model.exchanges import Exchanges, context_exchanges, expert_exchanges, stage_seconds
+from geotrain.plan.model.exchanges import Collectives, context_exchanges, expert_exchanges, stage_seconds
 from geotrain.plan.model.network import Line, LinkTable, RankDevice, RankTable, Sent
 from geotrain.plan.model.pipeline import Stages, claimed_shares, even_shares, pipeline_seconds
 from geotrain.plan.model.work import Work, stage_flops
@@ -175,7 +175,7 @@ def _stages(
     layers = a.layers // table.pp
     sparse = sum(map(a.has_experts, range(stage * layers, (stage + 1) * layers)))
 
-    def seconds(of_layer: Exchanges, count: int) -> list[tuple[float, float]]:
+    def seconds(of_layer: Collectives, count: int) -> list[tuple[float, float]]:
         """(forward, backward) of each replica."""
         ways = []
         for exchanges in (of_layer.forward, of_layer.backward):
