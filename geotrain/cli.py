@@ -281,7 +281,9 @@ def evaluate(
 def simulate(
     run: RunFile,
     cluster: ClusterFile,
-    tflops: Annotated[float | None, typer.Option(help="What one rank really reaches.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="What one rank really reaches; without it, what `plan` predicts.")
+    ] = None,
     step_s: Annotated[float | None, typer.Option("--step-s", help="Or: measured seconds of an inner step.")] = None,
     local_steps: Annotated[int | None, typer.Option("--local-steps", "-H", min=1, help="What if: H.")] = None,
     updates: Annotated[int | None, typer.Option("--updates-per-send", "-K", min=1, help="What if: K.")] = None,
@@ -377,6 +379,9 @@ def plan(
     within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
     utilization: Annotated[float, typer.Option(min=0.01, max=1, help="That workers are to reach.")] = 0.95,
+    imbalance: Annotated[
+        float, typer.Option(min=1, help="Of tokens sent to experts, the fullest rank's over the mean: an assumption.")
+    ] = 1.0,
 ) -> None:
     """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
 
@@ -384,7 +389,7 @@ def plan(
     """
     from geotrain.commands.plan import plan as make_plan
 
-    make_plan(run, cluster, out, explain, tokens, objective, within_days, pin_global, utilization)
+    make_plan(run, cluster, out, explain, tokens, objective, within_days, pin_global, utilization, imbalance)
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")

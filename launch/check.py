@@ -88,7 +88,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     try:
         dp = checks.check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
         if run.acco is not None:
-            check_acco(run.acco, run.architecture, block, checks.accumulation_steps(block, dp))
+            check_acco(run.acco, run.architecture, setup.parallel, block, checks.accumulation_steps(block, dp))
         checks.check_state_device(run.outer.state_device, block)
         checks.check_deterministic(setup.precision, run.acco)
         tokens = run.data.sequence_length * int(block["train_micro_batch_size_per_gpu"])

@@ -287,7 +287,7 @@ def test_what_holds_for_every_optimizer_is_known_of_it(installed: None) -> None:
     needs = [memory_per_rank(architecture, parallel, 2, block, 16).optimizer_bytes for block in (adamw, lion)]
     assert needs[1] == needs[0] * 2 // 3  # masters and one moment, not two
     with pytest.raises(ConfigError, match=r"acco does not go with deepspeed\.optimizer\.type = 'Lion'"):
-        check_acco(AccoConfig(), architecture, lion, 2)
+        check_acco(AccoConfig(), architecture, ParallelConfig(), lion, 2)
     for change, told in (
         (
             {"type": "NoOptimizer"},

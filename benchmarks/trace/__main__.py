@@ -26,7 +26,7 @@ from benchmarks.common import command_line, report, units_by_ending
 from benchmarks.trace.step import Traced, on_meta, sized, stage_rank, traced_step
 from geotrain.config import RunConfig, load_run
 from geotrain.plan.model.roofline import Operation, micro_batch, optimizer_operations
-from geotrain.plan.model.step import Work
+from geotrain.plan.model.work import Work
 
 RUNS = ROOT / "configs" / "runs"
 KINDS = ("products", "attention", "memory")

@@ -18,7 +18,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.parallelism.checks import accumulation_steps
 from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
-from geotrain.plan.model.step import Work
+from geotrain.plan.model.work import Work
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     """Raises ConfigError, UnsupportedModelError, LayoutError when the run cannot be trained on this cluster."""
     from geotrain.parallelism.checks import zero_stage
 
-    sizes = check_together(run, cluster)
+    check_together(run, cluster)
     layout, outer = layout_of(run), run.outer
 
     def coded_bytes(codec: CodecConfig) -> int:
@@ -75,15 +75,12 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     workers = []
     for home, worker in ((region.name, worker) for region in cluster.regions for worker in region.workers):
         setup = WorkerSetup.of(run, worker)
-        parallel, dp, zero = setup.parallel, sizes[worker.name], zero_stage(setup.deepspeed)
-        sequence = " + sequence" if parallel.sequence else ""
-        context = f" × CP {parallel.context}" if parallel.context > 1 else ""
-        expert = f" (EP {parallel.expert})" if parallel.expert > 1 else ""
+        parallel, zero = setup.parallel, zero_stage(setup.deepspeed)
         workers.append(
             WorkerNeeds(
                 worker.name,
                 home,
-                f"TP {parallel.tensor}{sequence} × PP {parallel.pipeline}{context} × DP {dp}{expert}, ZeRO {zero}",
+                f"{parallel.text(worker.ranks)}, ZeRO {zero}",
                 worker.ranks,
                 check_shards(layout, run, parallel),
                 rank_memory(run, run.architecture, worker),
@@ -187,7 +184,9 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
         setup = WorkerSetup.of(run, worker)
         parallel, block = setup.parallel, setup.deepspeed
         fp8 = setup.precision.fp8 is not None
-        work = Work(run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco, fp8)
+        work = Work(
+            run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco, fp8=fp8
+        )
         replicas = worker.ranks // parallel.replica_ranks
         needed = sum(rank_memory(run, run.architecture, worker).values())
         for device in ACCELERATORS:

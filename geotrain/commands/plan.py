@@ -36,12 +36,13 @@ def plan(
     within_days: float | None = None,
     pin_global: str | None = None,
     utilization: float = 0.95,
+    imbalance: float = 1.0,
 ) -> Plan:
     """Raises ConfigError (PlanError) and UnsupportedModelError with one message; then nothing is written.
 
     run_path: a run file, whose parallel, outer and model.recompute keys are kept; or a model's config.json.
     out: a folder for run.json, cluster.json, hosts/ and placement.svg. tokens: to train; default: as the run file
-    says, for a bare model 20 a parameter.
+    says, for a bare model 20 a parameter. imbalance: of tokens sent to experts, the fullest rank's over the mean.
     """
     console = new_console()
     raw = read_json(run_path)
@@ -52,7 +53,7 @@ def plan(
     cluster = load_cluster(cluster_path)
     wanted = tokens or run.data.train_samples * run.data.sequence_length
     wish = Wish(float(wanted), objective, within_days, utilization)
-    found = make_plan(task_of(run, pins_of(raw, pin_global), cluster), wish)
+    found = make_plan(task_of(run, pins_of(raw, pin_global), cluster, imbalance), wish)
     check_together(found.run, found.cluster)
     tell(found, console)
     if explain:
@@ -128,7 +129,7 @@ def tell(found: Plan, console: Console) -> None:
                 "worker": name,
                 "where": "+".join(w.regions),
                 "accelerators": f"{w.ranks} × {kinds}",
-                "layout": f"TP {w.parallel.tensor} × PP {w.parallel.pipeline} × DP {w.replicas}",
+                "layout": w.parallel.text(w.ranks),
                 "micro": str(w.micro_batch),
                 "step": f"{w.step_s:.3g} s",
                 "tokens/s": f"{w.tokens_per_s:,.0f}",

@@ -17,6 +17,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.layout import Layout, active_parameter_count, canonical_parameters
+from geotrain.plan.predict import predict
 from geotrain.simulate.spec import WorldSpec, world_of_cluster
 from geotrain.simulate.world import VirtualWorld, timing_task
 
@@ -82,15 +83,18 @@ def question(
 ) -> tuple[RunConfig, OuterConfig, WorldSpec]:
     """The run, its outer block and the world to simulate, with the what-if's changes in the latter two.
 
-    step_s: measured seconds of an inner step, of all workers or by name; or tflops: see `step_seconds`.
+    step_s: measured seconds of an inner step, of all workers or by name; or tflops: see `step_seconds`; of neither,
+    the steps are those that the planner predicts, for which the cluster must say what its hosts' devices are.
     changes: of the run file, see `load_run`.
     Raises ConfigError, UnsupportedModelError.
     """
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
-    if (step_s is None) == (tflops is None):
+    if step_s is not None and tflops is not None:
         raise ConfigError("say how fast the workers are: either step_s (measured) or tflops of a rank, not both")
     if tflops is not None:
         seconds = step_seconds(run, cluster, tflops)
+    elif step_s is None:
+        seconds = {name: worker.step_s for name, worker in predict(run, cluster).workers.items()}
     else:
         names = [w.name for r in cluster.regions for w in r.workers]
         seconds = step_s if isinstance(step_s, dict) else {name: step_s or 0.0 for name in names}

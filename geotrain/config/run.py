@@ -90,6 +90,13 @@ class ParallelConfig(Block):
         """Ranks that train the same samples: one data-parallel replica."""
         return self.tensor * self.pipeline * self.context
 
+    def text(self, ranks: int) -> str:
+        """What people call this layout of so many ranks."""
+        context = f" × CP {self.context}" if self.context > 1 else ""
+        expert = f" (EP {self.expert})" if self.expert > 1 else ""
+        tensor = f"TP {self.tensor}{' + sequence' if self.sequence else ''}"
+        return f"{tensor} × PP {self.pipeline}{context} × DP {ranks // self.replica_ranks}{expert}"
+
 
 class PrecisionConfig(Block):
     """Number formats, and equal bits; names and values are Megatron-core's."""

@@ -59,7 +59,7 @@ def build_engine(
     ranks = join(timeout_s)
     dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:
-        check_acco(run.acco, architecture, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
+        check_acco(run.acco, architecture, parallel, deepspeed_block, checks.accumulation_steps(deepspeed_block, dp))
     checks.check_deterministic(precision, run.acco)
     tokens = sequence_length * int(deepspeed_block["train_micro_batch_size_per_gpu"])
     check_transformer_engine(run, architecture, parallel, precision, bf16, tokens)

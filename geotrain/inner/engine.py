@@ -30,6 +30,7 @@ with platform.quiet_imports():
     from deepspeed.utils import groups
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
 
 class StepReader(Protocol):
@@ -125,7 +126,7 @@ class GeoEngine(DeepSpeedEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """DeepSpeed looks here for its own layers of experts. Megatron-core's are told to it by the process groups of
         the ranks among which experts are divided, and of those that have the same ones."""
-        if self.mesh.ep_size > 1:
+        if any(place.expert for _, place in self._placed):  # a pipeline stage may have none
             self.has_moe_layers = True
             groups._EXPERT_PARALLEL_GROUP[EXPERTS] = self.mesh.ep_group
             groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = self.mesh.expert_dp_group
@@ -288,7 +289,10 @@ class GeoEngine(DeepSpeedEngine):
             mean = losses.mean()
             # Megatron-core divides the first by the number of micro-batches and multiplies it by that of context
             # ranks, in place. The multiplication gives the second memory of its own, which `detach` alone would not.
-            return mean * (factor / self.mesh.cp_size), mean.detach() * factor
+            return mean / self.mesh.cp_size, mean.detach() * factor
+
+        # By it Megatron-core scales also the losses that balance experts, which are no part of the model's.
+        self.module.config.grad_scale_func = (lambda loss: loss * factor) if summed else None
 
         def forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return self._losses(model, next(batches)), loss_of
@@ -312,6 +316,9 @@ class GeoEngine(DeepSpeedEngine):
         part.
         """
         losses = []
+        # As Megatron-core's schedules scale what balances experts: context ranks have a summand each of that.
+        scale = torch.full((1,), self.mesh.cp_size / len(micro_batches), device=self.device)
+        MoEAuxLossAutoScaler.set_loss_scale(scale)
         with platform.megatron_runtime():
             for i, tokens in enumerate(micro_batches):
                 self.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
@@ -454,6 +461,8 @@ class GeoEngine(DeepSpeedEngine):
             of_experts.pop(EXPERTS, None)
         # This cache belongs to the class and holds the last models, which hold their process groups.
         RotaryEmbedding.forward.cache_clear()
+        # So does this, for what balances experts, with an entry for each of the last model's layers.
+        get_moe_layer_wise_logging_tracker().clear()
 
 
 def _gradient(parameter: Any) -> Tensor:

@@ -161,8 +161,7 @@ def transformer_config(
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        # Behind the all-to-all, tensor ranks gather parts of unequal length from each other, which gloo cannot.
-        moe_token_dispatcher_type="allgather" if not platform.HAS_CUDA and tp > 1 else parallel.dispatcher,
+        moe_token_dispatcher_type=parallel.dispatcher,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=tp,
     )

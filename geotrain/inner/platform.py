@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from geotrain.kernels.devices import cuda_devices
 
@@ -106,6 +107,23 @@ class _HostStream:
         return self
 
 
+def _gather_unequal(received: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+    """`torch.distributed.all_gather` of parts of any length, which gloo has not: its all-to-all takes them."""
+    sent = own.repeat(len(received), *[1] * (own.dim() - 1))
+    whole = torch.empty_like(torch.cat(received))
+    dist.all_to_all_single(whole, sent, [len(part) for part in received], [len(own)] * len(received), group=group)
+    for part, arrived in zip(received, whole.split([len(part) for part in received]), strict=True):
+        part.copy_(arrived)
+
+
+def _scatter_unequal(summed: torch.Tensor, sent: list[torch.Tensor], group: Any = None) -> None:
+    """`torch.distributed.reduce_scatter` likewise."""
+    lengths = [len(summed)] * len(sent)
+    summands = torch.cat([torch.empty_like(summed)] * len(sent))
+    dist.all_to_all_single(summands, torch.cat(sent), lengths, [len(part) for part in sent], group=group)
+    summed.copy_(summands.unflatten(0, (len(sent), len(summed))).sum(0))
+
+
 def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in) for each CUDA function that Megatron-core calls even where there is no CUDA."""
     with quiet_imports():
@@ -127,6 +145,8 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),  # called for a tied embedding
         (torch.cuda, "current_device", device),  # where new weights, pipeline messages go
         (token_dispatcher, "maybe_move_tensor_to_cpu", on_host),  # it leaves what is there already as a tensor
+        (dist, "all_gather", _gather_unequal),  # of tokens behind the all-to-all, among tensor ranks
+        (dist, "reduce_scatter", _scatter_unequal),
         (torch.cuda, "Stream", _HostStream),  # on one the all-to-all dispatcher of tokens copies their counts
         (torch.cuda, "current_stream", _HostStream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from geotrain.config import AccoConfig, Architecture, ConfigError
+from geotrain.config import AccoConfig, Architecture, ConfigError, ParallelConfig
+from geotrain.families import family_of
 from geotrain.parallelism.checks import zero_stage
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer, optimizer_settings
 from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
@@ -97,17 +98,28 @@ def first_part(acco: AccoConfig, micro_batches: int) -> int:
 
 
 def check_acco(
-    acco: AccoConfig, architecture: Architecture, deepspeed_block: dict[str, Any], micro_batches: int
+    acco: AccoConfig,
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    deepspeed_block: dict[str, Any],
+    micro_batches: int,
 ) -> None:
     """Raises ConfigError if a worker with this `deepspeed` block, which `check_layout` allows, cannot use ACCO.
 
     micro_batches: of one replica in one step (`gradient_accumulation_steps`).
     """
     block = deepspeed_block
-    if architecture.experts:
+    if parallel.expert > 1:
         raise ConfigError(
-            f"acco does not go with the experts of a {architecture.model_type}: its steps sum micro-batches that "
-            "Megatron-core scales the experts' balancing losses for by itself; leave out `acco`"
+            f"acco does not go with parallel.expert = {parallel.expert}: all its ranks reduce one buffer, and "
+            "divided experts are reduced by some of them; leave out one of the two"
+        )
+    if any(
+        weight.untrained for weight in family_of(architecture.model_type).layer(architecture, architecture.layers - 1)
+    ):
+        raise ConfigError(
+            f"acco does not go with the routers of a {architecture.model_type}: their biases follow what each step "
+            "counted, and its steps overlap; leave out `acco`"
         )
     if zero_stage(block) != 1:
         raise ConfigError(

@@ -187,18 +187,16 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
             "rank would send every token to the experts"
         )
     zero = block.get("zero_optimization", {})
-    if zero_stage(block) == 2:
-        raise ConfigError(
-            "deepspeed.zero_optimization.stage = 2 does not go with experts: its backward does not scale their "
-            "balancing losses; use stage 1"
-        )
     if ep == 1:
         return
-    if experts.dense_layers >= architecture.layers // parallel.pipeline:
+    if experts.dense_layers >= architecture.layers // parallel.pipeline and not (
+        zero_stage(block) == 0 or overlaps_reduction(block)
+    ):
         raise ConfigError(
             f"parallel.expert = {ep}: the first {experts.dense_layers} layers of {architecture.layers} have no "
-            f"experts, so that with parallel.pipeline = {parallel.pipeline} a stage has none, which DeepSpeed does "
-            "not allow for; lower parallel.pipeline, or leave out parallel.expert"
+            f"experts, so that with parallel.pipeline = {parallel.pipeline} a stage has none, which DeepSpeed's own "
+            "ZeRO does not allow for; leave out deepspeed.zero_optimization.offload_optimizer, or lower "
+            "parallel.pipeline"
         )
     for key in ("reduce_scatter", "contiguous_gradients"):
         if not zero.get(key, True):

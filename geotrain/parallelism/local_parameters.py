@@ -134,6 +134,12 @@ def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> i
     return sum(p.numel for p in any_of_stage(a, parallel, stage))
 
 
+@lru_cache(maxsize=1024)
+def expert_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
+    """Of these, those in experts that expert parallelism divides."""
+    return sum(p.numel for p in any_of_stage(a, parallel, stage) if p.expert)
+
+
 def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
     """The names of an embedding that first and last pipeline stage each have a copy of, if they do."""
     tied = stages > 1 and architecture.tied_embeddings

@@ -21,6 +21,8 @@ MOST_WORKERS = 6  # whose layouts are explained; like ones once
 PARTS = {
     "compute_s": "arithmetic",
     "tensor_s": "tensor parallelism",
+    "context_s": "heads for tokens between context ranks",
+    "expert_s": "tokens on their way to experts",
     "pipeline_s": "pipeline",
     "reduction_s": "gradients",
     "small_collectives_s": "words between ranks",
@@ -74,7 +76,8 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
     """The next best of each decision: layouts, the global server's place, outer settings."""
 
     def predicted(workers: dict[str, Worker], place: str, setting: Setting) -> RunPrediction:
-        return predict(*resolve(plan.task, workers, place, setting.outer, plan.wish.tokens))
+        run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens)
+        return predict(run, cluster, plan.task.imbalance)
 
     for names, worker in alike(plan)[:MOST_WORKERS]:
         for other in worker.others[:SHOWN]:

@@ -12,12 +12,12 @@ from geotrain.config import (
     ConfigError,
     DeviceConfig,
     HostConfig,
-    ParallelConfig,
     RegionConfig,
     RunConfig,
 )
 from geotrain.plan.model.network import LinkTable
 
+CUTS = ("tensor", "pipeline", "sequence", "context", "expert")  # keys of `parallel` that a plan chooses
 Objective = Literal["speed", "cost"]
 
 
@@ -32,21 +32,29 @@ class Pins:
     tensor: int | None = None
     pipeline: int | None = None
     sequence: bool | None = None
+    context: int | None = None
+    expert: int | None = None
     recompute: str | None = None
     outer: frozenset[str] = frozenset()
     global_region: str | None = None
+
+    @property
+    def cuts(self) -> list[str]:
+        """Which of them are of the layout."""
+        return [cut for cut in CUTS if getattr(self, cut) is not None]
+
+    def of_no_layout(self) -> Pins:
+        return replace(self, tensor=None, pipeline=None, sequence=None, context=None, expert=None)
 
 
 def pins_of(raw: Mapping[str, Any], global_region: str | None = None) -> Pins:
     """raw: the run file, as JSON. The micro-batch is no pin: DeepSpeed's block must always state one."""
     parallel, outer = raw.get("parallel", {}), raw.get("outer", {})
     return Pins(
-        parallel.get("tensor"),
-        parallel.get("pipeline"),
-        parallel.get("sequence"),
-        raw.get("model", {}).get("recompute"),
-        frozenset(outer) | {f"rule.{key}" for key in outer.get("rule", {})},
-        global_region,
+        **{cut: parallel.get(cut) for cut in CUTS},
+        recompute=raw.get("model", {}).get("recompute"),
+        outer=frozenset(outer) | {f"rule.{key}" for key in outer.get("rule", {})},
+        global_region=global_region,
     )
 
 
@@ -69,7 +77,8 @@ class Host:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What is to be planned. run: settings that are not pinned are replaced."""
+    """What is to be planned. run: settings that are not pinned are replaced. imbalance: as in
+    `geotrain.plan.model.work.Work`."""
 
     run: RunConfig
     pins: Pins
@@ -77,6 +86,7 @@ class PlanTask:
     architecture: Architecture
     network: LinkTable
     hosts: Mapping[str, Sequence[Host]]
+    imbalance: float = 1.0
 
     @property
     def batch(self) -> int:
@@ -96,9 +106,8 @@ def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
     return region.hosts or tuple(h for w in region.workers for h in w.hosts)
 
 
-def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> PlanTask:
-    """Raises ConfigError where a host names no device or the layout cannot be planned, UnsupportedModelError."""
-    check_plannable(run.parallel, f"run {run.name!r}")
+def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig, imbalance: float = 1.0) -> PlanTask:
+    """Raises ConfigError where a host names no device, UnsupportedModelError."""
     network = LinkTable(cluster)
     found: dict[str, list[Host]] = {}
     for region in cluster.regions:
@@ -114,20 +123,4 @@ def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig) -> PlanTask:
     known = [r.name for r in cluster.regions]
     if pins.global_region is not None and pins.global_region not in known:
         raise PlanError(f"--pin-global {pins.global_region}: no such region; regions: {', '.join(known)}")
-    return PlanTask(run, pins, cluster, run.architecture, network, found)
-
-
-def check_plannable(parallel: ParallelConfig, where: str) -> None:
-    """Raises PlanError where data-parallel ranks divide experts, or context ranks a sequence."""
-    if parallel.expert > 1:
-        raise PlanError(
-            f"{where}: parallel.expert = {parallel.expert}: the planner's model of a step does not know what tokens "
-            "cost on their way to experts, so it neither plans nor predicts that; take it out to plan with whole "
-            "experts, or compare by `geotrain dry-run` and measured steps"
-        )
-    if parallel.context > 1:
-        raise PlanError(
-            f"{where}: parallel.context = {parallel.context}: the planner's model of a step does not know what the "
-            "exchange of heads around attention costs, so it neither plans nor predicts that; take it out to plan "
-            "with whole sequences, or compare by `geotrain dry-run` and measured steps"
-        )
+    return PlanTask(run, pins, cluster, run.architecture, network, found, imbalance)

@@ -1,6 +1,7 @@
 """How hosts of one kind can share a model: every layout of one worker on them, the fastest first.
 
-Tensor parallelism stays inside a host. Layouts that DeepSpeed, Megatron-core or the memory do not allow are left out.
+Tensor, context and expert parallelism stay inside a host. Layouts that DeepSpeed, Megatron-core or the memory do not
+allow are left out.
 Layouts are tried in the order of a lower bound on their step, and the search stops when no untried one can be among
 the best, so the result is the fastest of all layouts under the cost model.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
-from geotrain.config import ConfigError, ParallelConfig, WorkerConfig, codec_config
+from geotrain.config import Architecture, ConfigError, ParallelConfig, WorkerConfig, codec_config
 from geotrain.families import family_of
 from geotrain.layout import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
@@ -20,6 +22,7 @@ from geotrain.plan.model.work import stage_flops
 from geotrain.plan.predict import work_of
 
 FULL_MICRO_TOKENS = 8192  # a micro-batch of so many tokens keeps the matrix units as busy as a larger one
+LOSSY = codec_config("bf16")
 KEPT = 4  # layouts of one worker that are remembered
 MOST_MORE_HOSTS = 256  # tried, to say how many are missing
 
@@ -41,7 +44,7 @@ class WorkerLayout:
 
     @property
     def replicas(self) -> int:
-        return self.ranks // (self.parallel.tensor * self.parallel.pipeline)
+        return self.ranks // self.parallel.replica_ranks
 
     @property
     def usd_per_hour(self) -> float | None:
@@ -95,16 +98,33 @@ def micro_batches(task: PlanTask, replicas: int) -> list[int]:
 
 
 def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[ParallelConfig]:
-    """Layouts that divide the model, tensor parallelism inside a host, as far as they are not pinned."""
-    a, pins = task.architecture, task.pins
+    """Layouts that divide the model, as far as they are not pinned. Tensor ranks, the context ranks beside each, and
+    the expert ranks beside each are inside a host, where links are fast.
+
+    Context ranks that would have fewer than FULL_MICRO_TOKENS of a sequence are left out: their matrix units would
+    idle, which the model of a step does not see.
+    """
+    a, pins, length = task.architecture, task.pins, task.run.data.sequence_length
     for tp in [pins.tensor] if pins.tensor is not None else divisors(slots):
         if slots % tp or any(size % tp for size in family_of(a.model_type).divided(a).values()):
             continue
-        even = task.run.data.sequence_length % tp == 0
-        sequence = (tp > 1 and even) if pins.sequence is None else pins.sequence
+        sequence = (tp > 1 and length % tp == 0) if pins.sequence is None else pins.sequence
+        beside = divisors(slots // tp)
+        contexts = [c for c in beside if c == 1 or _shares_sequences(a, tp, c, length)]
+        divides = a.experts.count if a.experts and task.run.acco is None else 1  # ACCO goes with whole experts only
+        experts = [e for e in beside if divides % e == 0]
         for pp in [pins.pipeline] if pins.pipeline is not None else divisors(a.layers):
-            if pp <= most_pipeline and a.layers % pp == 0:
-                yield ParallelConfig(tensor=tp, pipeline=pp, sequence=sequence)
+            if pp > most_pipeline or a.layers % pp:
+                continue
+            for cp in [pins.context] if pins.context is not None else contexts:
+                for ep in [pins.expert] if pins.expert is not None else experts:
+                    cut = {"tensor": tp, "pipeline": pp, "sequence": sequence, "context": cp, "expert": ep}
+                    yield task.run.parallel.model_copy(update=cut)
+
+
+def _shares_sequences(a: Architecture, tp: int, cp: int, length: int) -> bool:
+    whole_heads = a.latent is None and a.kv_heads % (tp * cp) == 0
+    return whole_heads and length % (tp * cp) == 0 and length // cp >= FULL_MICRO_TOKENS
 
 
 def fitting(
@@ -114,7 +134,7 @@ def fitting(
     worker, run = worker_of("w", hosts, slots, parallel, micro), task.run
     if "local" not in task.pins.outer and not run.outer.flat:
         # The codec inside a region is chosen later (`settings.py`): a lossy one keeps 4 bytes an owned parameter.
-        run = run.model_copy(update={"outer": run.outer.model_copy(update={"local": codec_config("bf16")})})
+        run = run.model_copy(update={"outer": run.outer.model_copy(update={"local": LOSSY})})
     try:
         need = sum(rank_memory(run, task.architecture, worker).values())
     except ConfigError as error:
@@ -130,8 +150,7 @@ def fitting(
 
 
 def layout_text(parallel: ParallelConfig, ranks: int, micro: int) -> str:
-    dp = ranks // (parallel.tensor * parallel.pipeline)
-    return f"TP {parallel.tensor} × PP {parallel.pipeline} × DP {dp}, micro-batch {micro}"
+    return f"{parallel.text(ranks)}, micro-batch {micro}"
 
 
 def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro: int, speed: float) -> float:
@@ -142,7 +161,7 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
     length, stages = task.run.data.sequence_length, parallel.pipeline
     times = [
         micro * length * sum(stage_flops(task.architecture, length, s, stages, task.run.model.recompute))
-        / (speed * parallel.tensor)
+        / (speed * parallel.tensor * parallel.context)
         for s in range(stages)
     ]  # fmt: skip
     m = task.batch // (replicas * micro)
@@ -156,10 +175,13 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Wo
     for slots in range(hosts[0].slots, 0, -1):
         ranks = slots * len(hosts)
         for parallel in parallels(task, slots, ranks):
-            if ranks % (parallel.tensor * parallel.pipeline):
+            if ranks % parallel.replica_ranks:
                 continue
-            replicas = ranks // (parallel.tensor * parallel.pipeline)
+            replicas = ranks // parallel.replica_ranks
             for micro in micro_batches(task, replicas):
+                # Of n samples together, context ranks hold no more of each than fewer ranks do of fewer samples.
+                if gcd(micro, parallel.context) > 1 and task.pins.context is None:
+                    continue
                 bound = least_step_s(task, parallel, replicas, micro, speed)
                 tried.append((bound, slots, parallel, micro))
     best: dict[tuple[int, ParallelConfig], WorkerLayout] = {}
@@ -185,7 +207,7 @@ def evaluated(
         return None
     worker = worker_of("w", hosts, slots, parallel, micro)
     ranks = task.network.ranks(home_of(hosts), worker)
-    step = step_time(work_of(task.run, task.architecture, worker), ranks, task.network)
+    step = step_time(work_of(task.run, task.architecture, worker, task.imbalance), ranks, task.network)
     return WorkerLayout(tuple(hosts), slots, parallel, micro, step, need)
 
 
@@ -200,11 +222,11 @@ def nothing_fits(task: PlanTask, refused: Refusals) -> PlanError:
         return PlanError(f"the model ({what}) {apart}")
     if refused.shortage_bytes is None:
         a, pins = task.architecture, task.pins
+        pinned = ", ".join(f"parallel.{cut} = {getattr(pins, cut)}" for cut in pins.cuts) or "nothing"
         rule = refused.rule or (
             f"tensor parallelism stays inside a host and divides {a.heads} and {a.kv_heads} heads, pipeline "
             f"parallelism divides {a.layers} layers, replicas divide a batch of {task.batch}; pinned: "
-            f"parallel.tensor = {pins.tensor or 'free'}, parallel.pipeline = {pins.pipeline or 'free'}; free them or "
-            "change the batch"
+            f"{pinned}; free that or change the batch"
         )
         return PlanError(f"no layout of the model ({what}) is allowed on any hosts: {rule}")
     return PlanError(
@@ -220,9 +242,9 @@ def smallest_change(task: PlanTask) -> str:
     changes = []
     if task.run.model.recompute != "full":
         changes.append(("model.recompute = 'full'", task.with_recompute("full")))
-    free = replace(task, pins=replace(task.pins, tensor=None, pipeline=None, sequence=None))
+    free = replace(task, pins=task.pins.of_no_layout())
     if free.pins != task.pins:
-        changes.append(("parallel.tensor and parallel.pipeline not pinned", free))
+        changes.append((f"{' and '.join(f'parallel.{cut}' for cut in task.pins.cuts)} not pinned", free))
         changes.append(("parallel not pinned and model.recompute = 'full'", free.with_recompute("full")))
     zero = task.run.deepspeed.get("zero_optimization", {})
     if zero.get("stage", 0) == 0:
@@ -248,7 +270,7 @@ def fits(task: PlanTask, hosts: Sequence[Host]) -> bool:
     for slots in sorted({host.slots for host in hosts}, reverse=True):
         roomy = sorted((s for s in hosts if s.slots >= slots), key=lambda s: -s.device.memory_gb)
         for parallel in parallels(task, slots, len(roomy) * slots):
-            share = parallel.tensor * parallel.pipeline
+            share = parallel.replica_ranks
             for count in range(len(roomy), 0, -1):
                 ranks = count * slots
                 if ranks % share or not micro_batches(task, ranks // share):

@@ -58,7 +58,7 @@ def _region(axes: Any, plan: Plan, region: str, centre: tuple[float, float]) -> 
             kinds = "+".join(dict.fromkeys(s.kind for s in here))
             rows.append(
                 f"{name}: {worker.layout.slots * len(here)} × {kinds}{part}\n"
-                f"TP {w.parallel.tensor} × PP {w.parallel.pipeline} × DP {w.replicas}, {w.utilization:.0%}"
+                f"{w.parallel.text(w.ranks)}, {w.utilization:.0%}"
             )
     left = sum(count for host, count, _ in plan.idle if host.region == region)
     shown = rows[:MOST_ROWS] + ([f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])

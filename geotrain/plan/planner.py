@@ -103,7 +103,7 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
         wish=wish,
         run=run,
         cluster=cluster,
-        prediction=predict(run, cluster),
+        prediction=predict(run, cluster, task.imbalance),
         workers=named,
         place=place,
         setting=setting,

@@ -17,12 +17,11 @@ from geotrain.config import (
     WorkerSetup,
 )
 from geotrain.layout import layout_of
-from geotrain.plan.inventory import check_plannable
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, worker_timing
-from geotrain.plan.model.step import StepTime, Work, step_time
-from geotrain.plan.model.work import useful_flops
+from geotrain.plan.model.step import StepTime, step_time
+from geotrain.plan.model.work import Work, useful_flops
 
 DAY_S = 86_400.0
 
@@ -115,9 +114,9 @@ class RunPrediction:
         return None if self.usd_per_hour is None else self.usd_per_hour * self.seconds(tokens) / 3600
 
 
-def predict(run: RunConfig, cluster: ClusterConfig) -> RunPrediction:
+def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> RunPrediction:
     """run: from `load_run`. cluster: with workers, devices, links between each region and "global", between hosts
-    of a region where a worker has several, and between regions where a worker spans them.
+    of a region where a worker has several, and between regions where a worker spans them. imbalance: as in `Work`.
 
     Memory is reported, not judged: compare it with `WorkerPrediction.memory_limit_bytes`.
     Raises ConfigError naming what does not fit or the figure that is missing, UnsupportedModelError.
@@ -128,8 +127,9 @@ def predict(run: RunConfig, cluster: ClusterConfig) -> RunPrediction:
     if not placed:
         raise ConfigError(f"cluster {cluster.name!r} has no workers; `geotrain plan` makes them of its hosts")
     ranks = {name: network.ranks(region, worker) for name, (region, worker) in placed.items()}
+    memory = {name: rank_memory(run, architecture, worker) for name, (_, worker) in placed.items()}  # checks layouts
     steps = {
-        name: step_time(work_of(run, architecture, worker), ranks[name], network)
+        name: step_time(work_of(run, architecture, worker, imbalance), ranks[name], network)
         for name, (_, worker) in placed.items()
     }
     regions = list(dict.fromkeys(region for region, _ in placed.values()))
@@ -142,7 +142,7 @@ def predict(run: RunConfig, cluster: ClusterConfig) -> RunPrediction:
     sizes = payloads(run.outer, [f.numel for f in layout_of(run).fragments])
     found = pace(run.outer, sizes, timings, wide, inside)
     workers = {
-        name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name])
+        name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])
         for name, (region, worker) in placed.items()
     }
     links = []
@@ -167,10 +167,9 @@ def predict(run: RunConfig, cluster: ClusterConfig) -> RunPrediction:
     )
 
 
-def work_of(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> Work:
+def work_of(run: RunConfig, architecture: Architecture, worker: WorkerConfig, imbalance: float = 1.0) -> Work:
     setup, length = WorkerSetup.of(run, worker), run.data.sequence_length
-    check_plannable(setup.parallel, f"worker {worker.name!r}")
-    return Work(architecture, length, run.model.recompute, setup.parallel, setup.deepspeed, run.acco)
+    return Work(architecture, length, run.model.recompute, setup.parallel, setup.deepspeed, run.acco, imbalance)
 
 
 def _speed(ranks: list[RankDevice]) -> float:
@@ -199,6 +198,7 @@ def _worker(
     ranks: list[RankDevice],
     step: StepTime,
     paced: WorkerPace,
+    memory: dict[str, int],
 ) -> WorkerPrediction:
     work = work_of(run, architecture, worker)
     steps, job_s = paced.local_steps, paced.job_s
@@ -208,6 +208,8 @@ def _worker(
     losses = {
         "arithmetic done twice, or unequal work": max(0.0, steps * step.compute_s - utilization * job_s),
         "tensor parallelism": steps * step.tensor_s,
+        "heads for tokens between context ranks": steps * step.context_s,
+        "tokens on their way to experts": steps * step.expert_s,
         "the pipeline's bubble and transfers": steps * step.pipeline_s,
         "gradients between replicas": steps * step.reduction_s,
         "words between all ranks": steps * step.small_collectives_s,
@@ -223,7 +225,7 @@ def _worker(
         regions=tuple(dict.fromkeys(rank.region for rank in ranks)),
         ranks=len(ranks),
         parallel=work.parallel,
-        replicas=len(ranks) // (work.parallel.tensor * work.parallel.pipeline),
+        replicas=len(ranks) // work.parallel.replica_ranks,
         micro_batch=int(work.deepspeed["train_micro_batch_size_per_gpu"]),
         step=step,
         local_steps=steps,
@@ -235,7 +237,7 @@ def _worker(
         },
         tokens_per_s=tokens_per_s,
         utilization=utilization,
-        memory=rank_memory(run, architecture, worker),
+        memory=memory,
         memory_limit_bytes=round(1e9 * min(rank.device.memory_gb for rank in ranks)),
         limit=limit,
         usd_per_hour=sum(prices) if len(prices) == len(ranks) else None,

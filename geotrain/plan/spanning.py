@@ -17,7 +17,7 @@ import numpy as np
 
 from geotrain.config import ParallelConfig
 from geotrain.parallelism.checks import overlaps_reduction, trains_in_bf16
-from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
 from geotrain.plan.inventory import Host, PlanTask
 from geotrain.plan.layouts import Refusals, WorkerLayout, evaluated, fitting, least_step_s, micro_batches, parallels
 from geotrain.plan.model.network import RankDevice
@@ -39,7 +39,7 @@ class PipelineShape:
 
     @property
     def replicas(self) -> int:
-        return self.columns * (self.slots // self.parallel.tensor)
+        return self.columns * self.slots // (self.parallel.tensor * self.parallel.context)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def placement_problem(task: PlanTask, shape: PipelineShape, links: Links) -> Pro
     # DT-FM's is one reduce-scatter and one all-gather. DeepSpeed's own ZeRO gathers weights besides.
     rounds = 1.0 if run.acco is not None or overlaps_reduction(run.deepspeed) else 1.5
     stages = range(parallel.pipeline)
-    parameters = max(stage_parameters(a, parallel, s) for s in stages) * parallel.tensor
+    # Experts that ranks of a host divide are all reduced with other hosts, each by its rank.
+    divided = [(parallel.expert - 1) * expert_parameters(a, parallel, s) for s in stages]
+    parameters = max(stage_parameters(a, parallel, s) + divided[s] for s in stages) * parallel.tensor
     sequence = run.data.sequence_length
     flops = max(sum(stage_flops(a, sequence, s, parallel.pipeline, run.model.recompute)) for s in stages)
     tokens = task.batch // shape.columns * sequence  # of a column of hosts

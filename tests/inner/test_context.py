@@ -38,6 +38,7 @@ MOE = {**QWEN_MOE, "num_hidden_layers": 1}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
 EXACT = AccoConfig(prediction="exact", synchronous_steps=2)
 DELAYED = AccoConfig(prediction="none", synchronous_steps=2)
+HIDING_NOTHING = AccoConfig(prediction="exact", synchronous_steps=len(STEPS))
 SHARED = AccoConfig(prediction="none", synchronous_steps=2, balance=True)
 
 
@@ -94,6 +95,9 @@ TWO: list[Case] = [
     (MISTRAL, layout(), block(), None, "selective", True),
     (QWEN_2, layout(), block(), EXACT, "none", False),
     (MOE, layout(expert=2), block(), None, "none", False),
+    (MOE, layout(), block(2), None, "none", False),
+    (MOE, layout(), block(), EXACT, "none", False),
+    (MOE, layout(), block(), HIDING_NOTHING, "none", False),
 ]
 FOUR: list[Case] = [
     (LLAMA_4, layout(tensor=2, sequence=True), block(), None, "none", False),
@@ -103,23 +107,37 @@ FOUR: list[Case] = [
 ]
 
 
+MOE_4 = {**QWEN_MOE, "num_key_value_heads": 4}
+EIGHT: list[Case] = [  # all that the ranks allow at once
+    (MOE_4, layout(tensor=2, sequence=True, pipeline=2, expert=2), block(), None, "none", False)
+]
+
+
 def single(case: Case) -> Case:
     """The same in one process, which shares nothing and keeps everything."""
     model, _, block, acco, _, documents = case
     one = {**block, "zero_optimization": {"stage": 1}}
+    if acco is HIDING_NOTHING:  # its sums must not change the weight of balancing losses
+        acco = None
     return model, ParallelConfig(), one, DELAYED if acco is SHARED else acco, "none", documents
 
 
 def save_and_resume(folder: str) -> dict[str, Any]:
-    """On two ranks: train with shared sequences, save, go on; then from the checkpoint on other layouts."""
+    """On two ranks: train with shared sequences and divided experts, save, go on; then from the checkpoint on other
+    layouts."""
     results = {}
-    engine = begin((QWEN_2, layout(), block(), None, "none", False))
+    divided = layout(expert=2)
+    engine = begin((MOE, divided, block(), None, "none", False))
     train(engine, range(4))
     save(engine, folder, "four", {}, keep=1, with_masters=True)
     results["straight"] = train(engine, range(4, 8))
     stop(engine)
-    for name, parallel in (("the same", layout()), ("data", ParallelConfig()), ("tensor", ParallelConfig(tensor=2))):
-        engine = begin((QWEN_2, parallel, block(), None, "none", False))
+    for name, parallel in (
+        ("the same", divided),
+        ("data", ParallelConfig()),
+        ("tensor", ParallelConfig(tensor=2, sequence=True)),
+    ):
+        engine = begin((MOE, parallel, block(), None, "none", False))
         load(engine, folder, "four")
         results[name] = train(engine, range(4, 8))
         stop(engine)
@@ -138,11 +156,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Any],
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_as_one_process(two_ranks: list[Any]) -> None:
     distinct: list[Case] = []
-    for case in map(single, (*TWO, *FOUR)):
+    for case in map(single, (*TWO, *FOUR, *EIGHT)):
         distinct += [case] * (case not in distinct)
     (alone,) = run_world(1, curves, distinct)
-    worlds = ([found for found, _ in two_ranks], run_world(4, curves, FOUR))
-    for by_rank, cases in zip(worlds, (TWO, FOUR), strict=True):
+    worlds = ([found for found, _ in two_ranks], run_world(4, curves, FOUR), run_world(8, curves, EIGHT))
+    for by_rank, cases in zip(worlds, (TWO, FOUR, EIGHT), strict=True):
         for i, case in enumerate(cases):
             curve, tokens, evaluation, after = alone[distinct.index(single(case))]
             assert curve[-1][0] < 0.8 * curve[0][0]

@@ -155,6 +155,7 @@ Case = tuple[int, ParallelConfig, dict[str, Any], str]  # which of ALONE, layout
 TWO: list[Case] = [
     (0, HALVES, deepspeed_block(0), "none"),
     (0, HALVES, deepspeed_block(1, **OFFLOADED), "full"),
+    (0, HALVES, deepspeed_block(2), "none"),
     (0, HALVES, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, "none"),
     (1, ParallelConfig(expert=2, dispatcher="allgather"), deepspeed_block(1), "none"),
     (3, HALVES, deepspeed_block(1), "full"),
@@ -168,7 +169,7 @@ FOUR: list[Case] = [
     (1, ParallelConfig(expert=2, pipeline=2), deepspeed_block(1), "none"),
     (2, SHARED, deepspeed_block(0), "none"),
     (3, SHARED, deepspeed_block(1), "none"),
-    (3, ParallelConfig(pipeline=2), deepspeed_block(1), "none"),  # the first stage has no experts
+    (3, ParallelConfig(expert=2, pipeline=2), deepspeed_block(1), "none"),  # the first stage has no experts
     (4, SHARED, deepspeed_block(1, **MUON), "none"),
 ]
 

@@ -116,7 +116,6 @@ def expert_block(**zero: Any) -> dict[str, Any]:
         ({**MIXTRAL, "num_local_experts": 6}, layout(expert=4), 4, block(), ["6 experts", "parallel.expert = 4"]),
         (MIXTRAL, layout(context=2, expert=4), 2, block(), ["2 data-parallel ranks (data × context)"]),
         (MIXTRAL, layout(2), 2, block(), ["parallel.tensor = 2", "parallel.sequence = true"]),
-        (MIXTRAL, layout(), 2, deepspeed_block(2), ["stage = 2", "experts", "stage 1"]),
         (MIXTRAL, layout(expert=2), 2, expert_block(reduce_scatter=False), ["reduce_scatter", "leave it out"]),
         ({**QWEN_MOE, "moe_intermediate_size": 25}, layout(2, 1, True), 2, block(), ["moe_intermediate_size = 25"]),
         (
@@ -130,8 +129,8 @@ def expert_block(**zero: Any) -> dict[str, Any]:
             DEEPSEEK,
             layout(1, 2, expert=2),
             4,
-            block(),
-            ["parallel.expert = 2", "first 1 layers", "parallel.pipeline = 2"],
+            expert_block(offload_optimizer={"device": "cpu"}),
+            ["parallel.expert = 2", "first 1 layers", "parallel.pipeline = 2", "leave out deepspeed"],
         ),
         (DEEPSEEK, layout(2), 2, block(), ["parallel.tensor = 2", "parallel.sequence = true"]),
     ],
@@ -146,10 +145,13 @@ def test_what_experts_cannot_is_told_clearly(
     assert "\n" not in str(error.value)
 
 
-def test_acco_is_refused_with_experts() -> None:
-    check_acco(AccoConfig(), architecture(LLAMA), block(), 4)
-    with pytest.raises(ConfigError, match="acco does not go with the experts of a mixtral"):
-        check_acco(AccoConfig(), architecture(MIXTRAL), block(), 4)
+def test_acco_is_refused_with_divided_experts_and_with_biased_routers() -> None:
+    for model in (LLAMA, MIXTRAL):
+        check_acco(AccoConfig(), architecture(model), ParallelConfig(), block(), 4)
+    with pytest.raises(ConfigError, match=r"acco does not go with parallel.expert = 2"):
+        check_acco(AccoConfig(), architecture(MIXTRAL), ParallelConfig(expert=2), block(), 4)
+    with pytest.raises(ConfigError, match="acco does not go with the routers of a deepseek_v3"):
+        check_acco(AccoConfig(), architecture(DEEPSEEK), ParallelConfig(), block(), 4)
 
 
 @pytest.mark.parametrize(

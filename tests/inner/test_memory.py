@@ -62,6 +62,11 @@ CASES: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [
     ({**LLAMA, **WIDE}, ParallelConfig(context=2), deepspeed_block(1)),
     ({**QWEN, **WIDE}, ParallelConfig(context=2), deepspeed_block(0)),
 ]
+SPARSE = {**QWEN_MOE, **WIDE, "moe_intermediate_size": 320}
+FOUR: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [  # two ranks have the same experts
+    (SPARSE, ParallelConfig(expert=2), deepspeed_block(1)),
+    (SPARSE, ParallelConfig(expert=2, context=2), deepspeed_block(1, **MUON)),
+]
 
 
 def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
@@ -80,13 +85,13 @@ def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
     return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
 
 
-def measure() -> list[dict[str, int]]:
+def measure(cases: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]]) -> list[dict[str, int]]:
     """Bytes of weights, of the optimizer's state, and of what autograd keeps of one micro-batch."""
     from geotrain.checkpoint.saving import Checkpoints
     from geotrain.inner.router_bias import biased_routers
 
     measured = []
-    for model, parallel, block in CASES:
+    for model, parallel, block in cases:
         engine = start(model, parallel, block)
         batches = micro_batches(engine, 0)
         engine.train_step(batches, 0)
@@ -124,11 +129,12 @@ def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) 
 
 
 @pytest.mark.slow
-def test_the_estimate_is_what_engines_use() -> None:
-    by_rank = run_world(2, measure)
-    for i, (model, parallel, block) in enumerate(CASES):
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, FOUR)])
+def test_the_estimate_is_what_engines_use(ranks: int, cases: list[Any]) -> None:
+    by_rank = run_world(ranks, measure, cases)
+    for i, (model, parallel, block) in enumerate(cases):
         a = architecture(model)
-        memory = memory_per_rank(a, parallel, 2, block, 16)
+        memory = memory_per_rank(a, parallel, ranks, block, 16)
         measured = by_rank[memory.stage][i]  # stage i of two is rank i
         assert memory.parameters == measured["parameters"]
         assert measured["weights"] == pytest.approx(memory.weights_bytes, rel=1e-3)  # DeepSpeed pads a little
@@ -139,7 +145,7 @@ def test_the_estimate_is_what_engines_use() -> None:
             expected = activation_bytes(a, parallel, tokens, 4, "none", 0, 1) + unfused_bytes(model, parallel, tokens)
             kept = measured["activations"]
             if a.experts:  # ranks have as many tokens as their experts were chosen for
-                kept = sum(by_rank[rank][i]["activations"] for rank in range(2)) / 2
+                kept = sum(by_rank[rank][i]["activations"] for rank in range(ranks)) / ranks
             assert kept == pytest.approx(expected, rel=0.04), (model["model_type"], parallel)
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.launch.check import check_together
 from geotrain.layout import parameter_count
 from geotrain.plan.grouping import SLACK, best_division, fewest_workers, speed
-from geotrain.plan.inventory import Pins, PlanError
-from geotrain.plan.layouts import Refusals, evaluated, layouts, micro_batches
+from geotrain.plan.inventory import Pins, PlanError, PlanTask
+from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches
 from geotrain.plan.placement.search import search
 from geotrain.plan.planner import Plan, resolve
+from geotrain.plan.planner import plan as plan_of
 from geotrain.plan.settings import BUSY, TRAFFIC, line_to
 from geotrain.plan.spanning import effort, link_tables, placement_problem, shapes, spanning_layouts
-from tests.support.plan_cases import changed, inventory, planned, run_of, small_run, task, world
+from tests.support.plan_cases import MODEL, changed, inventory, planned, run_of, small_run, task, world
 
 
 def holds(plan: Plan) -> None:
@@ -73,6 +76,65 @@ def test_the_layout_is_the_fastest_of_all() -> None:
         found_s = [layout.step.step_s for layout in layouts(asked, hosts, refused)]
         assert found_s[0] == pytest.approx(best, rel=1e-12)
         assert found_s == sorted(found_s)
+
+
+DATA = small_run().model_dump(by_alias=True, mode="json")["data"]
+EXPERTS = {
+    **MODEL, "model_type": "qwen3_moe", "moe_intermediate_size": 1024, "num_experts": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def every_layout(asked: PlanTask) -> float:
+    """The shortest step of all layouts on the hosts of region eu, tried without bounds or order."""
+    hosts, best = asked.hosts["eu"], float("inf")
+    sizes, experts = (1, 2, 4, 8), (1, 2, 4, 8) if asked.architecture.experts else (1,)
+    pipelines = sizes if asked.pins.pipeline is None else (asked.pins.pipeline,)
+    for slots, tp, pp, cp, ep, micro in itertools.product((4, 8), (1, 2, 4), pipelines, sizes, experts, (1, 2, 4)):
+        layout = ParallelConfig(tensor=tp, pipeline=pp, sequence=tp > 1, context=cp, expert=ep)
+        ranks = slots * len(hosts)
+        if slots > hosts[0].slots or slots % (tp * cp) or slots % (tp * ep) or ranks % layout.replica_ranks:
+            continue
+        if asked.run.data.sequence_length // cp < FULL_MICRO_TOKENS and cp > 1:
+            continue
+        if asked.batch % (micro * (ranks // layout.replica_ranks)) == 0:
+            found = evaluated(asked, hosts, slots, layout, micro, Refusals())
+            best = min(best, found.step.step_s) if found else best
+    return best
+
+
+def test_experts_are_divided_where_that_is_the_fastest_that_fits() -> None:
+    small = {"memory_gb": 24.0, "host_gbps": 3200.0}
+    plan = planned(small_run(model={"config": EXPERTS}), inventory({"eu": [(8, "s")]}, s=small))
+    holds(plan)
+    (found,) = plan.workers.values()
+    assert found.layout.parallel.expert > 1
+    assert found.layout.step.step_s == pytest.approx(every_layout(plan.task), rel=1e-12)
+    (worker,) = (w for region in plan.cluster.regions for w in region.workers)
+    assert worker.parallel == found.layout.parallel == plan.run.parallel, "as it is launched"
+    pinned = planned(plan.task.run, plan.task.cluster, Pins(expert=1))
+    (whole,) = pinned.workers.values()
+    assert whole.layout.parallel.expert == 1
+    assert whole.layout.step.step_s > found.layout.step.step_s
+    uneven = plan_of(replace(plan.task, imbalance=1.5), plan.wish)
+    assert uneven.prediction.tokens_per_s < plan.prediction.tokens_per_s
+    needs = dry_run.needs(plan.run, plan.cluster)
+    assert [f"EP {worker.parallel.expert}" in needs.workers[0].layout] == [True]
+
+
+def test_long_sequences_are_shared_where_that_is_the_fastest_that_fits() -> None:
+    run = small_run(
+        model={"config": {**MODEL, "max_position_embeddings": 65_536}}, data={**DATA, "sequence_length": 65_536}
+    )
+    plan = planned(run, inventory({"eu": [(8, "d")]}), Pins(pipeline=1))
+    holds(plan)
+    (found,) = plan.workers.values()
+    assert found.layout.parallel.context > 1
+    best = min(every_layout(plan.task.with_recompute(again)) for again in ("none", "full"))
+    assert found.layout.step.step_s <= best * (1 + 1e-12)
+    (worker,) = (w for region in plan.cluster.regions for w in region.workers)
+    assert worker.parallel == found.layout.parallel
+    short = planned(small_run(), inventory({"eu": [(8, "d")]}))
+    assert {w.layout.parallel.context for w in short.workers.values()} == {1}, "parts would be too small"
 
 
 def test_the_fewest_workers_that_lose_little() -> None:

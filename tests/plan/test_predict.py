@@ -11,7 +11,6 @@ from geotrain.commands.simulate import step_seconds
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, parse
 from geotrain.layout import canonical_parameters, parameter_count
 from geotrain.monitor.utilization import training_flops_per_token
-from geotrain.plan.inventory import Pins, task_of
 from geotrain.plan.model.work import stage_flops, token_flops, useful_flops
 from geotrain.plan.placement.cost import problem_from_links
 from geotrain.plan.predict import RunPrediction, predict
@@ -73,15 +72,72 @@ def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
     assert seconds == pytest.approx(6 * met * 64 * 2048 / 50e12)
 
 
-@pytest.mark.parametrize("key", ["expert", "context"])
-def test_what_the_planner_does_not_know_is_refused_by_name(key: str) -> None:
-    run = small_run(model={"config": EXPERTS}, parallel={key: 2})
-    for refused in (
-        lambda: on(run, [[host("a", 2)]], **{key: 2}),
-        lambda: task_of(run, Pins(), inventory({"eu": [(2, "d")]})),
-    ):
-        with pytest.raises(ConfigError, match=rf"parallel\.{key} = 2: the planner's model"):
-            refused()
+def test_context_ranks_exchange_heads_for_tokens() -> None:
+    """By hand: each of four has 512 tokens of a sample, sends three quarters of q, k, v and of the output (2048,
+    1024, 1024 and 2048 elements of a token, in bf16) to the others, and as much backward; forward again with
+    "full"."""
+    alone = on(small_run(), [[host("a")]]).workers["eu-0"].step
+    for recompute, ways in (("none", 2), ("full", 3)):
+        run = small_run(model={"config": MODEL, "recompute": recompute})
+        found = on(run, [[host("a", 4)]], context=4).workers["eu-0"]
+        once_s = 8e-9 * 3 / 4 * 512 * (2048 + 2 * 1024 + 2048) * 2 / DEVICE["host_gbps"]
+        assert found.step.context_s == pytest.approx(64 * 16 * ways * once_s)
+        assert found.replicas == 1 and found.step.tensor_s == found.step.expert_s == 0
+        assert found.step.compute_s == pytest.approx(
+            alone.compute_s * (1 if recompute == "none" else 4 / 3) / 4, rel=0.02
+        )
+    # Across hosts, the two of a host share its line: each sends half of what it has to the other's two.
+    far = on(small_run(), [[host("a", 2), host("b", 2)]], context=4).workers["eu-0"].step
+    part = 8e-9 * 512 * 2 / 4 * 4 / GBPS
+    assert far.context_s == pytest.approx(64 * 16 * 2 * sum(RTT_S / 2 + part * width for width in (4096, 2048)))
+
+
+FP32 = {"bf16": {"enabled": False}, "data_types": {}, "zero_optimization": {"stage": 0}}
+
+
+def test_tokens_travel_to_their_experts_and_back() -> None:
+    """By hand: a rank of four sends each of a sample's 2,048 tokens to four experts, three quarters of them on other
+    ranks, and gets the results back; with it goes a weight, and before it how many there are."""
+    run = small_run(model={"config": EXPERTS})
+    whole, divided = (on(run, [[host("a", 4)]], expert=n).workers["eu-0"].step for n in (1, 4))
+    there_and_back = 2048 * 4 * (2 * 2048 * 2 + 4) * 3 / 4
+    counts = 3 * 16 * 8
+    micro_batches, layers, byte_s = 16, 16, 8e-9 / DEVICE["host_gbps"]
+    assert whole.expert_s == 0
+    assert divided.expert_s == pytest.approx(micro_batches * layers * (2 * there_and_back + counts) * byte_s)
+    assert divided.compute_s == whole.compute_s
+    # Were the fullest rank to get half as many again, its experts and what it sends would take so much longer.
+    uneven = predict(run, cluster([[host("a", 4)]], {"expert": 4}), imbalance=1.5).workers["eu-0"].step
+    assert uneven.expert_s == pytest.approx(1.5 * divided.expert_s, rel=1e-5)
+    of_experts = 3 * 2.0 * 16 * 4 * 3 * 2048 * 1024 * 2048 * micro_batches / 50e12
+    assert uneven.compute_s - divided.compute_s == pytest.approx(0.5 * of_experts)
+
+
+def test_divided_experts_are_reduced_among_those_that_have_them() -> None:
+    """Two hosts of two ranks, which divide the experts: a ring over all four for what all have, and one for each half
+    of the experts, which share the hosts' lines. In fp32 without ZeRO nothing hides it."""
+    run = small_run(model={"config": EXPERTS}, deepspeed={**small_run().deepspeed, **FP32})
+    step = on(run, [[host("a", 2), host("b", 2)]], expert=2).workers["eu-0"].step
+    experts = sum(p.numel for p in canonical_parameters(run.architecture) if ".experts." in p.name)
+    dense = parameter_count(run.architecture) - experts
+    byte_s, hop_s = 8e-9 / GBPS, 2 * RTT_S / 2
+    of_all = 3 * (8 * dense / 4 * byte_s + hop_s)
+    of_halves = 8 * experts / 2 / 2 * 2 * byte_s + hop_s
+    assert step.reduction_s == pytest.approx(of_all + of_halves)
+
+
+def test_what_experts_send_across_regions_is_counted() -> None:
+    where = cluster([[host("a"), host("b")]], {"expert": 2}).model_dump(by_alias=True, mode="json")
+    where["regions"][0]["workers"][0]["hosts"][1]["region"] = "us"
+    where["regions"].append({"name": "us", "hosts": [host("b")]})
+    where["links"].append({"regions": ["eu", "us"], "gbps": GBPS, "rtt_ms": 1000 * RTT_S})
+    run = small_run(model={"config": EXPERTS})
+    step = predict(run, parse(ClusterConfig, where, "c")).workers["eu-0"].step
+    sent = 2 * 2048 * 4 * (2 * 2048 * 2 + 4) / 2 + 16 * 8  # of a micro-batch and layer; half goes to the other
+    experts = sum(p.numel for p in canonical_parameters(run.architecture) if ".experts." in p.name)
+    dense = parameter_count(run.architecture) - experts
+    assert step.sent_bytes["us", "eu"] == pytest.approx(32 * 16 * sent + 4 * dense / 2)
+    assert step.sent_bytes["eu", "us"] == step.sent_bytes["us", "eu"]
 
 
 def test_one_accelerator_computes_and_nothing_else() -> None:

@@ -18,8 +18,7 @@ from geotrain.plan.model.roofline import (
     micro_batch,
     roofline,
 )
-from geotrain.plan.model.step import Work
-from geotrain.plan.model.work import stage_flops, token_flops, useful_flops
+from geotrain.plan.model.work import Work, stage_flops, token_flops, useful_flops
 
 RUNS = Path(__file__).parents[2] / "configs/runs"
 ADAMW = {

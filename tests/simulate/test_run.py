@@ -56,7 +56,7 @@ def test_a_long_run_is_extrapolated(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "either step_s .* or tflops"),
+        ({}, "names no device"),  # from which the planner would predict a step
         ({"step_s": 1.0, "tflops": 100.0}, "either step_s .* or tflops"),
         ({"step_s": {"eu-0": 1.0}}, "worker 'us-0' needs the seconds"),
         ({"step_s": 1.0, "what_if": WhatIf(without="mars")}, "cannot leave out region 'mars'; regions: eu, us"),

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
+from typing import Literal
 
-from geotrain.config import ClusterConfig, ConfigError, DeviceConfig, HostConfig, LinkConfig, WorkerConfig
+from geotrain.config import (
+    ClusterConfig,
+    ConfigError,
+    DeviceConfig,
+    HostConfig,
+    LinkConfig,
+    ParallelConfig,
+    WorkerConfig,
+)
 
 GLOBAL = "global"
+Sent = defaultdict[tuple[str, str], float]  # (from region, to region) → bytes
+Among = Literal["context", "expert", "tensor", "tensor and expert"]  # ranks that exchange something in a layer
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,54 @@ class RankDevice:
     region: str
     host: str
     device: DeviceConfig
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks of one pipeline stage that communicate, and the replicas that they belong to."""
+
+    ranks: tuple[RankDevice, ...]
+    replicas: tuple[int, ...]
+
+
+class RankTable:
+    """A worker's ranks as a table: at(stage, copy, tensor rank).
+
+    A copy are the ranks that have one set of the parameters of a stage, but for experts; data and context parallelism
+    make copies. Ranks are ordered tensor first, then context, data, pipeline, so that a replica's context ranks are
+    neighbouring copies, and so are the ranks that divide experts.
+    """
+
+    def __init__(self, ranks: Sequence[RankDevice], parallel: ParallelConfig) -> None:
+        self.ranks, self.tp, self.pp = ranks, parallel.tensor, parallel.pipeline
+        self.cp, self.ep = parallel.context, parallel.expert
+        self.copies = len(ranks) // (self.tp * self.pp)
+        self.replicas = self.copies // self.cp
+
+    def at(self, stage: int, copy: int, tensor: int) -> RankDevice:
+        return self.ranks[(stage * self.copies + copy) * self.tp + tensor]
+
+    def waiting(self, stage: int, replica: int) -> Sequence[RankDevice]:
+        """The ranks that wait for each other in every layer of a replica's stage, by tensor, context and expert
+        parallelism."""
+        together = lcm(self.cp, self.ep)
+        return self._copies(stage, replica * self.cp // together * together, together)
+
+    def groups(self, stage: int, among: Among) -> list[RankGroup]:
+        """Those groups of a stage that have more than one rank."""
+        copies = {"context": self.cp, "tensor": 1}.get(among, self.ep)
+        whole = among in ("tensor", "tensor and expert")  # all tensor ranks are in one group
+        found = []
+        for first in range(0, self.copies, copies):
+            replicas = tuple(range(first // self.cp, (first + copies - 1) // self.cp + 1))
+            ranks = self._copies(stage, first, copies)
+            parts = [ranks] if whole else [ranks[t :: self.tp] for t in range(self.tp)]
+            found += [RankGroup(tuple(part), replicas) for part in parts if len(part) > 1]
+        return found
+
+    def _copies(self, stage: int, first: int, count: int) -> Sequence[RankDevice]:
+        begin = (stage * self.copies + first) * self.tp
+        return self.ranks[begin : begin + count * self.tp]
 
 
 class LinkTable:

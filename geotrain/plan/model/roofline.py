@@ -37,8 +37,8 @@ from geotrain.parallelism.checks import (
 )
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings
-from geotrain.plan.model.step import Work
-from geotrain.plan.model.work import useful_flops
+from geotrain.plan.model.exchanges import attended, context_exchanges, expert_exchanges, sent_bytes
+from geotrain.plan.model.work import Work, useful_flops
 
 # Of an element that AdamW steps, fp32: its gradient read for the norm, scaled in place, read; master and two moments
 # read and written; master read, weight written.
@@ -170,27 +170,20 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
 
 def exchanged_bytes(work: Work) -> float:
     """What a rank sends of a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
-    parallelism the two halves of one, after attention and MLP. Experts: each routed token there and back. Context: q,
-    k, v and the output of attention, or as a ring k and v to each other rank (which attention may hide; it is counted
-    as if not). Backward does it again; so does forward where it is computed again. With sequence parallelism backward
-    gathers the inputs of both parts once more, for the gradients of weights."""
+    parallelism the two halves of one, after attention, and after an MLP that is no routed expert; backward does it
+    again, and so does forward where it is computed again. With sequence parallelism backward gathers the inputs of
+    both parts once more, for the gradients of weights. Context and expert ranks: as in `exchanges`; what attention
+    as a ring may hide is counted as if it did not."""
     a, parallel = work.architecture, work.parallel
-    tokens = work.micro_tokens / parallel.context
-
-    def others(ranks: int) -> float:
-        return (ranks - 1) / ranks
-
-    sent = 4 * others(parallel.tensor) * a.hidden_size * a.layers
-    gathered = 2 * others(parallel.tensor) * a.hidden_size * a.layers if parallel.sequence else 0.0
-    chosen = a.experts.per_token if a.experts else 0
-    sent += 2 * others(parallel.expert) * chosen * a.hidden_size * sum(map(a.has_experts, range(a.layers)))
-    if parallel.context_exchange == "ring":  # keys and values go round
-        _, key, value, _ = _attended(a)
-        sent += (parallel.context - 1) * (key + value) / parallel.tensor * a.layers
-    else:
-        sent += others(parallel.context) * sum(_attended(a)) / parallel.tensor * a.layers
-    times = 3 if work.recompute == "full" else 2
-    return (times * sent + gathered) / parallel.pipeline * work.bytes_per_weight * tokens
+    tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
+    sparse = sum(map(a.has_experts, range(a.layers)))
+    shared = a.experts is not None and a.experts.shared_ffn_size > 0
+    reductions = 2 * a.layers - (0 if shared else sparse)
+    times = 2 * (3 if work.recompute == "full" else 2) + parallel.sequence
+    sent = times * reductions * (tp - 1) / tp * a.hidden_size * work.bytes_per_weight * tokens
+    for count, exchanges in ((a.layers, context_exchanges(work)), (sparse, expert_exchanges(work))):
+        sent += count * sent_bytes(work, exchanges.forward + exchanges.backward)
+    return sent / parallel.pipeline
 
 
 def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
@@ -214,7 +207,7 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
         yield Operation("memory", 0.0, summed * weights)
 
     whole = a.hidden_size / (tp if parallel.sequence else 1)
-    q, key, value, output = _attended(a)
+    q, key, value, output = attended(a)
     pairs = a.heads / tp * work.sequence_length * tokens
     for layer in range(stage * layers, (stage + 1) * layers):
         for matrix in _matrices(a, a.has_experts(layer)):
@@ -261,7 +254,7 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
     a, parallel, size = work.architecture, work.parallel, work.bytes_per_weight
     h, tp, cp = a.hidden_size, parallel.tensor, parallel.context
     whole = h / (tp if parallel.sequence else 1)
-    q, key, value, output = (width / tp for width in _attended(a))
+    q, key, value, output = (width / tp for width in attended(a))
     width = a.active_ffn_size(sparse) / tp
     forward, backward = 10 * whole + 3 * width, 12 * whole + 5 * width
     if a.latent is None:
@@ -321,12 +314,6 @@ def optimizer_operations(work: Work, stage: int, owners: int) -> Iterator[Operat
             yield Operation("memory", 0.0, moved / owners)
             rest -= own / (parallel.expert if weight.expert is not None else 1)
     yield Operation("memory", 0.0, ADAMW_BYTES * rest / owners)
-
-
-def _attended(a: Architecture) -> tuple[float, float, float, float]:
-    """Elements of a token's queries, keys, values and attention's output, all heads together."""
-    heads = a.heads if a.latent else a.kv_heads
-    return a.heads * a.query_dim, heads * a.query_dim, heads * a.value_dim, a.heads * a.value_dim
 
 
 @dataclass(frozen=True)

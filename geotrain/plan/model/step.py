@@ -1,7 +1,8 @@
 """How long one inner step of one worker takes, and why.
 
-A step is the pipeline's timetable with tensor-parallel communication inside its stages, then the reduction of the
-gradients over the data-parallel replicas, then a few small collectives over all ranks. ZeRO-1 reduces by buckets
+A step is the pipeline's timetable with the communication of tensor, context and expert ranks inside its stages
+(`exchanges`), then the reduction of the gradients over the ranks that have the same parameters, then a few small
+collectives over all ranks. ZeRO-1 reduces by buckets
 during the last micro-batch's backward, and gathers so during the first one's forward (`geotrain.zero`). ACCO overlaps
 both with the whole computation, but not at an exchange of the outer loop (`StepTime.settle_s`, `refresh_s`). Nothing
 else overlaps, as `geotrain.inner` configures DeepSpeed and Megatron-core. Left out are the optimizer's arithmetic (it
@@ -12,58 +13,35 @@ Where several flows use one line at the same time, each gets an equal share of i
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Any
 
-from geotrain.config import AccoConfig, Architecture, ParallelConfig
 from geotrain.parallelism.acco_forms import FORMS, first_part
 from geotrain.parallelism.checks import (
     accumulation_steps,
     gradient_wire_bytes,
     overlaps_reduction,
     reduction_bucket,
-    trains_in_bf16,
     zero_stage,
 )
-from geotrain.parallelism.local_parameters import stage_parameters
-from geotrain.plan.model.network import Line, LinkTable, RankDevice
+from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
+from geotrain.plan.model.exchanges import Collectives, context_exchanges, expert_exchanges, stage_seconds
+from geotrain.plan.model.network import Line, LinkTable, RankDevice, RankTable, Sent
 from geotrain.plan.model.pipeline import Stages, claimed_shares, even_shares, pipeline_seconds
-from geotrain.plan.model.work import stage_flops
+from geotrain.plan.model.work import Work, stage_flops
 
-Sent = defaultdict[tuple[str, str], float]  # (from region, to region) → bytes
+NOTHING = (0.0, 0.0)
 SMALL_COLLECTIVES = 3  # of a step, over all ranks: the norm, whether it is finite, the loss
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a worker does. deepspeed: its block, with the worker's own keys laid over. fp8: whether layers multiply
-    in FP8; only the roofline knows it, since a cluster's devices have one rate."""
-
-    architecture: Architecture
-    sequence_length: int
-    recompute: str
-    parallel: ParallelConfig
-    deepspeed: dict[str, Any]
-    acco: AccoConfig | None
-    fp8: bool = False
-
-    @property
-    def bytes_per_weight(self) -> int:
-        return 2 if trains_in_bf16(self.deepspeed) else 4
-
-    @property
-    def micro_tokens(self) -> int:
-        return int(self.deepspeed["train_micro_batch_size_per_gpu"]) * self.sequence_length
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step, by what they go to; they add up to `step_s`.
 
-    compute_s: arithmetic of the slowest replica's busiest stage. tensor_s: its tensor-parallel communication.
+    compute_s: arithmetic of the slowest replica's busiest stage. tensor_s, context_s, expert_s: its communication
+    between tensor ranks; between context ranks; between expert ranks, and tensor ranks about experts.
     pipeline_s: the bubble and the transfers between stages; with `acco.balance` also the wait for the last one.
     reduction_s: gradients and weights between replicas, as far as nothing hides it. small_collectives_s: as named.
     sent_bytes: of one step, over each pair of regions, (from, to).
@@ -76,6 +54,8 @@ class StepTime:
 
     compute_s: float
     tensor_s: float
+    context_s: float
+    expert_s: float
     pipeline_s: float
     reduction_s: float
     small_collectives_s: float
@@ -87,24 +67,8 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.tensor_s + self.pipeline_s + self.reduction_s + self.small_collectives_s
-
-
-class RankTable:
-    """The ranks' devices as a table: at(stage, replica, tensor rank). Ranks are ordered tensor first, then data, then
-    pipeline."""
-
-    def __init__(self, ranks: Sequence[RankDevice], parallel: ParallelConfig) -> None:
-        self.ranks, self.tp, self.pp = ranks, parallel.tensor, parallel.pipeline
-        self.dp = len(ranks) // (self.tp * self.pp)
-
-    def at(self, stage: int, replica: int, tensor: int) -> RankDevice:
-        return self.ranks[(stage * self.dp + replica) * self.tp + tensor]
-
-    def group(self, stage: int, replica: int) -> tuple[RankDevice, ...]:
-        """The tensor-parallel ranks of one stage of one replica."""
-        begin = (stage * self.dp + replica) * self.tp
-        return tuple(self.ranks[begin : begin + self.tp])
+        inside_s = self.compute_s + self.tensor_s + self.context_s + self.expert_s
+        return inside_s + self.pipeline_s + self.reduction_s + self.small_collectives_s
 
 
 def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> StepTime:
@@ -113,30 +77,33 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
     Raises ConfigError when a link's figure is missing.
     """
     table = RankTable(ranks, work.parallel)
-    micro_batches = accumulation_steps(work.deepspeed, table.dp)
+    micro_batches = accumulation_steps(work.deepspeed, table.replicas)
     # ACCO divides a step: the first part's micro-batches are computed while the last step's commit travels.
     first = micro_batches if work.acco is None else first_part(work.acco, micro_batches)
-    sent: Sent = defaultdict(float)
-    part_s, compute_s, tensor_s, one_s = _pipelines(work, table, network, (first, micro_batches - first), sent)
+    sent = Sent(float)
+    part_s, busiest, count = _pipelines(work, table, network, (first, micro_batches - first), sent)
     reduction_s, reduced, refresh_s, gathered = _between_replicas(work, table, network)
     exposed_s, settle_s, ahead = reduction_s, 0.0, 0.0
     if work.acco is None and overlaps_reduction(work.deepspeed):
-        buckets = _buckets(work)
-        exposed_s = _exposed(refresh_s, one_s[0], buckets) + _exposed(reduction_s - refresh_s, one_s[1], buckets)
+        buckets, scattered_s = _buckets(work), reduction_s - refresh_s
+        exposed_s = _exposed(refresh_s, busiest.forward_s, buckets)
+        exposed_s += _exposed(scattered_s, busiest.backward_s, buckets)
     if work.acco is not None:
         # The reduction hides behind the first part, what is sent ahead of it behind the second.
         ahead = FORMS[work.acco.prediction].prediction_traffic(work.bytes_per_weight)
         settle_s = min(part_s[0], reduction_s)  # what the first part would have hidden
         exposed_s = max(part_s[0], reduction_s) + max(part_s[1], ahead * reduction_s) - sum(part_s)
-    for pair, count in reduced.items():
-        sent[pair] += (1 + ahead) * count
+    for pair, count_bytes in reduced.items():
+        sent[pair] += (1 + ahead) * count_bytes
     tied_s = _tied_embedding(work, table, network, sent)
     # An all-reduce of a few bytes goes up and down a tree over all ranks: only the latency counts.
     farthest_s = max(line.latency_s for line in _ring(ranks, network)) if len(ranks) > 1 else 0.0
     return StepTime(
-        compute_s=compute_s,
-        tensor_s=tensor_s,
-        pipeline_s=sum(part_s) - compute_s - tensor_s,
+        compute_s=count * busiest.compute_s,
+        tensor_s=count * busiest.tensor_s,
+        context_s=count * busiest.context_s,
+        expert_s=count * busiest.expert_s,
+        pipeline_s=sum(part_s) - count * (busiest.forward_s + busiest.backward_s),
         reduction_s=exposed_s + tied_s,
         small_collectives_s=SMALL_COLLECTIVES * 2 * ceil(log2(len(ranks))) * farthest_s,
         sent_bytes=dict(sent),
@@ -147,56 +114,95 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
     )
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """A micro-batch in one stage of one replica. compute_s, tensor_s, context_s, expert_s: of both ways."""
+
+    forward_s: float
+    backward_s: float
+    compute_s: float
+    tensor_s: float
+    context_s: float
+    expert_s: float
+
+
 def _pipelines(
     work: Work, table: RankTable, network: LinkTable, parts: tuple[int, int], sent: Sent
-) -> tuple[tuple[float, ...], float, float, tuple[float, float]]:
-    """(seconds of the step's two parts until the slowest replica is done; of them, the arithmetic and the tensor
-    parallelism of its busiest stage; this stage's forward and backward of one micro-batch). parts: micro-batches of a
-    replica before and after ACCO's commit is adopted.
+) -> tuple[tuple[float, ...], _Stage, int]:
+    """(seconds of the step's two parts until the slowest replica is done; its busiest stage; how many micro-batches
+    it computes). parts: micro-batches of a replica before and after ACCO's commit is adopted.
 
-    An activation of a micro-batch has tokens · hidden elements; every tensor rank sends it whole to its peer, with
-    sequence parallelism its part.
+    An activation of a micro-batch has tokens · hidden elements, of which each context rank has its part; every tensor
+    rank sends that whole to its peer, with sequence parallelism its part of it.
     """
-    size = work.bytes_per_weight * work.micro_tokens * work.architecture.hidden_size
+    size = work.bytes_per_weight * work.micro_tokens // table.cp * work.architecture.hidden_size
     piece = size // table.tp if work.parallel.sequence else size
+    columns = [(d, t) for d in range(table.copies) for t in range(table.tp)]
     edges = {
-        (s, d): [network.between(table.at(s, d, t), table.at(s + 1, d, t)) for t in range(table.tp)]
+        (s, d, t): network.between(table.at(s, d, t), table.at(s + 1, d, t))
         for s in range(table.pp - 1)
-        for d in range(table.dp)
+        for d, t in columns
     }
-    flows = Counter(line.key for lines in edges.values() for line in lines)
-    flops = [
-        stage_flops(work.architecture, work.sequence_length, s, table.pp, work.recompute) for s in range(table.pp)
-    ]
-    replicas: list[Stages] = []
-    tensors: list[list[float]] = []
-    for d in range(table.dp):
-        forward, backward, tensor = [], [], []
-        for s in range(table.pp):
-            group = table.group(s, d)
-            # Tensor-parallel ranks wait for each other at every layer: the slowest of them decides.
-            speed = min(rank.device.tflops * rank.device.efficiency for rank in group) * 1e12 * table.tp
-            there, back = _tensor_seconds(work, table, network, s, group, size)
-            forward.append(work.micro_tokens * flops[s][0] / speed + there)
-            backward.append(work.micro_tokens * flops[s][1] / speed + back)
-            tensor.append(there + back)
+    flows = Counter(line.key for line in edges.values())
+    crossing = [Sent(float) for _ in range(table.replicas)]  # of a micro-batch, but for activations between stages
+    by_stage = [_stages(work, table, network, s, size, crossing) for s in range(table.pp)]
+    stages, replicas = list(zip(*by_stage, strict=True)), []
+    for r, mine in enumerate(stages):
+        own = [(d, t) for d, t in columns if d // table.cp == r]
         times = tuple(
-            max(line.seconds(piece, _share(flows, line)) for line in edges[s, d]) for s in range(table.pp - 1)
+            max(edges[s, d, t].seconds(piece, _share(flows, edges[s, d, t])) for d, t in own)
+            for s in range(table.pp - 1)
         )
-        replicas.append(Stages(tuple(forward), tuple(backward), times))
-        tensors.append(tensor)
+        replicas.append(Stages(tuple(x.forward_s for x in mine), tuple(x.backward_s for x in mine), times))
     balance = work.acco is not None and work.acco.balance
     shares = (claimed_shares if balance else even_shares)(tuple(replicas), parts)
     counts = shares.micro_batches
-    for s, d in edges:
-        for t in range(table.tp):
-            _count(sent, table.at(s, d, t), table.at(s + 1, d, t), counts[d] * piece, both_ways=True)
-    slowest = max(range(table.dp), key=lambda d: pipeline_seconds(replicas[d], counts[d]))
-    busy_s = [f + b for f, b in zip(replicas[slowest].forward_s, replicas[slowest].backward_s, strict=True)]
-    busiest = max(range(table.pp), key=lambda s: busy_s[s])
-    tensor_s = counts[slowest] * tensors[slowest][busiest]
-    one_s = replicas[slowest].forward_s[busiest], replicas[slowest].backward_s[busiest]
-    return shares.part_s, counts[slowest] * busy_s[busiest] - tensor_s, tensor_s, one_s
+    for s, d, t in edges:
+        _count(sent, table.at(s, d, t), table.at(s + 1, d, t), counts[d // table.cp] * piece, both_ways=True)
+    for count, of_replica in zip(counts, crossing, strict=True):
+        for pair, count_bytes in of_replica.items():
+            sent[pair] += count * count_bytes
+    slowest = max(range(table.replicas), key=lambda r: pipeline_seconds(replicas[r], counts[r]))
+    busiest = max(stages[slowest], key=lambda stage: stage.forward_s + stage.backward_s)
+    return shares.part_s, busiest, counts[slowest]
+
+
+def _stages(
+    work: Work, table: RankTable, network: LinkTable, stage: int, size_bytes: int, crossing: Sequence[Sent]
+) -> list[_Stage]:
+    """Of each replica. crossing: gets what crosses regions for a replica's micro-batch."""
+    a, tokens = work.architecture, work.micro_tokens / table.cp
+    flops = stage_flops(
+        a, work.sequence_length, stage, table.pp, work.recompute, work.imbalance if table.ep > 1 else 1.0
+    )
+    layers = a.layers // table.pp
+    sparse = sum(map(a.has_experts, range(stage * layers, (stage + 1) * layers)))
+
+    def seconds(of_layer: Collectives, count: int) -> list[tuple[float, float]]:
+        """(forward, backward) of each replica."""
+        ways = []
+        for exchanges in (of_layer.forward, of_layer.backward):
+            took, crossed = stage_seconds(exchanges, table, stage, network)
+            ways.append([count * one_s for one_s in took])
+            for total, of_replica in zip(crossing, crossed, strict=True):
+                for pair, sent_bytes in of_replica.items():
+                    total[pair] += count * sent_bytes
+        return list(zip(*ways, strict=True))
+
+    context = seconds(context_exchanges(work), layers)
+    expert = seconds(expert_exchanges(work), sparse)
+    found, tensor_groups = [], table.groups(stage, "tensor")  # none where there is no tensor parallelism
+    for r in range(table.replicas):
+        # All of these wait for each other at every layer: the slowest of them decides.
+        speed = min(rank.device.tflops * rank.device.efficiency for rank in table.waiting(stage, r)) * 1e12 * table.tp
+        of_replica = tensor_groups[r * table.cp : (r + 1) * table.cp]
+        tensor = max(
+            (_tensor_seconds(work, network, stage, g.ranks, size_bytes) for g in of_replica), default=NOTHING
+        )
+        arithmetic = [tokens * one / speed for one in flops]
+        forward_s, backward_s = map(sum, zip(arithmetic, tensor, context[r], expert[r], strict=True))
+        found.append(_Stage(forward_s, backward_s, sum(arithmetic), sum(tensor), sum(context[r]), sum(expert[r])))
+    return found
 
 
 def _buckets(work: Work) -> int:
@@ -213,17 +219,19 @@ def _exposed(travel_s: float, compute_s: float, buckets: int) -> float:
 
 
 def _tensor_seconds(
-    work: Work, table: RankTable, network: LinkTable, stage: int, group: tuple[RankDevice, ...], size_bytes: int
+    work: Work, network: LinkTable, stage: int, group: Sequence[RankDevice], size_bytes: int
 ) -> tuple[float, float]:
     """(forward, backward) of a micro-batch: two all-reduces a layer each way, of the activations (Megatron-LM, arXiv
     1909.08053, section 3; reduce-scatter and all-gather under sequence parallelism move the same), once more in
-    backward when layers are computed again; one for the embedding, one for the head's input."""
-    if table.tp == 1:
-        return 0.0, 0.0
+    backward when layers are computed again; one for the embedding, one for the head's input. Of a layer whose only
+    MLPs are routed experts one is left: the other is part of what tokens cost on their way to these."""
+    a, pp = work.architecture, work.parallel.pipeline
     once = all_reduce_seconds(_ring(group, network), size_bytes)
-    layers = work.architecture.layers // table.pp
-    again = 2 * layers if work.recompute == "full" else 0
-    return once * (2 * layers + (stage == 0)), once * (2 * layers + again + (stage == table.pp - 1))
+    layers = range(stage * a.layers // pp, (stage + 1) * a.layers // pp)
+    shared = a.experts is not None and a.experts.shared_ffn_size > 0
+    count = sum(1 if a.has_experts(i) and not shared else 2 for i in layers)
+    again = count if work.recompute == "full" else 0
+    return once * (count + (stage == 0)), once * (count + again + (stage == pp - 1))
 
 
 def _between_replicas(
@@ -236,39 +244,51 @@ def _between_replicas(
     (`use_multi_rank_bucket_allreduce`; without it, each part goes to its owner only), ZeRO 2 after every micro-batch.
     The new weights are all-gathered where the optimizer is sharded. Rings: a rank hands 1/D of the tensor to the
     next, D − 1 times for either, so the slowest hop decides; with equal links that is DT-FM's data-parallel cost.
+    D are all ranks with the same parameters; of divided experts, every EP-th of these.
     """
-    sent: Sent = defaultdict(float)
-    if table.dp == 1:
-        return 0.0, sent, 0.0, {}
+    sent = Sent(float)
     zero = work.deepspeed.get("zero_optimization", {})
     stage = zero_stage(work.deepspeed)
     gradient_bytes = work.bytes_per_weight if work.acco is not None else gradient_wire_bytes(work.deepspeed)
     scattered = work.acco is not None or overlaps_reduction(work.deepspeed)
     rounds = 1.0 if scattered or not zero.get("use_multi_rank_bucket_allreduce", True) else 2.0
     if stage == 2:
-        rounds *= accumulation_steps(work.deepspeed, table.dp)
+        rounds *= accumulation_steps(work.deepspeed, table.replicas)
     gathered_bytes, gathers = (work.bytes_per_weight, 1) if stage else (0, 0)
     per_parameter = rounds * gradient_bytes + gathered_bytes
-    rings = {
-        (s, t): _ring([table.at(s, d, t) for d in range(table.dp)], network)
-        for s in range(table.pp)
-        for t in range(table.tp)
-    }
-    flows = Counter(line.key for ring in rings.values() for line in ring)
-    reduction_s = refresh_s = 0.0
-    for (s, t), hops in rings.items():
-        parameters = stage_parameters(work.architecture, work.parallel, s) / table.dp
-        byte_s = max(8e-9 * _share(flows, line) / line.gbps for line in hops)
-        latency_s = max(line.latency_s for line in hops)
-        hop_s = per_parameter * parameters * byte_s + (rounds + gathers) * latency_s
-        gather_s = gathered_bytes * parameters * byte_s + gathers * latency_s
-        reduction_s = max(reduction_s, (table.dp - 1) * hop_s)
-        refresh_s = max(refresh_s, (table.dp - 1) * gather_s)
-        for d in range(table.dp):
-            one, other = table.at(s, d, t), table.at(s, (d + 1) % table.dp, t)
-            _count(sent, one, other, (table.dp - 1) * (parameters * per_parameter))
+    reduction_s, refresh_s = [0.0] * table.pp, [0.0] * table.pp
+    for apart in sorted({1, table.ep}):  # of the ranks with the same parameters, every so many-th
+        ranks = table.copies // apart
+        held = []
+        for s in range(table.pp):
+            of_experts = expert_parameters(work.architecture, work.parallel, s)
+            dense = stage_parameters(work.architecture, work.parallel, s) - of_experts
+            held.append((dense if apart == 1 else of_experts) / ranks)
+        if ranks == 1:
+            continue
+        members = {
+            (s, t, e): [table.at(s, d, t) for d in range(e, table.copies, apart)]
+            for s in range(table.pp)
+            for t in range(table.tp)
+            for e in range(apart)
+        }
+        rings = {key: _ring(group, network) for key, group in members.items()}
+        flows = Counter(line.key for ring in rings.values() for line in ring)
+        slowest = [(0.0, 0.0)] * table.pp
+        for (s, t, e), hops in rings.items():
+            parameters = held[s]
+            byte_s = max(8e-9 * _share(flows, line) / line.gbps for line in hops)
+            latency_s = max(line.latency_s for line in hops)
+            hop_s = per_parameter * parameters * byte_s + (rounds + gathers) * latency_s
+            gather_s = gathered_bytes * parameters * byte_s + gathers * latency_s
+            slowest[s] = max(slowest[s], ((ranks - 1) * hop_s, (ranks - 1) * gather_s))
+            group = members[s, t, e]
+            for one, other in zip(group, (*group[1:], group[0]), strict=True):
+                _count(sent, one, other, (ranks - 1) * (parameters * per_parameter))
+        reduction_s = [total + one[0] for total, one in zip(reduction_s, slowest, strict=True)]
+        refresh_s = [total + one[1] for total, one in zip(refresh_s, slowest, strict=True)]
     weights = {pair: count * gathered_bytes / per_parameter for pair, count in sent.items() if gathered_bytes}
-    return reduction_s, sent, refresh_s, weights
+    return max(reduction_s), sent, max(refresh_s), weights
 
 
 def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent) -> float:
@@ -277,7 +297,7 @@ def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent
         return 0.0
     a = work.architecture
     size = a.vocab_size * a.hidden_size // table.tp * work.bytes_per_weight
-    pairs = [(table.at(0, d, t), table.at(table.pp - 1, d, t)) for d in range(table.dp) for t in range(table.tp)]
+    pairs = [(table.at(0, d, t), table.at(table.pp - 1, d, t)) for d in range(table.copies) for t in range(table.tp)]
     lines = [network.between(*pair) for pair in pairs]
     flows = Counter(line.key for line in lines)
     for pair in pairs:

@@ -4,20 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from geotrain.config import Architecture
+from geotrain.config import AccoConfig, Architecture, ParallelConfig
 from geotrain.families import family_of
+from geotrain.parallelism.checks import trains_in_bf16
 
 BACKWARD = 2  # times forward: one product for the input's gradient, one for the weight's
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a worker does. deepspeed: its block, with the worker's own keys laid over. imbalance: of the tokens that
+    are sent to experts, those that the fullest rank gets over the mean; an assumption. fp8: whether layers multiply
+    in FP8; only the roofline knows it, since a cluster's devices have one rate."""
+
+    architecture: Architecture
+    sequence_length: int
+    recompute: str
+    parallel: ParallelConfig
+    deepspeed: dict[str, Any]
+    acco: AccoConfig | None
+    imbalance: float = 1.0
+    fp8: bool = False
+
+    @property
+    def bytes_per_weight(self) -> int:
+        return 2 if trains_in_bf16(self.deepspeed) else 4
+
+    @property
+    def micro_tokens(self) -> int:
+        """Of a replica's micro-batch, which its context ranks divide."""
+        return int(self.deepspeed["train_micro_batch_size_per_gpu"]) * self.sequence_length
+
+
+@dataclass(frozen=True)
 class TokenFlops:
     """Forward operations of one token. layer: matrices and attention of one layer. attention: the part of it that is
-    no matrix of weights. head: the product with the vocabulary."""
+    no matrix of weights. experts: the part in the experts that it is sent to. head: the product with the
+    vocabulary."""
 
     layer: float
     attention: float
+    experts: float
     head: float
 
 
@@ -29,11 +58,13 @@ def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops
     too.) Norms, rotations and the embedding's look-up are left out: under 1 %.
     """
     attention = 1.0 * a.heads * (a.query_dim + a.value_dim) * sequence_length
-    return TokenFlops(2.0 * active_weights(a, layer) + attention, attention, 2.0 * a.hidden_size * a.vocab_size)
+    met, chosen = active_weights(a, layer)
+    layer_flops = 2.0 * (met + chosen) + attention
+    return TokenFlops(layer_flops, attention, 2.0 * chosen, 2.0 * a.hidden_size * a.vocab_size)
 
 
-def active_weights(a: Architecture, layer: int) -> int:
-    """Elements of the layer's matrices that a token meets."""
+def active_weights(a: Architecture, layer: int) -> tuple[int, int]:
+    """Elements of the layer's matrices that a token meets: those that every token does, and of chosen experts."""
     met = of_experts = 0
     for weight in family_of(a.model_type).layer(a, layer):
         if len(weight.shape) == 2:
@@ -41,7 +72,7 @@ def active_weights(a: Architecture, layer: int) -> int:
                 met += weight.numel
             else:
                 of_experts += weight.numel
-    return met + (of_experts // a.experts.count * a.experts.per_token if a.experts else 0)
+    return met, of_experts // a.experts.count * a.experts.per_token if a.experts else 0
 
 
 @lru_cache(maxsize=64)
@@ -53,13 +84,14 @@ def useful_flops(a: Architecture, sequence_length: int) -> float:
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
 def stage_flops(
-    a: Architecture, sequence_length: int, stage: int, stages: int, recompute: str
+    a: Architecture, sequence_length: int, stage: int, stages: int, recompute: str, imbalance: float = 1.0
 ) -> tuple[float, float]:
     """(forward, backward) operations of one token in a pipeline stage. Recomputation is part of backward:
-    `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198, section 5)."""
+    `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198, section 5).
+    imbalance: as in `Work`; then of the rank whose experts get most tokens."""
     layers = a.layers // stages
     flops = [token_flops(a, sequence_length, layer) for layer in range(stage * layers, (stage + 1) * layers)]
-    once = sum(f.layer for f in flops)
+    once = sum(f.layer + (imbalance - 1) * f.experts for f in flops)
     forward = once + (flops[0].head if stage == stages - 1 else 0.0)
     again = {"none": 0.0, "selective": sum(f.attention for f in flops), "full": once}[recompute]
     return forward, BACKWARD * forward + again
