@@ -75,6 +75,8 @@ def narrow_accesses(launch: Launch, code: str) -> list[str]:
         down = launch.arguments.get("BLOCK_M") or launch.arguments["BLOCK"]
         across = launch.arguments.get("BLOCK_N") or launch.arguments["BLOCK"]
         in_a_row = min(IN_A_ROW, down * across // (32 * launch.options["num_warps"]))
+    if name == "quantize_topk":  # a small block has fewer for each thread of a warp
+        in_a_row = min(IN_A_ROW, launch.arguments["BLOCK"] // (32 * launch.options["num_warps"]))
     wanted = {
         argument: min(WIDEST, in_a_row * _BYTES[str(launch.arguments[argument].dtype).removeprefix("torch.")])
         for argument in launch.given

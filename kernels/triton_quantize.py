@@ -185,6 +185,11 @@ def quantize_plain(
         note_bad(all_finite, mask & ~finite)
 
 
+def warps(block: int, length: int) -> int:
+    """For at most 16 elements a thread; a shorter block, which has masks for each, 8: with 16, sm_120 spills."""
+    return num_warps(max(THREADS, block // (16 if length == block else 8)))
+
+
 def quantize(
     values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
 ) -> Tensor:
@@ -197,7 +202,6 @@ def quantize(
         "VALUES_BF16": bf16, "ANCHOR": anchor is not None, "RESIDUAL": residual is not None,
         "enable_fp_fusion": False,
     }  # fmt: skip
-    streamed = {**common, "num_warps": num_warps(THREADS)}
     rows_each = max(ELEMENTS // spec.block, 1)
     if spec.format == "topk2":
         triton_topk.launch_quantize(inputs, payload, all_finite, numel, spec, common)
@@ -208,7 +212,7 @@ def quantize(
             rows_of = rows_each if length == spec.block else 1
             quantize_plain[(triton.cdiv(rows, rows_of),)](
                 *inputs, codes, all_finite, first, rows, numel,
-                ROWS=rows_of, TAIL=length < spec.block, WIDE=wide, **streamed,
+                ROWS=rows_of, TAIL=length < spec.block, WIDE=wide, num_warps=warps(spec.block, length), **common,
             )  # fmt: skip
     else:
         grid, offset, scale_bytes = GRIDS[spec.format], spec.codes_offset(numel), blocks * spec.scale_bytes
@@ -219,6 +223,7 @@ def quantize(
                 *inputs, scales, codes, all_finite, first, rows, numel, offset - scale_bytes,
                 inverse_level=1.0 / grid.max_level, ROWS=rows_of, TAIL=length < spec.block,
                 MANTISSA=grid.mantissa, MAX_CODE=grid.max_code, SCALE_SHIFT=SCALE_SHIFT[spec.scale],
-                MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4, **streamed,
+                MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4,
+                num_warps=warps(spec.block, length), **common,
             )  # fmt: skip
     return all_finite.view(torch.bool)[0]  # its lowest byte: a comparison would be a launch of its own

@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         results = tensors(result)
         if not on_device(given + results) or func.is_view or name in ALLOCATES:
             return result
-        blocks = not (kwargs.get("non_blocking") or True in args[2:])
+        blocks = not (kwargs.get("non_blocking") or any(argument is True for argument in args[2:]))
         if name in ("aten::_to_copy", "aten::copy_") and not on_device(given[-1:]) and blocks:
             self.waits.append((self.phase, "copy from the host"))
         changed = written(func, args, kwargs)

@@ -204,7 +204,8 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
     console.print(
         f"expected: matrix products at {e.products:.0%} of the peak, attention at {e.attention:.0%}, memory at "
         f"{e.bandwidth:.0%} and links at {e.link:.0%} of their rates; NVLink inside a replica, 400 Gbit/s for each "
-        "device between hosts; no stragglers, no outer loop. At most: all at their rates."
+        "device between hosts; Megatron-core's own layers, without Transformer Engine; no stragglers, no outer loop. "
+        "At most: all at their rates."
     )
     for device in ACCELERATORS:
         console.print(
