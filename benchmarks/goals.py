@@ -68,7 +68,14 @@ PARTS = (
         ("--only", "time"),  # its losses take the better part of an hour
     ),
     Part("streaming", (Goal("streaming_overlap_4bit.waiting_share"), Goal("streaming_overlap_4bit.loss_gap"))),
-    Part("planner", (Goal("prediction_error"),)),
+    Part(
+        "planner",
+        (
+            Goal("prediction_error"),
+            Goal("random_matrices.worst_over_annealing", most=1),
+            Goal("random_matrices.median_gap", most=0.05),
+        ),
+    ),
     Part("agreement", (Goal("same_order", least=1),)),
     Part("scale", (Goal("h32.utilization"),)),
     Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),)),
