@@ -227,7 +227,7 @@ def anneal(
     # Two copies of rows, stages and edges; activation and compute raised to a power.
     work = np.empty(2 * (placed + 2 * how.stages) + devices * devices + devices)
     spare = np.empty(placed + how.stages, dtype=np.int32)
-    arrays = {"gradient": gradient, "activation": activation, "compute": compute}
+    arrays: dict[str, NDArray[Any]] = {"gradient": gradient, "activation": activation, "compute": compute}
     arrays |= {"work": work, "order": order, "best": best, "spare": spare}
     cost = _run("anneal", **{name: array.ctypes.data for name, array in arrays.items()}, devices=devices, **vars(how))
     return float(cost), best
