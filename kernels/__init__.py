@@ -2,7 +2,7 @@
 
 layout, steps    what the ops take: payload layouts, coefficients (no tensors)
 dispatch         the ops, and which implementation runs them
-reference*       torch: the truth that the others reproduce bit for bit; `orthogonalize` alone has bounds instead
+reference*       torch, or Python: the truth that the others reproduce bit for bit; `orthogonalize` alone has bounds
 triton_*         Triton; triton_ops lists the ops
 cpu, csrc/       C with OpenMP, and the calls into it; matrix products go to torch's BLAS
 """
@@ -10,6 +10,7 @@ cpu, csrc/       C with OpenMP, and the calls into it; matrix products go to tor
 from geotrain.kernels.dispatch import (
     adam_step,
     add_decoded,
+    anneal,
     dequantize,
     merge,
     orthogonalize,
@@ -18,15 +19,17 @@ from geotrain.kernels.dispatch import (
     quantize,
     rotate,
 )
-from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
+from geotrain.kernels.steps import QUINTIC, AdamStep, Annealing, Coefficients, OuterStep
 
 __all__ = [
     "QUINTIC",
     "AdamStep",
+    "Annealing",
     "Coefficients",
     "OuterStep",
     "adam_step",
     "add_decoded",
+    "anneal",
     "dequantize",
     "merge",
     "orthogonalize",

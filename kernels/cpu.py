@@ -14,11 +14,13 @@ from pathlib import Path
 from sysconfig import get_config_var
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_SHIFT, Spec
-from geotrain.kernels.steps import AdamStep, Coefficients, OuterStep
+from geotrain.kernels.steps import AdamStep, Annealing, Coefficients, OuterStep
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -67,6 +69,14 @@ _RotateJob = _struct(
     (_long, "sequence batch heads half by_token by_sample by_head"),
     (_int, "inverse is_bf16 threads"),
 )
+_AnnealJob = _struct(
+    "anneal_job",
+    (_pointer, "gradient activation compute work order best spare"),
+    (_long, "steps"),
+    (ctypes.c_uint64, "seed"),
+    (ctypes.c_double, "heat cool"),
+    (_int, "stages replicas devices first_power last_power"),
+)
 _FUNCTIONS = {  # name: (job, result)
     "quantize": (_CodecJob, _int),
     "dequantize": (_CodecJob, None),
@@ -75,6 +85,7 @@ _FUNCTIONS = {  # name: (job, result)
     "merge": (_MergeJob, None),
     "adam": (_AdamJob, None),
     "rotate": (_RotateJob, None),
+    "anneal": (_AnnealJob, ctypes.c_double),
 }
 
 
@@ -219,11 +230,32 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients) -> Tensor:
     return (x.mT if flip else x).to(matrices.dtype)
 
 
+def anneal(
+    gradient: NDArray[np.float64],
+    activation: NDArray[np.float64],
+    compute: NDArray[np.float64],
+    order: NDArray[np.int32],
+    how: Annealing,
+) -> tuple[float, NDArray[np.int32]]:
+    """As `dispatch.anneal`."""
+    devices, placed = len(order), how.stages * how.replicas
+    order, best = order.copy(), order.copy()
+    # Two copies of rows, stages and edges; activation and compute raised to a power.
+    work = np.empty(2 * (placed + 2 * how.stages) + devices * devices + devices)
+    spare = np.empty(placed + how.stages, dtype=np.int32)
+    arrays: dict[str, NDArray[Any]] = {"gradient": gradient, "activation": activation, "compute": compute}
+    arrays |= {"work": work, "order": order, "best": best, "spare": spare}
+    cost = _run("anneal", **{name: array.ctypes.data for name, array in arrays.items()}, devices=devices, **vars(how))
+    return float(cost), best
+
+
 def _run(name: str, **fields: Any) -> Any:
     loaded = library()
     if loaded is None:
         raise RuntimeError("geotrain.kernels: the CPU kernels are not built")
-    job = _FUNCTIONS[name][0](threads=torch.get_num_threads(), **fields)
+    job = _FUNCTIONS[name][0](**fields)
+    if hasattr(job, "threads"):
+        job.threads = torch.get_num_threads()
     return getattr(loaded, f"geotrain_{name}")(ctypes.byref(job))
 
 

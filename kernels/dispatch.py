@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from geotrain.kernels import cpu, reference
+from geotrain.kernels import cpu, reference, reference_anneal
 from geotrain.kernels.layout import GRIDS, SQUARES_BLOCK, Spec
-from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
+from geotrain.kernels.steps import QUINTIC, AdamStep, Annealing, Coefficients, OuterStep
 
 LOW_PRECISION = (torch.float32, torch.bfloat16)
 
@@ -181,6 +183,37 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Ten
     if not matrices.numel():
         return torch.empty_like(matrices)
     return _pick(matrices).orthogonalize(matrices, steps)
+
+
+def anneal(
+    gradient: NDArray[np.float64],
+    activation: NDArray[np.float64],
+    compute: NDArray[np.float64],
+    order: NDArray[np.int32],
+    how: Annealing,
+) -> tuple[float, NDArray[np.int32]]:
+    """Anneal a placement (`geotrain.plan.placement.cost`): the cost of the cheapest order that was met, and that
+    order.
+
+    gradient, activation: (N, N) seconds, zero diagonals; compute: (N,) seconds; order: (N,) a permutation of the
+    devices, its first stages · replicas entries the table row by row. None is changed. One thread; the bits do not
+    depend on the machine. Without the compiled kernels it takes some hundred times as long.
+    """
+    count = len(order)
+    for name, array, shape in (
+        ("gradient", gradient, (count, count)),
+        ("activation", activation, (count, count)),
+        ("compute", compute, (count,)),
+    ):
+        if array.shape != shape or array.dtype != np.float64 or not array.flags.c_contiguous:
+            raise ValueError(f"geotrain.kernels: anneal: {name} must be float64 of shape {shape}, contiguous")
+    known = order.dtype == np.int32 and np.array_equal(np.sort(order), np.arange(count))
+    if not known or not 0 < how.stages * how.replicas <= count:
+        raise ValueError(
+            "geotrain.kernels: anneal: order must be an int32 permutation of the devices, at least as many as placed"
+        )
+    library = reference_anneal if cpu.library() is None else cpu
+    return library.anneal(gradient, activation, compute, order, how)
 
 
 def _pick(tensor: Tensor) -> ModuleType:

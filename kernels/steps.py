@@ -52,3 +52,21 @@ class AdamStep:
         rate, root_scale = self.lr / (1 - self.beta1**self.step), (1 - self.beta2**self.step) ** -0.5
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         return tuple(map(float, (self.grad_scale, *betas, root_scale, self.eps, rate, self.lr * self.weight_decay)))
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """How a table of stages × replicas is annealed: `steps` moves at each power from first_power to last_power.
+
+    heat: the first temperature, in seconds of cost; cool: the factor from one step to the next. A power k stands for
+    the norm with p = 2^k. seed: of the moves.
+    """
+
+    stages: int
+    replicas: int
+    steps: int
+    heat: float
+    cool: float
+    seed: int
+    first_power: int
+    last_power: int

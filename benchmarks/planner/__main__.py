@@ -6,10 +6,13 @@ For each of DT-FM's five scenarios (benchmarks/data/dtfm_scenarios.json): `cost`
 `scale`: seconds for synthesized clusters of 256 and 1,024 devices; `scale_detail` what they found.
 `plan`: seconds of a whole plan (workers, server, outer loop) for 1,024 accelerators in 8 regions, and its tokens a
 second over what they could reach without any waiting, by model.
+`random_matrices`: a hundred matrices of ten kinds (planner/random_matrices.py). `worst_over_annealing`: the search's
+cost over that of plain annealing in ten times its processor time, the worst of all; `median_gap`: cost / lower bound
+− 1 of the kinds with 6 to 12 regions of like devices; `kinds`: both by kind.
 With root, on emulated links (planner/runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
-    python -m benchmarks.planner [--only search | runs] [--quick] [--record]
+    python -m benchmarks.planner [--only search | random | runs] [--quick] [--record]
 """
 
 from __future__ import annotations
@@ -18,24 +21,28 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one core; must stand before numpy is loaded
 
+import json
 import sys
 from typing import Any
 
 
 def main() -> None:
     from benchmarks.common import command_line, report
-    from benchmarks.planner import placements, runs
+    from benchmarks.planner import placements, random_matrices, runs
     from geotrain.emulate.wan import cannot_emulate
 
     parser = command_line(__doc__, quick={})
-    parser.add_argument("--only", choices=("search", "runs"))
+    parser.add_argument("--only", choices=("search", "random", "runs"))
     args = parser.parse_args()
-    if args.only != "search" and (reason := cannot_emulate()):
-        sys.exit(f"links cannot be emulated here: {reason}; --only search works without")
+    if args.only in (None, "runs") and (reason := cannot_emulate()):
+        sys.exit(f"links cannot be emulated here: {reason}; --only search and --only random work without")
     found: dict[str, Any] = {}
-    if args.only != "runs":
-        found |= placements.measure()
-    if args.only != "search":
+    if args.only in (None, "search"):
+        found |= placements.measure(args.quick)
+    if args.only in (None, "random"):
+        found["random_matrices"] = random_matrices.measure(each=1 if args.quick else random_matrices.EACH)
+        print("random_matrices", json.dumps(found["random_matrices"]), flush=True)
+    if args.only in (None, "runs"):
         found |= runs.measure(args.quick)
     report("planner", found, args, unit, left_out=("planned_order",))
 

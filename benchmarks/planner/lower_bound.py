@@ -1,11 +1,10 @@
 """How cheap any placement can be at best: proven lower bounds on the cost of `geotrain.plan.placement.cost`.
 
 The complete search of `plan.placement.exact` over classes of devices raises `quick_bound`: if no placement lies
-below a threshold, the threshold is a bound, and if one does, the cheapest of them is. The first threshold is the cost
-of the placement that was found, so the search ends either with a proof that this placement is optimal, or with the
-optimum over classes. Where that takes too much work, lower thresholds are tried. Where devices are too unlike to give
-few classes, the most alike are joined.
-"""
+below a threshold, the threshold is a bound, and if one does, the cheapest of them is. Thresholds rise towards the
+cost of the placement that was found, each with more work than the one before, so the search ends with a proof that
+this placement is optimal, with the optimum over classes, or where the work allowed is spent, with the last threshold
+that was proven. Where devices are too unlike to give few classes, the most alike are joined."""
 
 from __future__ import annotations
 
@@ -17,33 +16,41 @@ from scipy.spatial.distance import squareform
 
 from geotrain.plan.placement.classes import MAX_CLASSES, Classes, classes_of, like_classes
 from geotrain.plan.placement.cost import Ints, Problem, compute_bound, link_bound
-from geotrain.plan.placement.exact import TooMuchWorkError, cheapest_below
+from geotrain.plan.placement.exact import ThresholdSearch, TooMuchWorkError
 from geotrain.plan.placement.search import ROUNDING
 
-RUNGS = (1.0, 0.85, 0.65, 0.4, 0.2)  # thresholds tried, between the quick bound and the known cost
+RUNGS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97, 1.0)  # thresholds tried, between the quick bound and the known cost
+MAX_LIKE_VECTORS = 100_000
 MAX_JOINED_VECTORS = 2_000  # where classes are joined anyway, few serve nearly as well
 OBSERVERS = 128  # devices whose view decides which devices are the likest
 
 
-def lower_bound(problem: Problem, known_s: float, max_work: int = 30_000_000) -> float:
+def lower_bound(problem: Problem, known_s: float, max_work: int = 60_000_000) -> float:
     """A proven lower bound (s) on the cost of every placement, at most `known_s`, the cost of one that was found.
 
-    Equal to known_s · (1 − 1e-9) when that placement is proven optimal. max_work: see `cheapest_below`; the default
-    is some ten seconds a threshold.
+    Within 1e-9 of known_s when that placement is proven optimal. max_work: of all thresholds together, see
+    `cheapest_below`; the default is some ten seconds.
     """
     proven, compute = link_bound(problem), compute_bound(problem)
     target = (known_s - compute) * (1 - ROUNDING)
     if proven >= target:
         return min(proven + compute, known_s)
-    classes = like_classes(problem) or joined_classes(problem)
-    for rung in RUNGS:
-        threshold = proven + rung * (target - proven)
-        try:
-            optimum = cheapest_below(classes, problem.stages, threshold, max_work)
-        except TooMuchWorkError:
+    classes = like_classes(problem, MAX_LIKE_VECTORS) or joined_classes(problem)
+    quick, left = proven, max_work
+    for rung in RUNGS:  # each takes a few times the work of the one before
+        threshold = quick + rung * (target - quick)
+        if threshold <= proven:
             continue
-        return compute + max(proven, optimum.total_s if optimum else threshold)
-    return proven + compute
+        search = ThresholdSearch(classes, problem.stages, threshold, left)
+        try:
+            optimum = search.run()
+        except TooMuchWorkError:
+            break
+        left = search.work_left
+        proven = max(proven, optimum.total_s * (1 - ROUNDING) if optimum else threshold)
+        if optimum:
+            break
+    return min(proven + compute, known_s)
 
 
 def joined_classes(problem: Problem) -> Classes:

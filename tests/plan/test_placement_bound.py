@@ -6,7 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from benchmarks.planner import random_matrices
 from benchmarks.planner.lower_bound import joined_classes, lower_bound
+from benchmarks.planner.plain_annealing import anneal_for
+from benchmarks.planner.random_matrices import regions
 from geotrain.plan.placement.classes import (
     bottlenecks,
     hall_sets,
@@ -118,6 +121,35 @@ def test_bounds_hold_where_gradients_are_hidden(shape):
         assert quick_bound_of_hidden(problem, shared=False) <= alike * (1 + 1e-12)
         shared = max(replicas / sum(1 / seconds for seconds in pipes), gradients)
         assert quick_bound_of_hidden(problem, shared=True) <= shared * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (2, 4)])
+def test_bounds_of_random_kinds_hold(shape):
+    """The benchmark's ways to draw matrices, with few regions, against every placement, wherever the work ends."""
+    draws = [
+        regions(3),
+        regions(5),
+        regions(4, random_matrices._on_a_globe),
+        regions(3, spare=0.25),
+        regions(3, speeds=(1.0, 3.0)),
+        regions(2, hosts_of=2),
+        regions(2, noise=0.2),
+        random_matrices.without_structure,
+    ]
+    for draw in draws:
+        problem = draw(np.random.default_rng(shape), *shape)
+        best = optimum(problem)
+        for known in (best, best * 1.15):
+            bounds = [lower_bound(problem, known, work) for work in (0, 300, 3_000, 10**7)]
+            assert bounds == sorted(bounds)
+            assert quick_bound(problem) * (1 - 1e-12) <= bounds[0]
+            assert bounds[-1] <= best * (1 + 1e-12)
+
+
+def test_the_rival_of_the_benchmark_finds_the_optimum_of_a_tiny_matrix():
+    problem = regions(3, spare=0.25, speeds=(1.0, 3.0))(np.random.default_rng(1), 3, 2)
+    found, _ = anneal_for(problem, 0.0, 20.0, seed=0)
+    assert found == pytest.approx(optimum(problem), rel=1e-9)
 
 
 def test_quick_bound_counts_stages_of_poorly_connected_devices():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from geotrain.plan.placement.cost import Floats, Ints, Problem, off_diagonal
 
-MAX_CLASSES = 10  # Hall's condition looks at up to 2^classes sets
+MAX_CLASSES = 12  # Hall's condition looks at up to 2^classes sets
 MAX_VECTORS = 12_000
 CHUNK = 4_000_000  # elements of a temporary
 
@@ -37,8 +37,9 @@ class Classes:
     vectors: Ints
 
 
-def like_classes(problem: Problem) -> Classes | None:
-    """Classes of devices with exactly equal links to all others; None where the limits do not allow as many."""
+def like_classes(problem: Problem, limit: int = MAX_VECTORS) -> Classes | None:
+    """Classes of devices with exactly equal links to all others; None where there are more than MAX_CLASSES, or
+    where a stage could be drawn in more than `limit` ways."""
     label = np.full(problem.devices, -1)
     for number in range(MAX_CLASSES):
         first = int(label.argmin())
@@ -50,7 +51,7 @@ def like_classes(problem: Problem) -> Classes | None:
             alike &= ~unlike.any(axis=1)
         label[alike] = number
         if label.min() >= 0:
-            return classes_of(problem, label, MAX_VECTORS)
+            return classes_of(problem, label, limit)
     return None
 
 

@@ -67,31 +67,26 @@ def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: in
 
     max_work: pairs of labels and stages looked at. Raises TooMuchWorkError.
     """
-    search = _Search(classes, stages, threshold, max_work)
-    return search.run() if search.possible else None
+    return ThresholdSearch(classes, stages, threshold, max_work).run()
 
 
-class _Search:
+class ThresholdSearch:
+    """See `cheapest_below`. work_left: of max_work."""
+
     def __init__(self, classes: Classes, stages: int, threshold: float, max_work: int) -> None:
         self.stages, self.threshold, self.work_left = stages, threshold, max_work
         self.sizes = classes.sizes
         self.uses_all = int(self.sizes.sum()) == stages * int(classes.vectors[0].sum())
         times = classes.activation_s
+        self.times = times
         self.least = float(times.min())
         self.base = 2 * (stages - 1) * self.least  # what any path costs, both ways
-        self.merges = _merges(times) if self.uses_all else []
+        self.merges, self.replicas = _merges(times), int(classes.vectors[0].sum())
         cost = vector_costs(classes)
         self.vectors, self.vectors_f = classes.vectors, classes.vectors.astype(np.float32)
         order = self._possible(np.arange(len(cost)), self.vectors, stages - 1, (threshold - self.base - cost) / 2)
         order = order[np.argsort(cost[order], kind="stable")]
-        self.possible = len(order) > 0
-        if len(order) > MAX_KEPT:
-            raise TooMuchWorkError
-        self._spend(len(order) ** 2)
         self.vectors, self.vectors_f, self.stage_s = self.vectors[order], self.vectors_f[order], cost[order]
-        if self.possible:
-            dearest = self.least + (threshold - self.base - self.stage_s) / 2
-            self.edges = bottlenecks(self.vectors, times, dearest, lambda sums: self._spend(sums // SUMS_PER_PAIR))
 
     def _spend(self, work: int) -> None:
         self.work_left -= work
@@ -99,6 +94,13 @@ class _Search:
             raise TooMuchWorkError
 
     def run(self) -> Optimum | None:
+        if not len(self.vectors):
+            return None
+        if len(self.vectors) > MAX_KEPT:
+            raise TooMuchWorkError
+        self._spend(len(self.vectors) ** 2)
+        dearest = self.least + (self.threshold - self.base - self.stage_s) / 2
+        self.edges = bottlenecks(self.vectors, self.times, dearest, lambda sums: self._spend(sums // SUMS_PER_PAIR))
         if self.stages == 1:
             return Optimum(float(self.stage_s[0]), self.vectors[:1])
         halves = self._halves()
@@ -115,13 +117,15 @@ class _Search:
             over = time - self.least
             have = (self.vectors_f[last[alive]] @ parts).astype(np.int32)
             want = ((self.sizes - used[alive]).astype(np.float32) @ parts).astype(np.int32)
-            wrong = (want != rest * have).any(axis=1)
+            wrong = (want != rest * have if self.uses_all else want < rest * have).any(axis=1)
             first[alive] = np.where(wrong & (first[alive] == 0), over, first[alive])
             dead = first[alive] >= spare_s[alive]
             ask = np.flatnonzero(~dead & wrong & (first[alive] + over >= spare_s[alive]))
             for stay in range(rest):  # stages like the last one before the only change
                 then = want[ask] - stay * have[ask]
-                ask = ask[((then < 0) | (then % (rest - stay) != 0)).any(axis=1)]
+                each, over_all = np.divmod(then, rest - stay)
+                enough = ~over_all.any(axis=1) if self.uses_all else each.sum(axis=1) >= self.replicas
+                ask = ask[~enough | (then < 0).any(axis=1)]
             dead[ask] = True
             alive = alive[~dead]
         return alive
