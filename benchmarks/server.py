@@ -32,7 +32,7 @@ from geotrain.outer.downlink import from_bytes, to_bytes
 from geotrain.outer.limits import norm
 from geotrain.outer.messages import Join, PieceDelta, UpdatePart
 from geotrain.outer.rules import Counts, global_rule
-from geotrain.outer.vault import Apply, Decode, Forget, Freeze, Vault
+from geotrain.vault import Apply, Decode, Forget, Freeze, Vault
 
 STAGES = ("decode_and_norm", "rule", "answer")
 
