@@ -32,8 +32,8 @@ from geotrain.outer.downlink import to_bytes
 from geotrain.outer.limits import norm
 from geotrain.outer.messages import Join, PieceDelta, UpdatePart
 from geotrain.outer.rules import Counts, global_rule
-from geotrain.outer.vault import Apply, Decode, Forget, Freeze, Vault
 from geotrain.staging import from_bytes
+from geotrain.vault import Apply, Decode, Forget, Freeze, Vault
 
 STAGES = ("decode_and_norm", "rule", "answer")
 

@@ -33,7 +33,7 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.rules import Counts, Rule
-from geotrain.outer.vault import Forget, Vaults
+from geotrain.vault import Forget, Vaults
 
 JOIN_RETRY_S = 0.5
 

@@ -42,7 +42,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server import Identity, Server
-from geotrain.outer.vault import Merge, SendUp, StartOver
+from geotrain.vault import Merge, SendUp, StartOver
 
 
 class RegionServer(Server):

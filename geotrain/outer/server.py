@@ -1,5 +1,5 @@
 """What region and global servers have in common: members, parts of updates, answers. A state machine, which decides;
-its vectors are in its vaults (`geotrain.outer.vault`), to which it gives orders.
+its vectors are in its vaults (`geotrain.vault`), to which it gives orders.
 
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
 send, and what happened. `geotrain.net` calls it behind a journal and sockets, `geotrain.simulate` under a virtual
@@ -44,8 +44,8 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.rules import Counts, Rule
-from geotrain.outer.vault import Apply, Copy, Decode, Decoded, Forget, Freeze, Vault, Vaults
 from geotrain.pieces import deal
+from geotrain.vault import Apply, Copy, Decode, Decoded, Forget, Freeze, Vault, Vaults
 
 
 def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:

@@ -12,7 +12,7 @@ from geotrain.layout import StridedSlice
 from geotrain.net.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import LeaseRequest, Leave, MemberSilent, Refused
-from geotrain.outer.vault import SendUp
+from geotrain.vault import SendUp
 from tests.support.outer_world import (
     FakeWorker,
     World,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,26 @@ def same_state(one: Any, other: Any) -> None:
     assert tensors.keys() == tensors2.keys()
     for name in tensors:
         assert torch.equal(tensors[name], tensors2[name]), name
+
+
+def check_vaults(server: Any) -> None:
+    """They hold what the book knows of, and no more: what is forgotten takes no memory."""
+    for vault in server.vaults.all:
+        for name, known in vault.members.items():
+            member = server.members[name]
+            assert known.joins.keys() == member.joined.keys()
+            assert known.updates.keys() == member.arriving.keys()
+            assert known.answers.keys() <= member.answers.keys()
+    updates = getattr(server, "in_flight", {}).values()  # of a region
+    travelling = {delta.piece for update in updates for delta in update.deltas}
+    assert {piece for vault in server.vaults.all for piece in vault.in_flight} == travelling
+
+
+def frozen(server: Any) -> Any:
+    tensors, meta = server.state()
+    return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(meta)
+
+
+def thawed(saved: Any) -> Any:
+    tensors, meta = saved
+    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(meta)

@@ -38,7 +38,7 @@ from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Handled, Identity, Server
 from tests.support.outer_world import FakeWorker, by_piece, halves, layout, whole
-from tests.support.recorded_world import same_state
+from tests.support.recorded_world import check_vaults, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
@@ -240,15 +240,12 @@ class SpecifiedWorld:
             self.tell(name, answer)
             self.merged = merge  # type: ignore[method-assign]
         else:
-            for piece in range(len(self.shape.pieces)):
-                self.spec.mirror.pop((name, piece), None) if self.new_senders(name) else None
+            for piece in range(len(self.shape.pieces)) if not self.top.vaults.marks_of(name) else ():
+                self.spec.mirror.pop((name, piece), None)
         uplink.acknowledged.clear()
         uplink.updates = deque(send.message for send in region.resend())  # type: ignore[misc]
         if region.gone:
             uplink.updates.append(Leave(name))
-
-    def new_senders(self, name: str) -> bool:
-        return not self.top.vaults.marks_of(name)
 
     def deliver_update(self, name: str) -> None:
         uplink = self.uplinks[name]
@@ -494,33 +491,10 @@ class SpecifiedWorld:
             self.check_weights(self.region(name), self.spec.region.get(name, []))
         for server in self.servers.values():
             json.dumps(server.status(), allow_nan=False)
-            self.check_vaults(server)
-
-    def check_vaults(self, server: Server) -> None:
-        """They hold what the book knows of, and no more: what is forgotten takes no memory."""
-        for vault in server.vaults.all:
-            for name, known in vault.members.items():
-                member = server.members[name]
-                assert known.joins.keys() == member.joined.keys()
-                assert known.updates.keys() == member.arriving.keys()
-                assert known.answers.keys() <= member.answers.keys()
-        for name in REGIONS:
-            region = self.region(name)
-            travelling = {delta.piece for update in region.in_flight.values() for delta in update.deltas}
-            assert {piece for vault in region.vaults.all for piece in vault.in_flight} == travelling
+            check_vaults(server)
 
     def check_weights(self, server: Server, wanted: list[Vector]) -> None:
         for piece, v in zip(self.shape.pieces if server.fragments else (), wanted, strict=False):
             region = server is not self.top
             assert server.versions[piece.fragment] == v.version or (region and self.top.rule.in_rounds)
             close(server.vaults.of[piece.index].vectors[piece.index].x, v.x)
-
-
-def frozen(server: Server) -> Any:
-    tensors, meta = server.state()
-    return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(meta)
-
-
-def thawed(saved: Any) -> Any:
-    tensors, meta = saved
-    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(meta)

@@ -387,9 +387,9 @@ class Vaults:
         came = [self.of[d.piece].arrived(part.member, part.sequence, part.part, d.piece) for d in part.deltas]
         return _with(part, came)
 
-    def as_it_goes(self, update: UpdatePart) -> UpdatePart:
+    def as_it_goes(self, part: UpdatePart) -> UpdatePart:
         """An update to the global server that is in flight, with its payloads."""
-        return _with(update, [self.of[delta.piece].in_flight[delta.piece] for delta in update.deltas])
+        return _with(part, [self.of[delta.piece].in_flight[delta.piece] for delta in part.deltas])
 
     def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
         faults = [fault for vault in self.all for fault in vault.hear(message)]
