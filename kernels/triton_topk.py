@@ -198,7 +198,7 @@ def launch_quantize(
 def threads(block: int) -> int:
     """For one block: four elements each. With more than eight, the bisection's values no longer fit into registers;
     with fewer, its 31 sums wait for more warps than they have work for."""
-    return min(max(block // 4, 32), 512)
+    return min(max(block // 4, 32), 1024)
 
 
 def launch_dequantize(payload: Tensor, out: Tensor, spec: Spec, common: dict[str, Any]) -> None:
