@@ -14,7 +14,7 @@ from geotrain.config import RegionMomentumConfig, codec_config, rule_config
 from geotrain.net import wire
 from geotrain.net.journal import Journal
 from geotrain.outer.codec import make_codec, rounding_seed
-from geotrain.outer.downlink import WeightsReceiver, WeightsSender, from_bytes, to_bytes
+from geotrain.outer.downlink import WeightsReceiver, WeightsSender, to_bytes
 from geotrain.outer.limits import norm
 from geotrain.outer.messages import Answer, FragmentDelta, UpdatePart
 from geotrain.outer.rules import FragmentState

@@ -7,10 +7,14 @@ GEOTRAIN_SPECIFICATION=1000 plays so many lives of several hundred steps, in pla
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import random
+import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,12 +37,12 @@ from geotrain.outer.messages import (
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import rule as rules
 from tests.support.outer_configs import outer_config
-from tests.support.specified_world import REGIONS, SpecifiedWorld
+from tests.support.specified_world import REGIONS, SpecifiedWorld, frozen
 
 LIVES = int(os.environ.get("GEOTRAIN_SPECIFICATION", "0"))
 LIVES_PLAYED, STEPS_PLAYED = (LIVES, 400) if LIVES else (60, 40)
-NAMES_USED = "abc"
-NAMES = st.sampled_from(NAMES_USED)
+WORKERS = "abc"
+NAMES = st.sampled_from(WORKERS)
 PLACES = st.sampled_from(list(REGIONS))
 GOOD = (10 * ["turn"], 3 * ["ask", "train", "leases", "update", "pull", "leave"], 2 * ["early"])
 STEPS = [
@@ -254,3 +258,49 @@ def test_a_fault_is_found(fault: str) -> None:
     rules = patch.object(sys.modules[__name__], "RULES", ["sync"]) if "round" in fault else nullcontext()
     with FAULTS[fault], rules, pytest.raises(AssertionError):
         explored(5 * LIVES_PLAYED, STEPS_PLAYED, (Phase.generate,))
+
+
+# ------------------------------------------------------------------------------------- in whatever process it happens
+
+# In processes of these two, sets of the names used here have opposite orders.
+HASH_SEEDS = "3", "6"
+
+
+def played() -> str:
+    """A digest of all states that the servers have come to in some random lives."""
+    found = hashlib.sha256()
+    for seed in range(30):
+        dice = random.Random(seed)
+        machine = Lives()
+        machine.begin(
+            dice.randrange(len(RULES)),
+            "int8",
+            dice.choice(["bf16", "int4"]),
+            dice.randint(1, 3),
+            dice.randint(0, 2),
+            40,
+            1,
+        )
+        for _ in range(60):
+            server = dice.choice(["global", *REGIONS])
+            machine.step(dice.choice(STEPS), dice.choice(WORKERS), dice.choice(list(REGIONS)), server)
+            for each in machine.world.servers.values():
+                tensors, plain = frozen(each)
+                found.update(plain.encode())
+                for name, tensor in tensors.items():
+                    found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_no_state_depends_on_the_order_of_a_set() -> None:
+    """Which differs from process to process: a snapshot would differ from what a replay gives, and what is dropped
+    first as the oldest would be another."""
+    command = [sys.executable, "-c", f"from {__name__} import played; print(played())"]
+    lives = [
+        subprocess.Popen(
+            command, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE
+        )
+        for seed in HASH_SEEDS
+    ]
+    one, other = (life.communicate(timeout=600)[0] for life in lives)
+    assert one and one == other
