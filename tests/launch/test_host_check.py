@@ -28,7 +28,7 @@ host=$1; shift
 [[ $host == silent ]] && exec sleep 60
 exec bash -c "$*"
 """
-GPU = "0, GPU-2d1e, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default"
+GPU = "0, GPU-2d1e, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default, 9.0"
 
 
 def program(folder: Path, name: str, script: str) -> None:
