@@ -20,10 +20,14 @@ COLUMNS = (  # figure, title, digits, factor
     ("seconds_to_loss", "s to the worst loss", 1, 1.0),
 )
 UNITS = {
-    "utilization": "ratio", "standing_still": "ratio", "_low": "as above it", "_high": "as above it",
-    "bytes_per_token": "bytes/token", "loss": "nats/token", "_ms": "ms", "others_share": "ratio",
+    "seconds_to_loss": "s", "utilization": "ratio", "standing_still": "ratio", "bytes_per_token": "bytes/token",
+    "loss_ratio": "ratio", "rival_loss": "ratio", "loss": "nats/token", "_ms": "ms", "others_share": "ratio",
 }  # fmt: skip
-unit = units_by_ending(UNITS, "s")
+
+
+def unit(metric: str) -> str:
+    """As `benchmarks.common.report` asks for it."""
+    return units_by_ending(UNITS, "s")(metric.removesuffix("_low").removesuffix("_high"))
 
 
 def markdown(results: dict[str, Any], options: argparse.Namespace) -> str:
@@ -69,7 +73,7 @@ def fault_cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return NONE
     if "fault" in found:
-        return "the run ends"
+        return "see below"
     lost = {region: found[f"lost_s.{region}"] for region in REGIONS}
     first, second = REGIONS
     if "back_s" in found:
