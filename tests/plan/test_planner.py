@@ -103,7 +103,7 @@ def every_layout(asked: PlanTask) -> float:
 
 
 def test_experts_are_divided_where_that_is_the_fastest_that_fits() -> None:
-    small = {"memory_gb": 24.0, "host_gbps": 3200.0}
+    small = {"memory_gb": 19.4, "host_gbps": 3200.0}
     plan = planned(small_run(model={"config": EXPERTS}), inventory({"eu": [(8, "s")]}, s=small))
     holds(plan)
     (found,) = plan.workers.values()
