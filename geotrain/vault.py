@@ -27,8 +27,8 @@ from geotrain.staging import from_bytes
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode a member's update, all of whose parts were heard, into buffers that hold it until the next of the same
-    fragments. Changes nothing else. Replies with a `Decoded` for each piece and part."""
+    """Decode a member's update, all of whose parts were heard, into buffers that hold it until the next one. Changes
+    nothing else. Replies with a `Decoded` for each piece and part."""
 
     member: str
     sequence: int
@@ -134,9 +134,10 @@ class Vault:
         self._own = {piece.index: piece for piece in pieces}
         self._of = [tuple(p for p in pieces if p.fragment == f.index) for f in layout.fragments]  # by fragment
         self.vectors: dict[int, Vectors] = {}  # piece → what the rule keeps; empty before there are weights
-        # Piece → buffer into which its deltas are decoded. Fresh memory for each update would take longer to map than
-        # to fill; so rules must copy what they keep.
+        # Piece → its delta as decoded last, in one of the buffers that are kept for this: fresh memory for each
+        # update would take longer to map than to fill; so rules must copy what they keep.
         self._deltas: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []  # buffers that hold nothing; each has room for the largest piece
         self.members: dict[str, _Known] = {}
         self.newest: dict[int, Tensor] | None = {} if validates else None  # global weights, for validation
         self.copy: dict[int, Tensor] = {}  # those that a worker evaluates at present
@@ -186,7 +187,7 @@ class Vault:
                 for piece in self._of[order.fragment]:
                     v = self.vectors[piece.index]
                     self.will_change(*v.all())
-                    self.rule.apply(v, order.member, self._deltas[piece.index], order.told)
+                    self.rule.apply(v, order.member, self._deltas[piece.index][: piece.numel], order.told)
             case Freeze():
                 self._freeze(order)
             case Forget():
@@ -209,10 +210,12 @@ class Vault:
     def _decode(self, order: Decode) -> Iterator[Decoded]:
         known = self._member(order.member)
         payloads = known.updates[order.sequence]
+        self._spare += self._deltas.values()
+        self._deltas.clear()
         for piece in (piece for fragment in order.fragments for piece in self._of[fragment]):
-            if piece.index not in self._deltas:
-                self._deltas[piece.index] = torch.empty(piece.numel)
-            vector = self._deltas[piece.index]
+            buffer = self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.pieces))
+            self._deltas[piece.index] = buffer
+            vector = buffer[: piece.numel]
             for part in sorted(known.joins):
                 slices = known.joins[part].pushes[piece.index]
                 in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view

@@ -9,16 +9,18 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from geotrain.config import RegionMomentumConfig, codec_config, rule_config
+from geotrain.layout import Layout, Parameter
 from geotrain.net import wire
 from geotrain.net.journal import Journal
-from geotrain.outer.codec import make_codec, rounding_seed
-from geotrain.outer.downlink import WeightsReceiver, WeightsSender, to_bytes
-from geotrain.outer.limits import norm
-from geotrain.outer.messages import Answer, FragmentDelta, UpdatePart
-from geotrain.outer.rules import FragmentState
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import WeightsSender, to_bytes
+from geotrain.outer.messages import Answer, Join, PieceDelta, UpdatePart
+from geotrain.outer.rules import Counts
 from geotrain.outer.rules.region_momentum import MomentumRegion
+from geotrain.vault import Apply, Decode, Forget, Freeze, Merge, SendUp, Vault
 
 ROUNDS = 3
 
@@ -34,19 +36,23 @@ def measure(folder: Path, numel: int) -> dict[str, float]:
 
 
 def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
-    local, wide = make_codec(codec_config("bf16")), make_codec(codec_config("int4"))
+    local, wide = codec_config("bf16"), codec_config("int4")
     config = rule_config("region_momentum")
     assert isinstance(config, RegionMomentumConfig)
-    rule = MomentumRegion(config, 1, 0.9)
-    state = FragmentState(torch.randn(numel))
-    rule.start(state)
-    delta, residual = torch.empty(numel), torch.zeros(numel)
-    part = UpdatePart(
-        "w", "life", 1, 0, (FragmentDelta(0, 0, to_bytes(local.encode(1e-4 * torch.randn(numel)).payload)),)
-    )
-    sender, receiver = WeightsSender(codec_config("bf16")), WeightsReceiver(codec_config("int4"))
-    above = WeightsSender(codec_config("int4"))
-    receiver.decode(above.encode(0, 0, state.x), numel)
+    layout = Layout([Parameter("a", (numel,), None, "zeros")])
+    whole = (layout.whole(0),)
+    rule, counts = MomentumRegion(config, 1, 0.9), Counts()
+    vault = Vault("eu", layout, layout.pieces, rule, make_codec(local), local, (wide, wide))
+    vault.hear(Join("r", "c", layout.digest, "m", "w", "1", 0, 1, whole, whole))
+    above = WeightsSender(wide)
+
+    def heard(version: int, x: Tensor) -> Answer:
+        return Answer(version, (above.encode(0, version, x),))
+
+    vault.hear(heard(0, torch.randn(numel)))
+    vault.obey(Merge(0, first=True))
+    rule.start(counts)
+    noise = to_bytes(make_codec(local).encode(1e-4 * torch.randn(numel)).payload)
     journal = Journal(folder / "stages", (UpdatePart,), 8 * numel)
     list(journal.replay(1))
     times: dict[str, list[float]] = {}
@@ -58,30 +64,32 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         times.setdefault(name, []).append(time.perf_counter() - begin)
 
     for number in range(1, ROUNDS + 1):
-        frames, payload = list(wire.frames(part)), from_bytes(part.deltas[0].payload)
+        part = UpdatePart("w", "1", number, 0, (PieceDelta(0, 0, noise),))
+        frames = list(wire.frames(part))
         with stage("frames_in"):
             _read(frames, 8 * numel)
         with stage("journal_write"):
             journal.append(part)
         with stage("journal_flush"):
             journal.flush()
+        vault.hear(part)
         with stage("decode_and_norm"):
-            norm([local.decode_measured(payload, delta)])
+            vault.obey(Decode("w", number, (0,)))
         with stage("rule"):
-            rule.on_delta(state, "w", delta, 1)
+            vault.obey(Apply("w", 0, rule.on_delta(counts, "w", 1)[0]))
         with stage("answer"):
-            answer = sender.encode(0, number, state.x)
+            vault.obey(Freeze("w", number, 0, counts.version))
+        answer = vault.members["w"].answers[number][0, 0]
         with stage("frames_out"):
-            list(wire.frames(Answer(1, (answer,))))
+            list(wire.frames(Answer(number, (answer,))))
+        vault.obey(Forget("w", answers=(number,), updates=(number,)))
         with stage("up_encode"):
-            progress, _ = rule.take_progress(state)
-            seed = rounding_seed("eu", 0, number, 0)
-            to_bytes(wide.encode(progress, residual=residual, seed=seed).payload)
-        down = above.encode(0, number, state.x + 1e-5)
-        with stage("down_decode"):
-            vector = receiver.decode(down, numel)
+            vault.obey(SendUp(0, number, rule.on_send(counts)[0]))
+        change = heard(number, vault.vectors[0].x + 1e-5)
         with stage("merge"):
-            rule.on_global_weights(state, vector)
+            vault.hear(change)
+            vault.obey(Merge(0, first=False))
+        rule.on_global_weights(counts)
     journal.close()
     return times
 

@@ -17,14 +17,14 @@ from geotrain.layout import StridedSlice, layout_of
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import to_bytes
-from geotrain.outer.messages import FragmentDelta, Join, UpdatePart
+from geotrain.outer.messages import Join, PieceDelta, UpdatePart
 from geotrain.outer.server import identity_of
 
 NOISE = 1e-4
 
 
 class Worker:
-    """Ranks divide each fragment into equal parts. One payload of noise serves all fragments."""
+    """Ranks divide each fragment, which is one piece, into equal parts. One payload of noise serves all."""
 
     def __init__(self, run_path: Path, name: str, address: str) -> None:
         run = load_run(run_path)
@@ -40,7 +40,7 @@ class Worker:
         assert welcome is not None
         self.sequence, self.every = welcome.sequence, tuple(range(len(self.cuts)))
         answers = [client.pull(0, self.every) for client in self.clients]
-        self.versions = {w.fragment: w.version for w in answers[0].result().weights}
+        self.versions = {w.piece: w.version for w in answers[0].result().weights}
         answers[1].result()
         codec = make_codec(run.outer.local)
         longest = max(cut[rank + 1] - cut[rank] for cut in self.cuts for rank in range(RANKS))
@@ -54,7 +54,7 @@ class Worker:
         parts = [
             UpdatePart(
                 self.name, self.life, self.sequence, rank,
-                (FragmentDelta(fragment, self.versions[fragment], bytes(self.noise[: self.width * size])),),
+                (PieceDelta(fragment, self.versions[fragment], bytes(self.noise[: self.width * size])),),
                 adopted=self.sequence - 1,
             )
             for rank, size in enumerate(after - before for before, after in pairwise(cut))

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
 from geotrain.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.families import family_of
+from geotrain.gated_silu import GatedSilu
 from geotrain.inner import latent_attention, platform
 from geotrain.inner.documents import PackedAttention, inside_documents
-from geotrain.inner.fused import GatedSilu, rotated
 from geotrain.inner.parallel import EXPERTS
+from geotrain.inner.rotary import rotated
 from geotrain.inner.router_bias import biased_routers, keep_counts_wide
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
 from geotrain.parallelism.mesh import RankMesh
@@ -146,7 +147,7 @@ def transformer_config(
         fp8_amax_history_len=1024,  # of the recipe "delayed": Transformer Engine's own defaults, not Megatron-core's
         fp8_amax_compute_algo="max",
         tp_only_amax_red=True,  # replicas may be at different micro-batches, as with `acco.balance`
-        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.fused`
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.rotary`
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,

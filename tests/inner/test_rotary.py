@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from geotrain.inner import fused
+from geotrain.inner import rotary
 
 SHAPE = (6, 2, 3, 10)  # tokens, samples, heads, elements
 
@@ -16,7 +16,7 @@ def both(t: torch.Tensor, freqs: torch.Tensor) -> list[tuple[torch.Tensor, torch
     """(rotated, gradient) by ours and by Megatron-core's, for a gradient whose samples lie before its tokens."""
     gradient = torch.randn(SHAPE[1], SHAPE[0], *SHAPE[2:], dtype=torch.float32).transpose(0, 1).to(t.dtype)
     found = []
-    for function in (fused.rotated, fused._of_megatron):
+    for function in (rotary.rotated, rotary._of_megatron):
         x = t.clone().requires_grad_()
         wide = torch.cat((x, torch.zeros_like(x)), dim=-1)[..., : SHAPE[3]]  # as a part of something wider
         out = function(wide, freqs)
@@ -42,7 +42,7 @@ def test_in_fp32_it_has_megatrons_bits() -> None:
 def test_in_bf16_it_is_nearer_to_the_truth() -> None:
     t, freqs = torch.randn(SHAPE).bfloat16(), angles()
     ours, theirs = both(t, freqs)
-    truth = fused._of_megatron(t.double(), freqs.double())
+    truth = rotary._of_megatron(t.double(), freqs.double())
     off = [(found[0].double() - truth).abs().mean() for found in (ours, theirs)]
     assert ours[0].dtype == torch.bfloat16 and off[0] < 0.7 * off[1]
     assert torch.equal(ours[0], truth.float().bfloat16())
@@ -53,13 +53,13 @@ def test_in_bf16_it_is_nearer_to_the_truth() -> None:
 )
 def test_other_forms_are_megatrons(settings: Any) -> None:
     t, freqs = torch.randn(SHAPE), angles()
-    ours, theirs = (function(t, freqs, **settings) for function in (fused.rotated, fused._of_megatron))
+    ours, theirs = (function(t, freqs, **settings) for function in (rotary.rotated, rotary._of_megatron))
     assert torch.equal(ours, theirs)
 
 
 def test_where_a_part_of_a_head_is_rotated_it_is_megatrons() -> None:
     t, freqs = torch.randn(SHAPE), angles(4)
-    assert torch.equal(fused.rotated(t, freqs), fused._of_megatron(t, freqs))
+    assert torch.equal(rotary.rotated(t, freqs), rotary._of_megatron(t, freqs))
 
 
 def test_the_model_uses_it() -> None:
@@ -67,4 +67,4 @@ def test_the_model_uses_it() -> None:
 
     import geotrain.inner.model  # noqa: F401
 
-    assert rope_utils._apply_rotary_pos_emb_bshd is fused.rotated
+    assert rope_utils._apply_rotary_pos_emb_bshd is rotary.rotated

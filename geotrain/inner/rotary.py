@@ -1,8 +1,8 @@
-"""What Megatron-core does in several passes over memory, in one each way: the rotary embedding, and SwiGLU on CPUs.
+"""What Megatron-core does in several passes over memory, in one each way: the rotary embedding.
 
-Rotary embedding: on a GPU with Transformer Engine its own is taken (`apply_rope_fusion`); everywhere else this one,
+On a GPU with Transformer Engine its own is taken (`apply_rope_fusion`); everywhere else this one,
 of `geotrain.kernels`: Triton on GPUs, C on CPUs. In fp32 it gives Megatron-core's bits; in bf16 it rounds once, where
-that rounds the cosine, the sine, each product and the sum. SwiGLU: on GPUs Megatron-core's is compiled.
+that rounds the cosine, the sine, each product and the sum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from geotrain import kernels
 from geotrain.inner import platform
@@ -52,34 +52,3 @@ def rotated(
         half = freqs[:, 0, 0, : t.shape[-1] // 2]
         tables = freqs._cosine_and_sine = half.cos(), half.sin()  # type: ignore[attr-defined]
     return _Rotated.apply(t, *tables)
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        opened = nn.functional.silu(gate)
-        ctx.save_for_backward(x, opened)
-        return opened * up
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Both halves are written where they belong: autograd would compute them apart and copy them together."""
-        (gradient,), (x, opened) = gradients, ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        whole = torch.empty_like(x)
-        of_gate, of_up = whole.chunk(2, dim=-1)
-        torch.mul(gradient, opened, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-        return whole
-
-
-class GatedSilu(nn.Module):
-    """silu(gate) · up of [..., gate and up]. It takes the place of an activation that Megatron-core builds."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., 2 · size]. Returns [..., size]."""
-        return _Gated.apply(x)

@@ -1,0 +1,39 @@
+"""SwiGLU on CPUs, with both gradients written where they belong. On GPUs Megatron-core's is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        opened = nn.functional.silu(gate)
+        ctx.save_for_backward(x, opened)
+        return opened * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Both halves are written where they belong: autograd would compute them apart and copy them together."""
+        (gradient,), (x, opened) = gradients, ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        whole = torch.empty_like(x)
+        of_gate, of_up = whole.chunk(2, dim=-1)
+        torch.mul(gradient, opened, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        return whole
+
+
+class GatedSilu(nn.Module):
+    """silu(gate) · up of [..., gate and up]. It takes the place of an activation that Megatron-core builds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., 2 · size]. Returns [..., size]."""
+        return _Gated.apply(x)
