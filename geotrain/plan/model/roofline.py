@@ -228,7 +228,7 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
         yield Operation("memory", 0.0, tokens * (forward * ahead + back))
     vocabulary = a.vocab_size / tp * a.hidden_size
     if stage == 0:  # the look-up, and a gradient of its whole table; where that is the head's too, both are added
-        found = (3 + 4 * (tp > 1)) * a.hidden_size  # tensor ranks mask
+        found: float = (3 + 4 * (tp > 1)) * a.hidden_size  # tensor ranks mask
         if work.micro_tokens > work.sequence_length:  # turned to [sequence, batch], and back
             found += 4 * whole
         added = 3 * size if a.tied_embeddings and last else summed
