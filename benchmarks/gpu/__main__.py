@@ -1,5 +1,6 @@
 """For the day a GPU is there: its tests, kernels against the bandwidth of a copy, the outer loop's exposed time, the
-step with ZeRO-1 and ACCO, peak memory against the estimate. Writes a page, and with --record rows of results.csv.
+step with ZeRO-1 and ACCO, one GPU's against a plain PyTorch loop's, peak memory against the estimate. Writes a page,
+and with --record rows of results.csv.
 
     python -m benchmarks.gpu --plan      # what is measured, and its goals
     make gpu                             # everything, recorded

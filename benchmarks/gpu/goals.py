@@ -27,6 +27,7 @@ GOALS = (
     GpuGoal("step.memory_over_estimate", most=1.1, what="a rank's peak memory over `geotrain dry-run`'s"),
     GpuGoal("step.tflops_per_rank", what="arithmetic of training, each rank", unit="Tflop/s"),
     GpuGoal("step.tokens_per_s", what="tokens of all ranks, ZeRO-1", unit="tokens/s"),
+    GpuGoal("step.vs_torch", least=1.0, what="ZeRO-1 on one GPU over a plain PyTorch loop of transformers' model"),
     GpuGoal("step.acco_speedup", least=1.0, what="ACCO over NCCL, over ZeRO-1", needs_gpus=2),
 )
 
