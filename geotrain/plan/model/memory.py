@@ -8,9 +8,9 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.parallelism.acco_forms import flat_bytes, scratch_bytes
 from geotrain.parallelism.checks import accumulates_in_fp32, offloads_masters, trains_in_bf16
-from geotrain.parallelism.memory import fp8_weights, memory_per_rank, moment_bytes
+from geotrain.parallelism.memory import MemoryPerRank, fp8_weights, memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
-from geotrain.parallelism.whole_matrices import shard_size
+from geotrain.parallelism.whole_matrices import ShardSize, shard_size
 
 
 def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
@@ -19,28 +19,17 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     outer: what the outer loop keeps for each parameter that the rank owns (`outer_bytes`), unless it lies in host
     memory (`host_memory`).
     """
-    setup = WorkerSetup.of(run, worker)
-    parallel, block = setup.parallel, setup.deepspeed
-    memory = memory_per_rank(
-        architecture,
-        parallel,
-        worker.ranks,
-        block,
-        run.data.sequence_length,
-        run.model.recompute,
-        setup.precision.fp8 is not None,
-    )
-    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
+    setup, memory, shard = _fullest(run, architecture, worker)
+    block = setup.deepspeed
     state = {
         "weights": memory.weights_bytes,
         "gradients": memory.gradients_bytes,
         "optimizer": memory.optimizer_bytes,
         "buffers": memory.buffers_bytes,
     }
-    shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
     if run.acco is not None:
         size, summed = 2 if trains_in_bf16(block) else 4, 4 if accumulates_in_fp32(block) else 2
-        in_fp8 = 2 * fp8_weights(architecture, parallel, memory.stage) if setup.precision.fp8 else 0
+        in_fp8 = 2 * fp8_weights(architecture, setup.parallel, memory.stage) if setup.precision.fp8 else 0
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
         flat = flat_bytes(run.acco.prediction, shard, size, summed)
@@ -57,19 +46,8 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     carry pieces of masters, and as large as what is sent and received where that crosses whole; and the copy of a
     checkpoint while it is written, at most, pinned where there is a GPU. What comes and goes with an exchange, and
     the process's own, come on top. Raises ConfigError."""
-    setup = WorkerSetup.of(run, worker)
-    parallel, block = setup.parallel, setup.deepspeed
-    memory = memory_per_rank(
-        architecture,
-        parallel,
-        worker.ranks,
-        block,
-        run.data.sequence_length,
-        run.model.recompute,
-        setup.precision.fp8 is not None,
-    )
-    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
-    shard = shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
+    setup, memory, shard = _fullest(run, architecture, worker)
+    block = setup.deepspeed
     owned, offloaded = shard.adamw + shard.matrices, offloads_masters(block)
     up, down = run.outer.worker_codecs
     comes = codec_config("fp32") if sends_changes(down) else down  # the first weights come whole
@@ -82,6 +60,18 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         "pinned": pinned,
         "checkpoint": memory.checkpoint_bytes if run.acco is None else moment_bytes(shard, block),
     }
+
+
+def _fullest(
+    run: RunConfig, architecture: Architecture, worker: WorkerConfig
+) -> tuple[WorkerSetup, MemoryPerRank, ShardSize]:
+    """What a worker is set up with, its fullest rank, and that rank's shard of the optimizer."""
+    setup = WorkerSetup.of(run, worker)
+    parallel, block = setup.parallel, setup.deepspeed
+    length, recompute, fp8 = run.data.sequence_length, run.model.recompute, setup.precision.fp8 is not None
+    memory = memory_per_rank(architecture, parallel, worker.ranks, block, length, recompute, fp8)
+    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
+    return setup, memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
 
 
 def outer_on_host(run: RunConfig, setup: WorkerSetup) -> bool:
