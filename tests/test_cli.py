@@ -242,7 +242,10 @@ def test_dry_run_prints_what_a_rank_needs(geotrain: Run) -> None:
     assert "TP 8 + sequence × PP 4 × DP 1, ZeRO 1" in done.stdout
     assert "pinned  checkpoint" in done.stdout
     assert "146 s" in done.stdout  # 36.4 GB at 2 Gbit/s
-    assert "roofline, computed and not measured" in done.stdout and "B200: 2,250 TFLOP/s, 7.7 TB/s" in done.stdout
+    assert (
+        "roofline, computed and not measured" in done.stdout
+        and "B200: 2,250 TFLOP/s (4,500 in FP8), 7.7 TB/s" in done.stdout
+    )
 
 
 def test_simulate_tells_what_if(tmp_path: Path, geotrain: Run) -> None:

@@ -118,14 +118,14 @@ def measure(cases: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]]) 
 
 
 def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) -> float:
-    """What torch's CPU kernels keep beyond CUDA's: normalized inputs of norms, and two tensors of SwiGLU."""
+    """What torch's CPU kernels keep beyond CUDA's: normalized inputs of norms, and a tensor of SwiGLU."""
     a = architecture(model)
     whole = a.hidden_size / (parallel.tensor if parallel.sequence else 1)
     heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0
     latents = a.latent.query_rank + a.latent.key_value_rank if a.latent else 0
     between = sum(a.active_ffn_size(a.has_experts(i)) for i in range(a.layers))
     normed = a.layers * (2 * whole + latents) + whole
-    return 4 * tokens * (normed + (a.layers * heads + 2 * between) / parallel.tensor)
+    return 4 * tokens * (normed + (a.layers * heads + between) / parallel.tensor)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the traces of 
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By run and stage, of all shipped runs and of one with latent attention."""
     raw = json.loads((ROOT / "configs/runs/moe-30b-a3b.json").read_text())
-    raw |= {"name": "latent", "model": {"config": LATENT, "recompute": "none"}}
+    raw |= {"name": "latent", "model": {"config": LATENT, "recompute": "none"}, "parallel": {"expert": 8}}
     latent = tmp_path_factory.mktemp("runs") / "latent.json"
     latent.write_text(json.dumps(raw))
     command = [sys.executable, "-m", "benchmarks.trace", "--run", *map(str, RUNS), str(latent)]

@@ -53,7 +53,7 @@ class Bowl:
         self.rank = WorkerRank(layout(), self.outer, pieces)
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
         self.make_delta, self.on_weights = self.rank.make_delta, self.rank.on_weights
-        self.when_made = self.rank.when_made
+        self.when_made, self.parameters = self.rank.when_made, self.rank.parameters
 
     def train(self, lease, first, steps) -> None:
         for _ in range(steps):
