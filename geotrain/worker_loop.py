@@ -62,11 +62,10 @@ class WorkerLoop:
 
     name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns.
     device: where it trains. workers: that the run has. validate: called with the number of a validation that a lease
-    asks for, before the lease is trained. save: called with a job's number when the worker's own state is to be
-    saved. report: called on the metrics rank after every job, with what `geotrain.monitor.events.JobTrained` has.
-    peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, in tokens a second, for the
-    utilization (MFU); None: not known. expect: called with the lease after this one as soon as it is known, in
-    another thread, for data that take long to come.
+    asks for, before the lease is trained. save: called with a job's number when its own state is to be saved.
+    report: called on the metrics rank after every job, with what `geotrain.monitor.events.JobTrained` has.
+    peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, for the utilization (MFU); None: not
+    known. expect: called with the lease after this one once it is known, in another thread, for data that take long.
     """
 
     def __init__(

@@ -64,8 +64,7 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
 def quiet_imports() -> Iterator[None]:
     """Import Megatron-core and DeepSpeed inside it, to suppress their warnings about optional packages.
 
-    On a CPU torch.compile is disabled meanwhile. Megatron-core uses it for fusions that only help GPUs, but
-    decorating with it loads torch's compiler, which takes a third of the import's time.
+    On a CPU torch.compile is disabled meanwhile: to decorate with it takes a third of the import's time.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -107,19 +106,25 @@ class _HostStream:
         return self
 
 
-def _gather_unequal(received: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
-    """`torch.distributed.all_gather` of parts of any length, which gloo has not: its all-to-all takes them."""
-    sent = own.repeat(len(received), *[1] * (own.dim() - 1))
-    whole = torch.empty_like(torch.cat(received))
-    dist.all_to_all_single(whole, sent, [len(part) for part in received], [len(own)] * len(received), group=group)
-    for part, arrived in zip(received, whole.split([len(part) for part in received]), strict=True):
+_all_gather = dist.all_gather  # torch's own
+
+
+def _gather_unequal(received: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> Any:
+    """`torch.distributed.all_gather`, also of unequal parts, which gloo lacks: its all-to-all takes them. Equal ones
+    are gloo's: ACCO's thread gathers such, while on another rank this stand-in may be away."""
+    lengths = [len(part) for part in received]
+    if len(set(lengths)) == 1:
+        return _all_gather(received, own, group=group)
+    sent, whole = torch.cat([own] * len(received)), torch.empty_like(torch.cat(received))
+    dist.all_to_all_single(whole, sent, lengths, [len(own)] * len(received), group=group)
+    for part, arrived in zip(received, whole.split(lengths), strict=True):
         part.copy_(arrived)
+    return None
 
 
 def _scatter_unequal(summed: torch.Tensor, sent: list[torch.Tensor], group: Any = None) -> None:
     """`torch.distributed.reduce_scatter` likewise."""
-    lengths = [len(summed)] * len(sent)
-    summands = torch.cat([torch.empty_like(summed)] * len(sent))
+    summands, lengths = torch.cat([torch.empty_like(summed)] * len(sent)), [len(summed)] * len(sent)
     dist.all_to_all_single(summands, torch.cat(sent), lengths, [len(part) for part in sent], group=group)
     summed.copy_(summands.unflatten(0, (len(sent), len(summed))).sum(0))
 

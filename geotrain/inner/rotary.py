@@ -1,8 +1,7 @@
 """What Megatron-core does in several passes over memory, in one each way: the rotary embedding.
 
-On a GPU with Transformer Engine its own is taken (`apply_rope_fusion`); everywhere else this one,
-of `geotrain.kernels`: Triton on GPUs, C on CPUs. In fp32 it gives Megatron-core's bits; in bf16 it rounds once, where
-that rounds the cosine, the sine, each product and the sum.
+On a GPU with Transformer Engine its own is taken (`apply_rope_fusion`); everywhere else `kernels.rotate`. In fp32 it
+gives Megatron-core's bits; in bf16 it rounds once, where that rounds the cosine, the sine, each product and the sum.
 """
 
 from __future__ import annotations

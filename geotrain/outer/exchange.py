@@ -21,9 +21,6 @@ from geotrain.outer.server import Identity
 from geotrain.staging import Pending
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
 Waiting = Generator[Pending[Any], Any, T]
 
 
