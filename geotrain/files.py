@@ -30,7 +30,9 @@ class OutputError(OSError):
 def out_of_room(error: BaseException | None) -> bool:
     """Whether a disk or a quota was full, or the table of open files: this error says so, or one from which it was
     made. Nothing is wrong then but the lack of room, so the same can be tried again later."""
-    while error is not None:
+    seen: set[int] = set()  # an error may lead back to itself
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             return True
         error = error.__cause__ or error.__context__
