@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -5,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.files import OutputError, whole_file, whole_folder
+from geotrain.files import OutputError, out_of_room, whole_file, whole_folder
 
 
 def names(folder: Path) -> list[str]:
@@ -116,3 +117,11 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
     with pytest.raises(OutputError, match="none/a: cannot be written"), whole_file(tmp_path / "none/a"):
         pass
+
+
+def test_room_is_asked_of_errors_that_lead_back_to_themselves() -> None:
+    one, other = OSError(errno.EIO, "bad"), ValueError("because of that")
+    one.__context__, other.__context__ = other, one
+    assert not out_of_room(one)
+    other.__cause__ = OSError(errno.ENOSPC, "full")
+    assert out_of_room(one)
