@@ -35,15 +35,15 @@ class VaultMachine:
     def __init__(
         self, vault: Vault, index: int, vaults: int, members: tuple[str, ...], role: Literal["region", "worker"]
     ) -> None:
-        self.vault, self.index, self.number, self.member_role = vault, index, vaults, role
+        self.name, self.vault, self.index, self.number, self.member_role = vault.name, vault, index, vaults, role
         self.vaults, self.layout, self.up = Vaults([vault]), vault.layout, vault.up
         self.changes = sends_changes(vault.down)
         self.members = {name: Member() for name in members}
         self.orders = 0
         self.incarnation = ""
         self.copied = 0  # number of the validation whose weights are copied
-        self._own = {piece.index: piece for piece in vault.pieces}
-        self._of = [[p.index for p in pieces if p.index in self._own] for pieces in self.layout.pieces_of]
+        self.pieces = {piece.index: piece for piece in vault.pieces}
+        self._of = [[p.index for p in pieces if p.index in self.pieces] for pieces in self.layout.pieces_of]
 
     # -- what changes it
 
@@ -147,7 +147,7 @@ class VaultMachine:
         if part.sequence <= member.sequence:
             return False
         pieces = [delta.piece for delta in part.deltas]
-        fragments = {self.layout.pieces[i].fragment for i in pieces if i in self._own}
+        fragments = {self.layout.pieces[i].fragment for i in pieces if i in self.pieces}
         if pieces != [i for fragment, own in enumerate(self._of) if fragment in fragments for i in own]:
             raise Refused(f"{part.member}: pieces {pieces} are not what this vault has of a fragment")
         for delta in part.deltas:
@@ -179,13 +179,14 @@ class VaultMachine:
         """The vault's pieces of what validation `number` is to evaluate; empty when they are not here (any more)."""
         self.current(name, incarnation, part)
         weights = [
-            PieceWeights(i, 0, self.vault.copied(name, part, i)) for i in (self._own if number == self.copied else ())
+            PieceWeights(i, 0, self.vault.copied(name, part, i))
+            for i in (self.pieces if number == self.copied else ())
         ]
         return Answer(number, tuple(weights), self.incarnation)
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
         """The vault's part of an update that is in flight to the global server."""
-        own = [d for d in update.deltas if d.piece in self._own]
+        own = [d for d in update.deltas if d.piece in self.pieces]
         deltas = tuple(PieceDelta(d.piece, d.anchor_version, self.vault.in_flight[d.piece]) for d in own)
         return UpdatePart(update.member, update.incarnation, update.sequence, update.part, deltas)
 
@@ -227,4 +228,4 @@ class VaultMachine:
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
-        return {"vault": self.index, "of": self.number, "orders": self.orders, "pieces": len(self._own)}
+        return {"vault": self.index, "of": self.number, "orders": self.orders, "pieces": len(self.pieces)}

@@ -15,6 +15,8 @@ from geotrain.layout import Layout, LayoutError
 from geotrain.outer.codec import Codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Answer, Elsewhere, Join, PieceWeights, Refused, UpdatePart
+from geotrain.outer.rules import Rule, Vectors
+from geotrain.pieces import deal
 from geotrain.vault import Apply, Decode, Decoded, Forget, Freeze, Merge, Order, SendUp, StartOver, Vault
 
 
@@ -24,6 +26,11 @@ class Vaults:
     def __init__(self, vaults: Sequence[Vault]) -> None:
         self.all = vaults
         self.of = {piece.index: vault for vault in vaults for piece in vault.pieces}
+
+    @staticmethod
+    def here(name: str, rule: Rule, vaults: int, layout: Layout, *settings: Any) -> Vaults:
+        """So many, of a server of that name. settings: as `Vault` takes them, after the rule."""
+        return Vaults([Vault(name, layout, own, rule, *settings) for own in deal(layout.pieces, vaults)])
 
     def told(self, message: Any) -> Any:
         """What a message says to the book. Here: itself, since members speak to book and vaults at once."""
@@ -73,6 +80,12 @@ class Vaults:
     def answer(self, member: str, sequence: int, part: int, piece: int) -> tuple[bytes, bool]:
         return self.of[piece].answer(member, sequence, part, piece)
 
+    def vectors(self, piece: int) -> Vectors:
+        return self.of[piece].vectors[piece]
+
+    def set_weights(self, piece: int, x: Tensor) -> None:
+        self.of[piece].set_weights(piece, x)
+
     def copied(self, member: str, part: int, piece: int) -> bytes:
         return self.of[piece].copied(member, part, piece)
 
@@ -107,6 +120,9 @@ class Vaults:
         for vault in self.all:
             vault.load(tensors, marks, sent)
         return sent
+
+    def take_over(self, former: Any) -> None:
+        """The server's process begins a new life; `load` follows. former: those of the life before."""
 
     def watch(self, will_change: Callable[..., None]) -> None:
         """See `Vault.will_change`."""
@@ -354,6 +370,12 @@ class FarVaults:
     def copied(self, member: str, part: int, piece: int) -> bytes:
         return b""
 
+    def vectors(self, piece: int) -> Vectors:
+        raise RuntimeError("the weights are in other processes")
+
+    def set_weights(self, piece: int, x: Tensor) -> None:
+        """A run's vaults begin with the first weights themselves."""
+
     # -- state
 
     def state(self) -> dict[str, Tensor]:
@@ -387,6 +409,9 @@ class FarVaults:
         self._frozen, self._forgotten = dict(saved["frozen"]), dict(saved["forgotten"])
         self._known = {name: dict(known) for name, known in saved["known"].items()}
         return {name: sent for name, sent in meta.get("sent", {}).items() if sent is not None and name in members}
+
+    def take_over(self, former: Any) -> None:
+        self.kept = former.kept
 
     def watch(self, will_change: Callable[..., None]) -> None:
         """There is no tensor here."""

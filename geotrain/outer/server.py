@@ -42,9 +42,8 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.rules import Counts, Rule
-from geotrain.pieces import deal
-from geotrain.vault import Apply, Copy, Decode, Decoded, Forget, Freeze, Vault
-from geotrain.vaults import FarVaults, Vaults
+from geotrain.vault import Apply, Copy, Decode, Decoded, Forget, Freeze
+from geotrain.vaults import FarVaults, HeldPart, Vaults
 
 
 def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
@@ -90,11 +89,8 @@ class Server(Membership):
         super().__init__(identity, layout, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        if isinstance(vaults, int):
-            settings = self.up, self.down, above, validates
-            own = deal(layout.pieces, vaults)
-            vaults = Vaults([Vault(name, layout, pieces, rule, *settings) for pieces in own])
-        self.vaults = vaults
+        settings = layout, self.up, self.down, above, validates
+        self.vaults = Vaults.here(name, rule, vaults, *settings) if isinstance(vaults, int) else vaults
         # Number and versions of the global weights that a worker evaluates at present. The vaults keep a copy.
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
@@ -351,7 +347,7 @@ class Server(Membership):
 
     def weights(self, fragment: int) -> Tensor:
         """The fragment's weights: fp32, 1-D; not to be written."""
-        pieces = [self.vaults.of[p.index].vectors[p.index].x for p in self.layout.pieces_of[fragment]]
+        pieces = [self.vaults.vectors(p.index).x for p in self.layout.pieces_of[fragment]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def status(self) -> dict[str, Any]:
@@ -376,7 +372,7 @@ class Server(Membership):
         self.fragments = [Counts() for _ in vectors]
         for piece in self.layout.pieces:
             x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
-            self.vaults.of[piece.index].set_weights(piece.index, x)
+            self.vaults.set_weights(piece.index, x)
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
         """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
@@ -387,7 +383,7 @@ class Server(Membership):
             if waiting and member.complete:  # else it asks when it has joined this life of the server
                 self._freeze(name, min(waiting), fragment)
 
-    def left_out(self, name: str) -> list[UpdatePart]:
+    def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
         """What came of the member's updates that are not whole yet, as it came."""
         arriving = self.members[name].arriving.values()
         return [self.vaults.as_it_came(part) for parts in arriving for part in parts.values()]

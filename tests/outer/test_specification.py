@@ -315,7 +315,7 @@ def test_no_state_depends_on_the_order_of_a_set() -> None:
 # ---------------------------------------------------------------------------------------- in several processes
 
 
-@pytest.mark.parametrize("seed", range(LIVES or 40))
+@pytest.mark.parametrize("seed", range(LIVES or 24))
 def test_vaults_in_processes_of_their_own_change_no_bit(seed: int) -> None:
     """Roles die at any time, and what they say comes late or is lost (`tests.support.far_world`)."""
     every = ["fp32", "bf16", "int8", "int4"]

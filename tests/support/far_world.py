@@ -186,7 +186,7 @@ class Double:
             if not left:
                 break
             process = self.dice.choice(left)
-            own = tuple(d for d in part.deltas if d.piece in process.machine._own)
+            own = tuple(d for d in part.deltas if d.piece in process.machine.pieces)
             try:
                 if own:
                     for said in process.tell(replace(part, deltas=own)):
@@ -211,7 +211,7 @@ class Double:
             if process.orders:  # it is told what to fetch behind its orders
                 process.obey()
                 continue
-            own = tuple(w for w in answer.weights if w.piece in process.machine._own)
+            own = tuple(w for w in answer.weights if w.piece in process.machine.pieces)
             for said in process.tell(replace(answer, weights=own)) if own else ():
                 self.said(said)
             left.remove(process)
