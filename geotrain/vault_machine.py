@@ -28,8 +28,8 @@ MOST_HELD = 2  # updates of a rank: one that waits for the other ranks', and the
 class VaultMachine:
     """index, vaults: which of how many it is. Its state says so, too.
 
-    orders: how many it has obeyed that count. incarnation: the life of the server that it is part of; "": none has
-    begun, and nobody is spoken to.
+    orders: how many it has obeyed that count. incarnation: the life of the server that it is, or was last, part of.
+    open: whether that lasts; members are not spoken to before.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class VaultMachine:
         self.changes = sends_changes(vault.down)
         self.members = {name: Member() for name in members}
         self.orders = 0
-        self.incarnation = ""
+        self.incarnation, self.open = "", False
         self.copied = 0  # number of the validation whose weights are copied
         self.pieces = {piece.index: piece for piece in vault.pieces}
         self._of = [[p.index for p in pieces if p.index in self.pieces] for pieces in self.layout.pieces_of]
@@ -81,11 +81,11 @@ class VaultMachine:
         return Handled(None)
 
     def end_life(self) -> None:
-        """The book is gone, or this process was: nobody is spoken to before the next life."""
-        self.incarnation = ""
+        """The book is gone, or this process was: members are not spoken to before the next life."""
+        self.open = False
 
     def _begin_life(self, life: str) -> None:
-        self.incarnation, self.copied = life, 0
+        self.incarnation, self.open, self.copied = life, True, 0
         self.vault.obey(Copy(0))
         for name, member in self.members.items():
             self.vault.forget_life(name, answers=not self.changes)
@@ -136,7 +136,7 @@ class VaultMachine:
         member = self.members.get(name)
         if member is None:
             raise Refused(f"no member is called {name!r} here; known: {', '.join(self.members)}")
-        if not self.incarnation or member.incarnation != incarnation or part not in (None, *member.joined):
+        if not self.open or member.incarnation != incarnation or part not in (None, *member.joined):
             raise Refused(f"{name}: this vault has not heard that it joined", RETRY_S)
         return member
 
@@ -214,7 +214,7 @@ class VaultMachine:
         }
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """The counterpart of `state`. Raises LayoutError."""
+        """The counterpart of `state`, for a replay, which `end_life` ends. Raises LayoutError."""
         if meta["layout_digest"] != self.layout.digest:
             raise LayoutError(f"the state is of layout {meta['layout_digest']}, the run's is {self.layout.digest}")
         if meta["vault"] != [self.index, self.number]:
@@ -223,7 +223,7 @@ class VaultMachine:
                 f"the state is that of vault {index} of {number}, this is {self.index} of {self.number}; a run keeps "
                 "the number of vaults with which it began"
             )
-        self.orders, self.incarnation = meta["orders"], meta["life"]
+        self.orders, self.incarnation, self.open = meta["orders"], meta["life"], True
         self.vault.load(tensors, meta["marks"], meta["sent"])
 
     def status(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from geotrain.layout import Layout, LayoutError
 from geotrain.outer.codec import Codec
 from geotrain.outer.downlink import sends_changes
+from geotrain.outer.member import Member
 from geotrain.outer.messages import Answer, Elsewhere, Join, PieceWeights, Refused, UpdatePart
 from geotrain.outer.rules import Rule, Vectors
 from geotrain.pieces import deal
@@ -24,7 +25,7 @@ class Vaults:
     """A server's vaults in this process, which all get every order. of: piece → the vault that has it."""
 
     def __init__(self, vaults: Sequence[Vault]) -> None:
-        self.all = vaults
+        self.all, self.layout = vaults, vaults[0].layout
         self.of = {piece.index: vault for vault in vaults for piece in vault.pieces}
 
     @staticmethod
@@ -128,6 +129,19 @@ class Vaults:
         """See `Vault.will_change`."""
         for vault in self.all:
             vault.will_change = will_change
+
+
+def sent(vaults: Vaults | FarVaults, name: str, member: Member) -> dict[str, Any]:
+    """What the member was sent, where weights travel as changes: its part of a server's state."""
+    answers = []
+    for sequence, given in member.answers.items():
+        frozen = [
+            [piece.index, version, vaults.answer(name, sequence, 0, piece.index)[1]]
+            for fragment, version in given.items()
+            for piece in vaults.layout.pieces_of[fragment]
+        ]
+        answers.append([sequence, sorted(member.awaiting.get(sequence, ())), frozen])
+    return {"marks": [[piece, *both] for piece, both in vaults.marks_of(name).items()], "answers": answers}
 
 
 def sent_tensors(name: str, saved: dict[str, Any]) -> set[str]:

@@ -24,7 +24,7 @@ LAYERS = [
     {"parameter_file"},
     {"layout"},
     {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "staging"},
-    {"outer", "vault", "optimizers"},
+    {"outer", "vault", "vaults", "vault_machine", "optimizers"},
     {
         "inner",
         "acco",

@@ -20,7 +20,7 @@ from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
 from geotrain.outer.server import Server
 from geotrain.vault_machine import VaultMachine
-from geotrain.vaults import FromVaults
+from geotrain.vaults import FromVaults, HeldPart
 
 JOURNAL = "journal"  # within a server's folder
 
@@ -141,10 +141,10 @@ def begin_snapshot(
     return frozen, {"state": state, "segment": segment, "ended": ended}
 
 
-def left_out(server: Server) -> list[Message]:
+def left_out(server: Server) -> list[Message | HeldPart]:
     """The messages with which a journal that follows the state must begin, so that its replay knows what the state
     leaves out: who had joined, and the updates of which not all parts had arrived."""
-    messages: list[Message] = []
+    messages: list[Message | HeldPart] = []
     for name, member in server.members.items():
         mirrors = server.mirrors_of(name)
         for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent

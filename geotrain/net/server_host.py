@@ -21,12 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from geotrain.config import (
-    Address,
-    ClusterConfig,
-    RunConfig,
-    is_loopback,
-)
+from geotrain.config import Address, ClusterConfig, RunConfig, is_loopback
 from geotrain.files import OutputError, out_of_room, whole_file
 from geotrain.layout import layout_of
 from geotrain.monitor.events import (

@@ -285,7 +285,7 @@ class VaultHost:
         """Write a snapshot beside further orders. Raises StoreError."""
         began_s, machine = time.monotonic(), self.machine
         orders, (frozen, meta) = await self.thread.alone(
-            lambda: (machine.orders, begin_snapshot(machine, self.store, self.journal, ended=False))  # type: ignore[arg-type]
+            lambda: (machine.orders, begin_snapshot(machine, self.store, self.journal, ended=False))
         )
         writing = asyncio.get_running_loop().run_in_executor(
             self.disk, finish_snapshot, self.store, self.journal, frozen, meta

@@ -152,7 +152,7 @@ class RelayedLink(GrpcClient):
             pass
         return applied
 
-    async def pull(  # type: ignore[override]
+    async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
     ) -> Any:
         """A `HeldAnswer`, as the region's book takes it."""

@@ -43,7 +43,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import Counts, Rule
 from geotrain.vault import Apply, Copy, Decode, Decoded, Forget, Freeze
-from geotrain.vaults import FarVaults, HeldPart, Vaults
+from geotrain.vaults import FarVaults, HeldPart, Vaults, sent
 
 
 def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
@@ -309,21 +309,9 @@ class Server(Membership):
             "data": self.data,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
-            "sent": {name: self._sent(name) for name in self.members if self.vaults.was_sent(name)},
+            "sent": {n: sent(self.vaults, n, m) for n, m in self.members.items() if self.vaults.was_sent(n)},
             "norms": self.norms.state() if self.norms else None,
         }
-
-    def _sent(self, name: str) -> dict[str, Any]:
-        """What the member was sent, where weights travel as changes."""
-        marks, member, answers = self.vaults.marks_of(name), self.members[name], []
-        for sequence, given in member.answers.items():
-            frozen = [
-                [piece.index, version, self.vaults.answer(name, sequence, 0, piece.index)[1]]
-                for fragment, version in given.items()
-                for piece in self.layout.pieces_of[fragment]
-            ]
-            answers.append([sequence, sorted(member.awaiting.get(sequence, ())), frozen])
-        return {"marks": [[piece, *both] for piece, both in marks.items()], "answers": answers}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """The counterpart of `state`. Raises LayoutError when the state is another model's, or is cut otherwise."""
@@ -337,10 +325,10 @@ class Server(Membership):
             if name in self.members:
                 self.members[name].load(saved)
         fragment_of = [piece.fragment for piece in self.layout.pieces]
-        for name, sent in self.vaults.load(tensors, meta, self.layout, self.members).items():
+        for name, saved in self.vaults.load(tensors, meta, self.layout, self.members).items():
             member = self.members[name]
             member.parts = 1  # where weights travel as changes
-            for sequence, waiting, frozen in sent["answers"]:
+            for sequence, waiting, frozen in saved["answers"]:
                 member.answers[sequence] = {fragment_of[piece]: version for piece, version, _ in frozen}
                 if waiting:
                     member.awaiting[sequence] = set(waiting)
