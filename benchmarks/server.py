@@ -53,16 +53,15 @@ class Kernels:
     def decode_and_norm(self) -> float:
         self.vault.hear(self.update)
         decoded = self.vault.obey(Decode("eu", 1, (0,)))
-        self.vault.obey(Forget("eu", updates=(1,)))
         return norm([each.squares for each in decoded])
 
     def apply(self) -> None:
         told, _ = self.rule.on_delta(self.counts, "eu", 1)
-        self.vault.obey(Apply("eu", 0, told))
+        self.vault.obey(Apply("eu", 1, 0, told))
 
     def answer(self) -> None:
         self.vault.obey(Freeze("eu", 1, 0, self.counts.version))
-        self.vault.obey(Forget("eu", answers=(1,)))
+        self.vault.obey(Forget("eu", answers=(1,), updates=(1,)))
 
     @property
     def x(self) -> Tensor:

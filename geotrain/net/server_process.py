@@ -123,6 +123,10 @@ def far_vaults(run: RunConfig, cluster: ClusterConfig, server: str) -> int | Far
     """The server's vaults: one in its process, or those that the cluster file names."""
     if not (number := len(vaults_of(cluster, server))):
         return 1
+    if run.checkpoint.snapshots:
+        raise ConfigError(
+            "checkpoint.snapshots: those of vaults in processes of their own are not copied; leave out one of the two"
+        )
     down = run.outer.down if server == GLOBAL else run.outer.local
     return FarVaults(layout_of(run), number, make_codec(run.outer.up), sends_changes(down))
 

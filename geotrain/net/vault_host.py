@@ -69,9 +69,12 @@ class VaultSetup:
         return Trust(self.credentials, identity(role, name)) if self.credentials else None
 
 
-def recover_vault(machine: VaultMachine, folder: Path, keep: int) -> tuple[SnapshotStore, Journal, int, list[str]]:
+def recover_vault(
+    machine: VaultMachine, folder: Path, keep: int
+) -> tuple[SnapshotStore, Journal, int, int, list[str]]:
     """Bring the vault's state back from its folder; in an empty folder it stays as it is. Returns where it is kept,
-    how many messages were handled again, and sentences about what was found damaged.
+    after how many orders its newest snapshot was taken (-1: there is none), how many messages were handled again, and
+    sentences about what was found damaged.
 
     Raises StoreError, JournalDamaged, LayoutError.
     """
@@ -90,17 +93,20 @@ def recover_vault(machine: VaultMachine, folder: Path, keep: int) -> tuple[Snaps
         with suppress(Refused):  # as it was then; what it says was said then
             machine.handle(message)
     machine.end_life()
-    return store, journal, replayed, faults + ([journal.cut] if journal.cut else [])
+    saved = newest.meta["state"]["orders"] if newest else -1
+    return store, journal, saved, replayed, faults + ([journal.cut] if journal.cut else [])
 
 
 class VaultHost:
     """Runs a recovered vault in one event loop, until its book says farewell or SIGTERM comes."""
 
     def __init__(
-        self, machine: VaultMachine, setup: VaultSetup, store: SnapshotStore, journal: Journal, events: EventLog
-    ) -> None:
+        self, machine: VaultMachine, setup: VaultSetup, store: SnapshotStore, journal: Journal, events: EventLog,
+        saved: int,
+    ) -> None:  # fmt: skip
         self.machine, self.setup, self.store, self.journal, self.events = machine, setup, store, journal, events
-        self.saved = -1  # after how many orders the newest snapshot was taken
+        self.saved = saved  # after how many orders the newest snapshot was taken; -1: there is none
+        self.writing: asyncio.Future[Any] | None = None  # a snapshot
         self.stop = asyncio.Event()
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._out: asyncio.Queue[Any] = asyncio.Queue()  # what the book is to be told
@@ -117,7 +123,10 @@ class VaultHost:
         guard: ConnectionGuard | None = None
         listening = self.setup.folder / LISTENING
         try:
-            await self._save()
+            if self.saved < 0:  # before anybody can be answered, there must be one
+                await self._save()
+                assert self.writing is not None
+                await self.writing
             port = await service.start(self.setup.address)
             with whole_file(listening) as file:
                 json.dump({"address": f"{self.setup.address.host}:{port}", "pid": os.getpid()}, file)
@@ -282,12 +291,15 @@ class VaultHost:
     # -- snapshots
 
     async def _save(self) -> None:
-        """Write a snapshot beside further orders. Raises StoreError."""
+        """Write a snapshot beside further orders, which wait while the last one is still written. Raises
+        StoreError."""
+        if self.writing is not None:
+            await asyncio.wait([self.writing])
         began_s, machine = time.monotonic(), self.machine
         orders, (frozen, meta) = await self.thread.alone(
             lambda: (machine.orders, begin_snapshot(machine, self.store, self.journal, ended=False))
         )
-        writing = asyncio.get_running_loop().run_in_executor(
+        self.writing = asyncio.get_running_loop().run_in_executor(
             self.disk, finish_snapshot, self.store, self.journal, frozen, meta
         )
 
@@ -298,18 +310,16 @@ class VaultHost:
             self.saved = orders
             self.events.write(SnapshotWritten(written.result(), time.monotonic() - began_s))
 
-        writing.add_done_callback(done)
-        if self.saved < 0:  # before anybody can be answered, there must be one
-            await writing
+        self.writing.add_done_callback(done)
 
 
 def run_vault(machine: VaultMachine, setup: VaultSetup, enabled: bool) -> None:
     """The vault's whole life."""
     name = f"{setup.server}.vault-{machine.index}"
     with EventLog(setup.folder / "events.jsonl", source=name, enabled=enabled) as events:
-        store, journal, replayed, faults = recover_vault(machine, setup.folder, setup.keep)
+        store, journal, saved, replayed, faults = recover_vault(machine, setup.folder, setup.keep)
         for fault in faults:
             log.error("%s", fault)
             events.write(Trouble(fault))
         events.write(Recovery(replayed))
-        asyncio.run(VaultHost(machine, setup, store, journal, events).run())
+        asyncio.run(VaultHost(machine, setup, store, journal, events, saved).run())

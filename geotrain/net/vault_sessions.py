@@ -44,7 +44,10 @@ class VaultSessions:
         self.lost: asyncio.Future[None] = self._loop.create_future()  # gets a VaultLost
         self._ready = asyncio.Event()
         self._told = asyncio.Event()  # set when a vault has told something, and then replaced by a new one
-        self._queues: dict[int, asyncio.Queue[Any]] = {}
+        self._here: set[int] = set()
+        # Only the server's thread touches these: an order must not fall between what is caught up and what is new.
+        self._queues: list[asyncio.Queue[Any]] = []
+        self._begun = False
         far.emit = self.tell_all
 
     @property
@@ -79,7 +82,7 @@ class VaultSessions:
     def tell_all(self, message: Any) -> None:
         """Behind all orders given so far. Call it on the server's thread, or between its messages."""
         frame = wire.pack(message)
-        for queue in self._queues.values():
+        for queue in self._queues:
             self._loop.call_soon_threadsafe(queue.put_nowait, frame)
 
     # -- what vaults hold
@@ -110,9 +113,10 @@ class VaultSessions:
                 f"vault {hello.vault} of {hello.vaults} of {hello.server!r}; this is the book of {self.server!r}, "
                 f"which has {self.far.vaults}: both need the same cluster file"
             )
-        if hello.vault in self._queues or self.lost.done():
+        if hello.vault in self._here or self.lost.done():
             raise Refused(f"vault {hello.vault} of {self.server!r} is here already", RETRY_S)
-        queue = self._queues[hello.vault] = asyncio.Queue()
+        self._here.add(hello.vault)
+        queue: asyncio.Queue[Any] = asyncio.Queue()
         try:
             await self.server_thread.read(lambda: self._catch_up(queue, hello))
             tasks = [
@@ -138,12 +142,14 @@ class VaultSessions:
             ) from None
         for order in missing:
             self._loop.call_soon_threadsafe(queue.put_nowait, wire.pack(order))
+        self._queues.append(queue)
 
     async def _begin(self) -> None:
         """Begin the life, when the last vault has come."""
 
         def begin() -> None:
-            if len(self._queues) == self.far.vaults and not self._ready.is_set():
+            if len(self._queues) == self.far.vaults and not self._begun:
+                self._begun = True
                 self.far.begin_life(self.life)
                 self._loop.call_soon_threadsafe(self._ready.set)
 
