@@ -25,6 +25,10 @@ RETRY_S = 0.2
 MOST_HELD = 2  # updates of a rank: one that waits for the other ranks', and the next
 
 
+class PayloadLost(RuntimeError):
+    """An order speaks of what is not here: this vault's disk was lost, or brought back from another time."""
+
+
 class VaultMachine:
     """index, vaults: which of how many it is. Its state says so, too.
 
@@ -48,7 +52,8 @@ class VaultMachine:
     # -- what changes it
 
     def handle(self, message: Any) -> Handled:
-        """Process an order, or payloads. Raises Refused for payloads; then nothing has changed."""
+        """Process an order, or payloads. Raises PayloadLost for an order; for payloads Refused, then nothing has
+        changed."""
         match message:
             case UpdatePart():
                 if not self.admit(message):
@@ -68,7 +73,13 @@ class VaultMachine:
                 self._begin_life(message.life)
                 return self._say(*[self._froze(name) for name in self.members if self.vault.marks_of(name)])
             case Apply() | Freeze() | Forget() | SendUp() | Merge() | StartOver() | Copy():
-                self.vault.obey(message)
+                try:
+                    self.vault.obey(message)
+                except KeyError as error:
+                    raise PayloadLost(
+                        f"vault {self.index} of {self.name!r} has not what {type(message).__name__} needs: its disk "
+                        "was lost, or brought back from another time; docs/servers.md says what to do"
+                    ) from error
                 self.orders += counts(message, self.changes)
                 if isinstance(message, Freeze) and self.changes:
                     return self._say(self._froze(message.member))

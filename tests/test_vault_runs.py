@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 
 from geotrain.config import load_run
@@ -18,12 +19,13 @@ from tests.support.small_runs import launched, prepare_text, weights, write_file
 SYNC = {"rule": {"name": "sync"}, "up": {"name": "int4"}}
 
 
+@pytest.mark.slow
 def test_two_regions_with_two_vaults_each_train_the_same_weights(tmp_path: Path) -> None:
     """As with one process a server, bit for bit; a vault is killed on the way, and its launcher starts it again."""
     prepare_text(tmp_path)
     workers = {"eu": [1], "us": [1]}
-    one = write_files(tmp_path, "one", 64, workers, SYNC)
-    two = write_files(tmp_path, "two", 64, workers, SYNC, certificates=tmp_path / "certs", vaults=2, min_step_s=0.2)
+    one = write_files(tmp_path, "one", 32, workers, SYNC)
+    two = write_files(tmp_path, "two", 32, workers, SYNC, certificates=tmp_path / "certs", vaults=2, min_step_s=0.2)
     launched(one)
     folder = load_run(two[0]).run_folder / "servers"
     killed: list[int] = []

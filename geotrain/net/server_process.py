@@ -56,7 +56,7 @@ from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server import Server, identity_of
 from geotrain.parameter_file import read_values
-from geotrain.vault_machine import VaultMachine
+from geotrain.vault_machine import PayloadLost, VaultMachine
 from geotrain.vaults import FarVaults
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk
 ROOM_LOOK_S = 2.0
 EVENTS = "events.jsonl"
 # Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
-FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError)
+FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError, PayloadLost)
 EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 

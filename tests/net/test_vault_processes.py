@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from torch import Tensor
 
-from geotrain.config import codec_config
-from geotrain.net.certs import make_certificates
+from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, vaults_of
+from geotrain.net import rpc, wire
+from geotrain.net.certs import make_certificates, open_channel, trust_between
 from geotrain.net.snapshots import read_weights
 from tests.support.server_processes import Server, Site
 
@@ -83,3 +87,56 @@ def test_a_run_with_vaults_ends_with_the_same_bits(tmp_path: Path, settings: dic
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_a_vault_whose_disk_was_lost_says_so(tmp_path: Path) -> None:
+    """It ends, and its book takes nobody: nothing is trained on a part of the weights."""
+    site = Site(tmp_path, "sync", 24, vaults=1)
+    servers = {name: site.serve(name) for name in site.processes}
+    worker = site.worker("b")
+    worker.join()
+    lease = worker.lease()
+    assert lease is not None
+    for client, part in zip(worker.clients, worker.parts(lease, (0,)), strict=True):
+        client.push(part).result(30)
+    worker.close()
+    for name in ("eu", "eu.vault-0"):
+        servers[name].send(signal.SIGKILL)
+        servers[name].process.join(10)
+    shutil.rmtree(tmp_path / "eu.vault-0")
+    site.serve("eu", resume=True)
+    vault = site.serve("eu.vault-0", resume=True)
+    code, said = vault.ended()
+    assert code not in (0, None) and "docs/servers.md says what to do" in said
+    for server in site.servers:
+        if server.process.is_alive():
+            server.send(signal.SIGKILL)
+
+
+def test_nobody_else_speaks_as_a_vault(tmp_path: Path) -> None:
+    site = Site(tmp_path, "sync", 24, vaults=1, certs=tmp_path / "certs")
+    make_certificates(site.cluster, tmp_path / "certs")
+    server = site.serve("eu")
+    site.status("eu")  # it listens
+    said = []
+    for role, name in (("worker", "a"), ("vault", "global"), ("region", "eu")):
+        trust = trust_between(site.cluster, role, name, "region", "eu")  # type: ignore[arg-type]
+        channel = open_channel(grpc, site.address("eu"), trust, rpc.OPTIONS)
+        hello = wire.pack(rpc.VaultHello("eu", 0, 1, 0))
+        with pytest.raises(grpc.RpcError) as refused:
+            list(channel.stream_stream("/geotrain.Outer/vault")(iter([hello]), timeout=20))
+        said.append(str(rpc.refusal_of(refused.value)))
+        channel.close()
+    assert all("does not speak for vault 'eu'" in each for each in said), said
+    server.send(signal.SIGKILL)
+
+
+def test_a_region_has_no_vaults_or_as_many_as_the_global_server(tmp_path: Path) -> None:
+    site = Site(tmp_path, vaults=2)
+    cluster = json.loads((tmp_path / "cluster.json").read_text())
+    assert len(vaults_of(site.cluster, "eu")) == len(vaults_of(site.cluster, "global")) == 2
+    cluster["regions"][0]["vaults"].pop()
+    with pytest.raises(ConfigError, match="region 'eu' has 1 vaults, the global server 2"):
+        parse(ClusterConfig, cluster, "cluster")
+    del cluster["regions"][0]["vaults"]
+    assert vaults_of(parse(ClusterConfig, cluster, "cluster"), "eu") == ()
