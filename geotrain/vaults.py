@@ -452,13 +452,15 @@ class Holdings:
                 self._weights.update({each.piece: (held, each) for each in held.checked})
 
     def part(self, part: UpdatePart) -> HeldPart | None:
-        """What the book is to be told of this part of an update, once; None: not all of it is held."""
-        held = self._parts.get((part.member, part.part), {})
-        known = held.get((part.incarnation, part.sequence), {})
+        """What the book is to be told of this part of an update; None: not all of it is held."""
+        known = self._parts.get((part.member, part.part), {}).get((part.incarnation, part.sequence), {})
         if any(delta.piece not in known for delta in part.deltas):
             return None
-        del held[part.incarnation, part.sequence]
         return HeldPart(bare(part), tuple(known[delta.piece] for delta in part.deltas))
+
+    def drop(self, part: UpdatePart) -> None:
+        """The book has taken it, or refused it for good."""
+        self._parts.get((part.member, part.part), {}).pop((part.incarnation, part.sequence), None)
 
     def answer(self, wanted: Answer) -> HeldAnswer | None:
         """The same of an answer. wanted: as the global server's book gives it, without payloads."""

@@ -65,6 +65,7 @@ SERVER_OPTIONS = (
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
 HEADER_S = 20.0  # a stream that was opened must begin within this time
+OF_VAULTS = ("push", "pull", "weights", "status")  # the calls of a vault's service
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -74,7 +75,7 @@ class GrpcService:
     snapshot: writes a snapshot and returns where it is. extra_status: gives further entries for the status.
     silent_s: a member that was not heard of for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
-    vaults: where the server's are processes of their own.
+    vaults: where the server's are processes of their own. payloads_only: it is one of these.
     """
 
     def __init__(
@@ -86,9 +87,11 @@ class GrpcService:
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
         vaults: VaultSessions | None = None,
+        payloads_only: bool = False,
     ) -> None:
         self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
         self.server, self.credentials, self.vaults = server_thread.server, credentials, vaults
+        self.payloads_only = payloads_only
         self.failure_detector = FailureDetector(server_thread, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
@@ -120,6 +123,7 @@ class GrpcService:
         )
         # A call's name, as `geotrain.net.rpc` lists it, is that of its method here.
         methods = {call.__name__[1:]: kind(self._handled(call)) for kind, calls in kinds for call in calls}
+        methods = {name: call for name, call in methods.items() if not self.payloads_only or name in OF_VAULTS}
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, methods),))
         _check_free(address)
         try:
@@ -206,7 +210,13 @@ class GrpcService:
             held = await vaults.part(part, rpc.MAX_WAIT_S)
             if held is None:
                 return wire.pack(rpc.NotYet())
-            await self._judged(part, self.server_thread.say(held))
+            try:
+                await self._judged(part, self.server_thread.say(held))
+            except Refused as refused:
+                if refused.retry_s is None:
+                    vaults.holdings.drop(part)
+                raise
+            vaults.holdings.drop(part)
         return wire.pack(rpc.Ack(self.server.members[part.member].sequence))
 
     async def _vault(self, _: Any, context: Any) -> None:
@@ -403,7 +413,7 @@ class GrpcService:
         try:
             return await call
         except Refused as refused:
-            if refused.retry_s is None and said.member in self.server.members:
+            if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
                 with suppress(Refused):  # refused in turn when the disk is full
                     await self.server_thread.say(UpdateRejected(said.member, said.incarnation, refused.reason))
             raise

@@ -119,7 +119,9 @@ class VaultHost:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         self.thread = ServerThread(self.machine, self.journal, self._deliver, self.events.write)  # type: ignore[arg-type]
-        service = GrpcService(self.thread, self._refuse, silent_s=NEVER_SILENT_S, credentials=self.setup.credentials)
+        service = GrpcService(
+            self.thread, self._refuse, silent_s=NEVER_SILENT_S, credentials=self.setup.credentials, payloads_only=True
+        )
         guard: ConnectionGuard | None = None
         listening = self.setup.folder / LISTENING
         try:

@@ -128,7 +128,18 @@ def test_nobody_else_speaks_as_a_vault(tmp_path: Path) -> None:
         said.append(str(rpc.refusal_of(refused.value)))
         channel.close()
     assert all("does not speak for vault 'eu'" in each for each in said), said
-    server.send(signal.SIGKILL)
+    vault, address = site.serve("eu.vault-0"), str(vaults_of(site.cluster, "eu")[0])
+    for call in ("status", "join"):  # a vault is told by its book who is here, and by nobody else
+        channel = open_channel(grpc, address, trust_between(site.cluster, "worker", "a", "vault", "eu"), rpc.OPTIONS)
+        grpc.channel_ready_future(channel).result(30)
+        if call == "join":
+            with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+                channel.unary_unary("/geotrain.Outer/join")(b"", timeout=20)
+        else:
+            assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=20))["vault"] == 0
+        channel.close()
+    for each in (server, vault):
+        each.send(signal.SIGKILL)
 
 
 def test_a_region_has_no_vaults_or_as_many_as_the_global_server(tmp_path: Path) -> None:

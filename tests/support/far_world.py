@@ -151,7 +151,10 @@ class Double:
         for _ in range(PATIENCE):
             self.journal.append(over_the_wire(message))
             try:
-                return self.book.handle(self.journal[-1])
+                handled = self.book.handle(self.journal[-1])
+                if isinstance(message, HeldPart):
+                    self.holdings.drop(message.part)
+                return handled
             except Refused as refused:
                 if not (isinstance(message, Join) and "is being coded" in refused.reason):
                     raise
