@@ -130,7 +130,6 @@ def main() -> int:
                 for what, told in finding.wrong.items():
                     counts[what] += 1
                     print(f"{finding.kernel} for {target}: {what}: {told}\n    {case}", flush=True)
-            print(f"{counts['compiled']} compiled, {sum(seconds):.0f} s", file=sys.stderr, flush=True)#TMP
     counts |= {"compile_s": median(seconds), "all_s": sum(seconds)}
     report("aot", counts, options, units_by_ending({"_s": "s"}, "count"), timed=False)
     return 0

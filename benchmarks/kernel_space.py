@@ -155,6 +155,8 @@ def _outer_update(moves: bool, momentum: bool, accumulates: bool, numel: int) ->
 
 
 def _adam(grad: torch.dtype, out: torch.dtype | None, ahead: bool, commit: bool, numel: int) -> None:
+    if out is None and (ahead or not commit):
+        return  # `dispatch` refuses it: nothing would be written
     new = None if out is None else _meta(numel, out)
     states = (_meta(numel) for _ in range(3))
     triton_ops.adam(*states, _meta(numel, grad), new, ADAM, NEXT if ahead else None, commit)

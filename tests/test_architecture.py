@@ -23,7 +23,7 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "staging"},
+    {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "expert_order", "staging"},
     {"outer", "vault", "optimizers"},
     {
         "inner",

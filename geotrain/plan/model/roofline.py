@@ -244,7 +244,8 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
     Elements, forward + backward:
 
     - norms 2 and 3 of their width; residual sums 3 hidden sizes each and as many; SwiGLU 3 and 5 of the MLP's width
-    - rotation of queries and keys 12 and 14, which is not fused; the angles of a position, in fp32
+    - rotation of queries and keys 2 and 2 (`inner.rotary`); the angles of a position, in fp32, for each of them; of
+      latent attention, which is Megatron-core's and not fused, 12 and 14
     - q as a copy where a rank has several groups of heads; the gradients of q, k, v put together
     - around the exchange of context ranks: q, k, v put together and taken apart, the output turned
     - of latent attention: queries and keys put together of two parts
@@ -258,16 +259,17 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
     width = a.active_ffn_size(sparse) / tp
     forward, backward = 10 * whole + 3 * width, 12 * whole + 5 * width
     if a.latent is None:
-        rotated = q + key
+        forward, backward = forward + 2 * (q + key), backward + 2 * (q + key)
+        angles = 8, 8
         forward += 2 * q if a.heads > a.kv_heads > tp else 0
         backward += 2 * (q + key + value)
     else:
         rotated = (a.heads / tp + 1) * a.head_dim
+        angles = 96, 8
         forward += 2 * (q + key)
         backward += 2 * q + 2 * a.heads * (a.latent.plain_dim + a.latent.value_dim) / tp + 4 * key
         latents = (a.latent.query_rank + a.latent.key_value_rank) * whole / h
-        forward, backward = forward + 2 * latents, backward + 3 * latents
-    forward, backward = forward + 12 * rotated, backward + 14 * rotated
+        forward, backward = forward + 2 * latents + 12 * rotated, backward + 3 * latents + 14 * rotated
     if a.qk_norm:
         forward, backward = forward + 2 * (q + key), backward + 3 * (q + key)
     if cp > 1:
@@ -281,8 +283,8 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
         of_experts = a.experts.count / tp
     positions = a.head_dim * work.sequence_length / work.micro_tokens
     return (
-        size * forward + 96 * positions + 100 * of_experts,
-        size * backward + 8 * positions + 60 * of_experts,
+        size * forward + angles[0] * positions + 100 * of_experts,
+        size * backward + angles[1] * positions + 60 * of_experts,
     )
 
 
