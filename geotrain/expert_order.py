@@ -26,4 +26,8 @@ def permuted(
     assert num_out_tokens is not None and not fused and not drop_and_pad, "the model's configuration has none of this"
     chosen = routing_map.T.reshape(-1).nonzero_static(size=int(num_out_tokens)).view(-1)
     places = chosen % len(tokens)
-    return tokens.index_select(0, places), None if probs is None else probs.T.reshape(-1).index_select(0, chosen), places
+    return (
+        tokens.index_select(0, places),
+        None if probs is None else probs.T.reshape(-1).index_select(0, chosen),
+        places,
+    )

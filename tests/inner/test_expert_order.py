@@ -15,9 +15,7 @@ with platform.quiet_imports():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 4, 1), (37, 8, 3), (64, 5, 5), (16, 128, 8)])
 @pytest.mark.parametrize("with_probs", [False, True])
-def test_it_is_megatron_cores(
-    dtype: torch.dtype, tokens: int, experts: int, chosen: int, with_probs: bool
-) -> None:
+def test_it_is_megatron_cores(dtype: torch.dtype, tokens: int, experts: int, chosen: int, with_probs: bool) -> None:
     drawn = torch.Generator().manual_seed(tokens)
     x, scores = torch.randn(tokens, 6, generator=drawn), torch.rand(tokens, experts, generator=drawn)
     scores[:, : experts - chosen] /= 8  # some experts get few tokens, or none
