@@ -4,11 +4,11 @@
 transformers' own model of the same weights with torch's fused AdamW: in one process, on the same threads and batches,
 alternating. Their first losses must agree.
 
-`hidden_communication`: two ranks with ZeRO-1 in network namespaces joined by an emulated link (needs root) over which
-gradients, and weights, take a fourth of a micro-batch's compute each. In seconds a step, (communication after the
-compute − beside it) over (after it − none at all): 1 is everything. Most of the compute is waited for, layer by layer,
-as a host waits for its accelerator: where both cores compute, what gloo and the emulated link take of them can be
-hidden behind nothing, and the figure would be theirs.
+`hidden_communication`: two ranks with ZeRO-1 in network namespaces joined by an emulated link (needs root) over
+which gradients, and weights, take a fourth of a micro-batch's compute each. In seconds a step, (communication after
+the compute − beside it) over (after it − none at all): 1 is everything. Most of the compute is waited for, layer by
+layer, as a host waits for its accelerator: where both cores compute, what gloo and the emulated link take of them
+can be hidden behind nothing, and the figure would be theirs.
 
     python -m benchmarks.throughput [--quick] [--only dense|moe|hidden] [--record]
 """

@@ -41,8 +41,8 @@ LONG = Size(384, 3, 928, 128, 8, 4)  # 5.1 M; few wide layers: most of a core's 
 
 @dataclass(frozen=True)
 class Job:
-    """What the two ranks are to do. hold_s: least seconds of a micro-batch, the rest waited. slower: how many times as long it takes
-    rank 1. bf16: compute in it, and otherwise in fp32.
+    """What the two ranks are to do. hold_s: least seconds of a micro-batch, in part waited. slower: how many times as
+    long it takes rank 1. bf16: compute in it, and otherwise in fp32.
 
     folder: of a long run's checkpoints and of the points of its curve so far; one that was cut off goes on there."""
 

@@ -1,7 +1,8 @@
-"""torchtitan's Llama (https://github.com/pytorch/torchtitan, 0.3) in the shape of a run, where torchtitan is installed.
+"""torchtitan's Llama (github.com/pytorch/torchtitan, 0.3) in the shape of a run, where torchtitan is installed.
 
-Of torchtitan there is the model, and that its blocks are compiled one by one; the loop around it is the plain one's. Its
-trainer runs on GPUs only. Its attention for language models takes masks of documents; here it is its causal one.
+Of torchtitan there is the model, and that its blocks are compiled one by one; the loop around it is the plain
+one's. Its trainer runs on GPUs only. Its attention for language models takes masks of documents; here it is its
+causal one.
 """
 
 from __future__ import annotations
