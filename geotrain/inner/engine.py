@@ -191,7 +191,7 @@ class GeoEngine(DeepSpeedEngine):
         return result
 
     def allreduce_and_copy(self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
-        if dist.get_world_size(dp_group) > 1:  # of a single rank DeepSpeed would move every gradient five times
+        if max(dist.get_world_size(dp_group), dp_world_size or 1) > 1:  # else it would copy; lone experts are scaled
             super().allreduce_and_copy(bucket, dp_group, dp_world_size)
 
     def _begin_step(self, schedule_step: int) -> float:
