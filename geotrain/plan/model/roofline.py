@@ -250,7 +250,8 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
     - around the exchange of context ranks: q, k, v put together and taken apart, the output turned
     - of latent attention: queries and keys put together of two parts
     - of experts, for each that a token is sent to: sorted by expert, by rank, and back, 9 hidden sizes each way; the
-      router's input in fp32, and sums; what the router knows of each expert
+      router's input in fp32, and sums; what the router knows of each expert; at every sorting the index
+      of each choice, 64 bits wide, and its weight in fp32
     """
     a, parallel, size = work.architecture, work.parallel, work.bytes_per_weight
     h, tp, cp = a.hidden_size, parallel.tensor, parallel.context
@@ -275,16 +276,16 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
     if cp > 1:
         forward += 2 * (q + key + value) + 2 * output
         backward += 2 * (q + key + value) + 4 * output
-    of_experts = 0.0
+    of_experts = choices = 0.0
     if a.experts is not None and sparse:
         sent = 9 * h * a.experts.per_token
         shared = 3 * h if a.experts.shared_ffn_size else 0
         forward, backward = forward + (sent + 6 * h + shared) / tp, backward + (sent + 9 * h + shared) / tp
-        of_experts = a.experts.count / tp
+        of_experts, choices = a.experts.count / tp, a.experts.per_token / tp
     positions = a.head_dim * work.sequence_length / work.micro_tokens
     return (
-        size * forward + angles[0] * positions + 100 * of_experts,
-        size * backward + angles[1] * positions + 60 * of_experts,
+        size * forward + angles[0] * positions + 100 * of_experts + 68 * choices,
+        size * backward + angles[1] * positions + 60 * of_experts + 68 * choices,
     )
 
 
