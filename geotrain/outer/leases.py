@@ -23,6 +23,8 @@ MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
 PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
 LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not tell: a checkpoint, a slow disk, a first compilation
+CUT_S = 60.0  # longer cuts of a link are rare
+MOST_RESERVED = 0.02  # of a worker's jobs in the run
 ROUNDS_KEPT = 8  # of a synchronous run: the next life of a worker that died may ask for a recent round again
 
 
@@ -318,6 +320,15 @@ def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) 
         return inf
     steps = max(lease.steps + (validation_steps if lease.validate else 0) for lease in leases)
     return max(LEAST_PATIENCE_S, PATIENCE * steps * step_s)
+
+
+def automatic_reserve(job_s: float, jobs: float) -> int:
+    """Jobs whose data keep a worker busy while its region is cut off for as long as links usually are, but not so
+    many that others would wait for them at the run's end.
+
+    job_s: seconds that one takes; 0: not known yet, then none. jobs: that the worker may come to in the run.
+    """
+    return min(ceil(CUT_S / job_s), int(MOST_RESERVED * jobs), MOST_HELD) if job_s else 0
 
 
 class LentLeases:

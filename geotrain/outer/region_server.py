@@ -16,7 +16,7 @@ from torch import Tensor
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
-from geotrain.outer.leases import LentLeases
+from geotrain.outer.leases import LentLeases, automatic_reserve
 from geotrain.outer.member import MOST_LEASES, mean_metrics
 from geotrain.outer.messages import (
     GLOBAL,
@@ -68,7 +68,9 @@ class RegionServer(Server):
         # Sequence → update whose answer has not come yet, without its payloads, which are in the vaults.
         self.in_flight: dict[int, UpdatePart] = {}
         self.leases = LentLeases(workers)
-        self.reserve = config.lease_reserve
+        self.local_steps, self.automatic = config.local_steps, config.lease_reserve == "auto"
+        self.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
+        self.jobs_each = 0.0  # jobs of a worker in the whole run, about; whoever builds the server may say
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
         self.reserved_to = dict.fromkeys(workers, 0)  # worker → last job asked for in its present life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
@@ -294,7 +296,10 @@ class RegionServer(Server):
         if lease is None:
             self.wanted[worker].add(job)
             self._sends.append(Send(GLOBAL, request))
-        for ahead in range(max(job, self.reserved_to[worker]) + 1, min(job + self.reserve, last) + 1):
+        reserve = self.reserve
+        if self.automatic and not self.rule.in_rounds:
+            reserve = automatic_reserve(self.local_steps * self.members[worker].step_s, self.jobs_each)
+        for ahead in range(max(job, self.reserved_to[worker]) + 1, min(job + reserve, last) + 1):
             self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
             self.reserved_to[worker] = ahead
         return lease

@@ -274,6 +274,24 @@ def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need()
     assert world.tell("eu", LeaseRequest("a", 2)) is None and asked() == [2, 3, 4]
 
 
+def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_most():
+    world = make(config(lease_reserve="auto", local_steps=8), train_samples=1 << 20)
+    region = world.regions["eu"]
+
+    def asked(job: int, step_s: float) -> list[int]:
+        region.leases.held["a"].clear()
+        region.reserved_to["a"] = 0
+        world.up["eu"].clear()
+        world.tell("eu", LeaseRequest("a", job, step_s))
+        return [message.job for message in world.up["eu"]]
+
+    assert asked(1, 0.5) == [1]  # of how many jobs, nobody has said
+    region.jobs_each = 500.0
+    assert [len(asked(1, step_s)) - 1 for step_s in (100.0, 8.0, 2.5, 0.8, 0.001)] == [1, 1, 3, 10, 10]
+    region.jobs_each = 75.0
+    assert asked(1, 0.8) == [1, 2]
+
+
 def test_no_former_life_comes_back_however_many_there_were():
     world = make(config())
     region, fake = world.regions["eu"], world.workers["a"][1]
