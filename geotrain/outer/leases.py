@@ -23,8 +23,6 @@ MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
 PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
 LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not tell: a checkpoint, a slow disk, a first compilation
-CUT_S = 60.0  # longer cuts of a link are rare
-MOST_RESERVED = 0.02  # of a worker's jobs in the run
 ROUNDS_KEPT = 8  # of a synchronous run: the next life of a worker that died may ask for a recent round again
 
 
@@ -320,80 +318,6 @@ def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) 
         return inf
     steps = max(lease.steps + (validation_steps if lease.validate else 0) for lease in leases)
     return max(LEAST_PATIENCE_S, PATIENCE * steps * step_s)
-
-
-def automatic_reserve(job_s: float, jobs: float) -> int:
-    """Jobs whose data keep a worker busy while its region is cut off for as long as links usually are, but not so
-    many that others would wait for them at the run's end.
-
-    job_s: seconds that one takes; 0: not known yet, then none. jobs: that the worker may come to in the run.
-    """
-    return min(ceil(CUT_S / job_s), int(MOST_RESERVED * jobs), MOST_HELD) if job_s else 0
-
-
-class LentLeases:
-    """What a region answers for to the global server, until it goes up as trained: the leases of its workers."""
-
-    def __init__(self, workers: tuple[str, ...]) -> None:
-        self.held: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
-        # Worker → lease number → lease that went back while its present life counted as dead. It may train it all the
-        # same: it was only cut off, or has not heard of it.
-        self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
-        self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
-
-    def of(self, worker: str) -> dict[int, Lease]:
-        """Those that the worker holds, by their numbers."""
-        return {lease.lease: lease for lease in self.held[worker].values()}
-
-    def give_back(self, worker: str, below: int | None = None) -> tuple[int, ...]:
-        """What the worker holds goes back to the global server: all of it, or that of jobs below this one. Returns
-        the numbers."""
-        held = self.held[worker]
-        back = {lease.lease: lease for lease in list(held.values()) if below is None or lease.job < below}
-        self.given_back[worker] = dict([*self.given_back[worker].items(), *back.items()][-RETURNED_KEPT:])
-        for lease in back.values():
-            del held[lease.job]
-        return tuple(back)
-
-    def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:
-        """Strike off what the worker says it has trained, as far as it was its own."""
-        mine = self.given_back[worker] | self.of(worker)
-        trained = [mine[number] for number in dict.fromkeys(numbers) if number in mine]
-        for lease in trained:
-            if self.given_back[worker].pop(lease.lease, None) is None:
-                del self.held[worker][lease.job]
-            self.up[lease.lease] = lease
-        return trained
-
-    def are_committed(self, numbers: tuple[int, ...]) -> None:
-        """The global server has taken the update with their training."""
-        for number in numbers:
-            self.up.pop(number, None)
-
-    def take_back(self, numbers: Collection[int]) -> set[str]:
-        """Their training is lost: they are held again, to be trained again. Returns the workers."""
-        lost = [self.up.pop(number) for number in sorted(numbers) if number in self.up]
-        for lease in lost:
-            self.held[lease.worker][lease.job] = lease
-        return {lease.worker for lease in lost}
-
-    def state(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        tables = {"leases": self.held, "given_back": self.given_back, "up": {"": self.up}}
-        return {
-            name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
-            for name, table in tables.items()
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """The counterpart of `state`."""
-        for table in (*self.held.values(), *self.given_back.values()):
-            table.clear()
-        for lease in (Lease(*saved) for saved in state["leases"]):
-            self.held[lease.worker][lease.job] = lease
-        for lease in (Lease(*saved) for saved in state.get("given_back", ())):  # older snapshots have none
-            self.given_back[lease.worker][lease.lease] = lease
-        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state.get("up", ()))}
 
 
 class Validations:

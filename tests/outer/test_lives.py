@@ -11,7 +11,18 @@ from geotrain.config import codec_config
 from geotrain.outer.events import Joined
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.member import MOST_LIVES
-from geotrain.outer.messages import Finished, LeaseRequest, Leave, MemberSilent, Refused, Release, Welcome
+from geotrain.outer.messages import (
+    Finished,
+    Lease,
+    LeaseRequest,
+    Leave,
+    MemberSilent,
+    OperatorCommand,
+    Recall,
+    Refused,
+    Release,
+    Welcome,
+)
 from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded, weights_of
 
 
@@ -280,16 +291,70 @@ def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_mos
 
     def asked(job: int, step_s: float) -> list[int]:
         region.leases.held["a"].clear()
-        region.reserved_to["a"] = 0
+        region.leases.forget("a")
         world.up["eu"].clear()
         world.tell("eu", LeaseRequest("a", job, step_s))
         return [message.job for message in world.up["eu"]]
 
     assert asked(1, 0.5) == [1]  # of how many jobs, nobody has said
-    region.jobs_each = 500.0
+    region.leases.jobs_each = 500.0
     assert [len(asked(1, step_s)) - 1 for step_s in (100.0, 8.0, 2.5, 0.8, 0.001)] == [1, 1, 3, 10, 10]
-    region.jobs_each = 75.0
+    region.leases.jobs_each = 75.0
     assert asked(1, 0.8) == [1, 2]
+
+
+def test_a_paused_region_gives_back_what_its_workers_have_not_asked_for():
+    """And its reserve is there again after it: each sample is in one place throughout."""
+    world = make(config(lease_reserve=4), train_samples=640)
+    region = world.regions["eu"]
+
+    def delivered() -> list[int]:
+        """All that waits goes up. Returns the jobs that were asked for."""
+        said = [world.deliver("eu") for _ in list(world.up["eu"])]
+        return [message.job for message in said if isinstance(message, LeaseRequest)]
+
+    world.tell("eu", LeaseRequest("a", 1))
+    world.deliver("eu")
+    world.deliver("eu")
+    world.tell("eu", LeaseRequest("a", 2))  # one job ahead, as workers do; the reserve's are on their way
+    world.tell("eu", Recall())
+    assert list(region.leases.held["a"]) == [1, 2] and delivered() == [3, 4, 5, 6]
+    world.top.handle(OperatorCommand("pause"))
+    assert world.top.recalls("eu")
+    world.tell("eu", Recall())
+    (released,) = world.up["eu"]
+    assert isinstance(released, Release) and len(released.leases) == 4
+    restored = saved_and_loaded(world, "eu")  # what was asked for outlives the process
+    assert [restored.leases.spare("a"), restored.leases.asked] == [(), {"a": 2}]
+    delivered()
+    assert {lease.job for lease in world.top.book.open.values()} == {1, 2}
+    world.tell("eu", LeaseRequest("a", 3))
+    waiting = list(world.up["eu"])
+    assert delivered() == [3, 4, 5, 6, 7] and list(region.leases.held["a"]) == [1, 2]  # the run is paused
+    world.top.handle(OperatorCommand("resume"))
+    assert not world.top.recalls("eu")
+    world.up["eu"].extend(waiting)  # a region's client asks until it gets a reply
+    delivered()
+    assert world.down["a"].job == 3 and list(region.leases.held["a"]) == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("command", [OperatorCommand("drain", "eu"), OperatorCommand("stop")])
+def test_a_region_that_is_to_leave_gives_back_its_reserve_and_others_train_it(command: OperatorCommand):
+    world = make(config(lease_reserve=8, local_steps=2), train_samples=10)
+    world.tell("eu", LeaseRequest("a", 1))
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert not world.top.book._left()  # eu has all of the run's data
+    world.top.handle(command)
+    assert world.top.recalls("eu") and world.top.recalls("us") == world.top.stopping
+    world.tell("eu", Recall())
+    world.tell("eu", LeaseRequest("a", 2))
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert world.down["a"] == Finished("a", 2)
+    assert [lease.job for lease in world.top.book.open.values()] == [1]
+    reply = world.top.handle(LeaseRequest("b", 1)).reply
+    assert isinstance(reply, Finished if world.top.stopping else Lease)
 
 
 def test_no_former_life_comes_back_however_many_there_were():

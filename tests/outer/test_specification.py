@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from geotrain.config import LimitsConfig, MomentumConfig, codec_config
+from geotrain.lent import LentLeases
 from geotrain.outer.leases import LeaseBook
 from geotrain.outer.member import Member
 from geotrain.outer.messages import (
@@ -48,7 +49,7 @@ GOOD = (10 * ["turn"], 3 * ["ask", "train", "leases", "update", "pull", "leave"]
 STEPS = [
     *(step for steps in GOOD for step in steps),
     *("snapshot", "die", "die half way", "early, then die", "silent", "slow", "region silent", "restart"),
-    *("refuse", "hang", "hang", "offend", "pardon", "pause", "resume", "resume", "drain"),
+    *("refuse", "hang", "hang", "offend", "pardon", "pause", "resume", "resume", "drain", "recall"),
 ]
 RULES = ["halos", "published", "region_momentum", "sync"]
 NESTEROV = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=3)
@@ -156,6 +157,11 @@ class Lives(RuleBasedStateMachine):
                 world.tell(GLOBAL, OperatorCommand(what))
             case "drain":
                 world.drain(place)
+            case "recall":
+                for each in REGIONS[place]:  # something to recall
+                    self.get(each)
+                world.tell(GLOBAL, OperatorCommand("pause"))
+                world.recall(place)
 
     def turn(self, name: str) -> None:
         world = self.world
@@ -247,6 +253,8 @@ FAULTS: dict[str, Any] = {
         RegionServer, "_begin_round_again", lambda region, refused: None
     ),
     "who hangs keeps its leases": patch.object(RegionServer, "patience_s", lambda region, name: math.inf),
+    "a reserve is not recalled": patch.object(LentLeases, "recall", lambda leases, worker: ()),
+    "all is recalled": patch.object(LentLeases, "spare", lambda leases, worker: tuple(leases.of(worker))),
     "who trains slowly loses its leases": patch.object(RegionServer, "patience_s", lambda region, name: 0.0),
 }
 
