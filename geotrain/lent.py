@@ -57,6 +57,13 @@ class LentLeases:
         self.asked_above[worker] = max([self.asked_above[worker], *jobs])
         return jobs
 
+    def follows(self, worker: str, job: int, next_job: int) -> bool:
+        """Whether the worker can come to this job: it has asked for it, or the data of all jobs before it is here.
+        With a gap it would be told at the run's end that there is no data for one job, and leave that of a later one.
+        next_job: with which a life of it begins."""
+        asked = self.asked.get(worker, next_job - 1)
+        return self.in_rounds or all(between in self.held[worker] for between in range(asked + 1, job))
+
     def spare(self, worker: str) -> tuple[int, ...]:
         """Numbers of the leases for which no worker has asked. Who has asked for nothing since this was kept in
         snapshots may be training any of them."""

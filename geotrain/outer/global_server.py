@@ -180,6 +180,7 @@ class GlobalServer(Server):
         super().begin_again()
         # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
         self.book.dismissed.clear()
+        self.book.shorten()
         self.paused = self.stopping = False
         self.draining.clear()
 

@@ -143,6 +143,16 @@ class LeaseBook:
                 del self.returned[next(iter(self.returned))]  # the oldest
         self.pool.sort()
 
+    def shorten(self) -> None:
+        """The run is resumed, perhaps with fewer samples than were handed out before: what came back beyond so many
+        is not trained."""
+        surplus = self.next_start - self.train_samples
+        while surplus > 0 and self.pool:
+            start, samples = self.pool.pop()
+            if samples > surplus:
+                self.pool.append((start, samples - surplus))
+            surplus -= samples
+
     def held_by(self, workers: tuple[str, ...]) -> dict[int, Lease]:
         """The open leases of these workers, by their numbers."""
         return {lease.lease: lease for worker in workers for lease in self._held.get(worker, {}).values()}

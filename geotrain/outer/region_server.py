@@ -305,11 +305,11 @@ class RegionServer(Server):
 
     def _on_lease(self, lease: Lease | Finished) -> None:
         """The reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
-        counts as dead, or has done this job."""
-        worker = self._member(lease.worker)
-        done = lease.job < self.next_job(lease.worker)
+        counts as dead, has done this job, or would not come to it."""
+        worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
+        done = lease.job < next_job
         if isinstance(lease, Lease) and lease.lease not in self._answered_for():
-            if worker.away or done:
+            if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
             self.leases.held[lease.worker][lease.job] = lease

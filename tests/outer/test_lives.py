@@ -338,6 +338,44 @@ def test_a_paused_region_gives_back_what_its_workers_have_not_asked_for():
     assert world.down["a"].job == 3 and list(region.leases.held["a"]) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
+    """A lease of the reserve that was asked for before a recall, and comes after it: an earlier job's has gone back."""
+    world = make(config(lease_reserve=2, local_steps=2), train_samples=6)
+    world.tell("eu", LeaseRequest("a", 1))
+    late = world.up["eu"].pop()
+    while world.up["eu"]:
+        world.deliver("eu")
+    world.tell("eu", Recall())
+    world.up["eu"].appendleft(late)
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert world.regions["eu"].leases.held["a"].keys() == {1} and len(world.top.book.open) == 1
+    world.tell("eu", LeaseRequest("a", 2))
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert world.regions["eu"].leases.held["a"].keys() == {1, 2, 3}
+
+
+def test_a_run_that_is_resumed_with_fewer_samples_than_were_handed_out_trains_no_more():
+    world = make(config(lease_reserve=6, local_steps=2), train_samples=100)
+    world.tell("eu", LeaseRequest("a", 1))
+    while world.up["eu"]:
+        world.deliver("eu")
+    world.push("a", random_deltas(world, 1), (world.regions["eu"].leases.held["a"][1].lease,))
+    world.top.handle(OperatorCommand("stop"))
+    world.tell("eu", Recall())
+    world.tell("eu", Leave("a"))
+    world.settle("eu")
+    assert world.top.book.committed_samples == 2 and sum(size for _, size in world.top.book.pool) == 12
+    tensors, meta = world.top.state()
+    shorter = make(config(local_steps=2), train_samples=10).top
+    shorter.load(tensors, meta)
+    shorter.begin_again()
+    assert sum(size for _, size in shorter.book.pool) == 8 and shorter.book.next_start == 14
+    granted = [shorter.handle(LeaseRequest("b", job)).reply for job in range(1, 6)]
+    assert [type(reply) for reply in granted] == [Lease] * 4 + [Finished]
+
+
 @pytest.mark.parametrize("command", [OperatorCommand("drain", "eu"), OperatorCommand("stop")])
 def test_a_region_that_is_to_leave_gives_back_its_reserve_and_others_train_it(command: OperatorCommand):
     world = make(config(lease_reserve=8, local_steps=2), train_samples=10)

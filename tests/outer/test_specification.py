@@ -29,9 +29,11 @@ from geotrain.outer.leases import LeaseBook
 from geotrain.outer.member import Member
 from geotrain.outer.messages import (
     GLOBAL,
+    Lease,
     LiftQuarantine,
     MemberSilent,
     OperatorCommand,
+    Recall,
     RunComplete,
     UpdateRejected,
 )
@@ -158,10 +160,7 @@ class Lives(RuleBasedStateMachine):
             case "drain":
                 world.drain(place)
             case "recall":
-                for each in REGIONS[place]:  # something to recall
-                    self.get(each)
-                world.tell(GLOBAL, OperatorCommand("pause"))
-                world.recall(place)
+                self.recall(place)
 
     def turn(self, name: str) -> None:
         world = self.world
@@ -170,6 +169,23 @@ class Lives(RuleBasedStateMachine):
         world.train(name)
         world.deliver_update(place)
         world.pull(place)
+
+    def recall(self, place: str) -> None:
+        """The region hears that the run is paused: what its workers are at stays, and what they have not asked for
+        goes back."""
+        world, names = self.world, REGIONS[place]
+        for name in names:  # something to recall
+            self.get(name)
+        world.tell(GLOBAL, OperatorCommand("pause"))
+        assert world.top.recalls(place)
+        region = world.region(place)
+        held = {name: region.holds(name).keys() for name in names}
+        world.tell(place, Recall())
+        for name in names:
+            lease = world.workers[name].lease
+            if world.workers[name].alive and isinstance(lease, Lease) and not world.top.rule.in_rounds:
+                assert lease.lease not in held[name] or lease.lease in region.holds(name), "recalled while trained"
+                assert all(other.job <= lease.job for other in region.holds(name).values()), "a reserve is kept"
 
     def get(self, name: str) -> None:
         """A lease in hand, and the answer that it waits for, if they are to be had."""

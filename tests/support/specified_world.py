@@ -28,7 +28,6 @@ from geotrain.outer.messages import (
     Message,
     NotJoined,
     OperatorCommand,
-    Recall,
     Refused,
     Release,
     Trained,
@@ -372,20 +371,6 @@ class SpecifiedWorld:
         if not self.top.rule.in_rounds:
             self.drained = True
             self.tell(GLOBAL, OperatorCommand("drain", name))
-
-    def recall(self, name: str) -> None:
-        """The region hears that the run is paused, or that it is to leave: what its workers are at stays, and what
-        they have not asked for goes back."""
-        if not self.top.recalls(name):
-            return
-        region = self.region(name)
-        held = {worker: region.holds(worker).keys() for worker in REGIONS[name]}
-        self.tell(name, Recall())
-        for each in REGIONS[name]:
-            lease = self.workers[each].lease
-            if self.workers[each].alive and isinstance(lease, Lease) and not self.top.rule.in_rounds:
-                assert lease.lease not in held[each] or lease.lease in region.holds(each), "recalled while trained"
-                assert all(other.job <= lease.job for other in region.holds(each).values()), "a reserve is kept"
 
     # -- workers
 
