@@ -14,6 +14,11 @@ from geotrain.kernels import OuterStep
 from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Told, Vectors, average
 
 
+# What the newest delta's own part in the momentum may add to its weight. A momentum over few updates would else only
+# lengthen each step: over one, by 63 % at a gain of 1, and short runs ended several percent higher (docs/log.md).
+NEWEST_ADDS = 0.05
+
+
 def momentum_decay(updates: float, share: float) -> float:
     """k = exp(−1 / (share · updates)): the momentum averages over that share of the region's updates in the run.
 
@@ -22,6 +27,12 @@ def momentum_decay(updates: float, share: float) -> float:
     """
     # At least one update: in a very short run the share would be a fraction of one, and the momentum forget all.
     return exp(-1 / max(1.0, share * updates))
+
+
+def momentum_gain(gain: float, decay: float) -> float:
+    """c, as far as the momentum is a mean of many updates: with c·(1−k) at most NEWEST_ADDS. From 20 updates on a
+    gain of 1 is whole."""
+    return min(gain, NEWEST_ADDS / (1 - decay)) if decay < 1 else gain
 
 
 def updates_in_run(samples: int, samples_per_step: int, local_steps: int, workers: int, all_workers: int) -> float:
@@ -46,7 +57,7 @@ class MomentumRegion(AsyncRegion):
 
     def __init__(self, config: RegionMomentumConfig, workers: int, decay: float) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
-        self.decay, self.gain, self.weight = decay, config.gain, 1 / workers
+        self.decay, self.gain, self.weight = decay, momentum_gain(config.gain, decay), 1 / workers
 
     def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
         momentum_average(v.x, delta, v.vector("momentum"), decay=self.decay, gain=self.gain, weight=self.weight)
