@@ -84,8 +84,8 @@ class LentLeases:
         return self.give_back(worker, self.spare(worker))
 
     def forget(self, worker: str) -> None:
-        """The worker has gone, or is to begin again: what it asked for counts no more. A reserve is asked for in order
-        again: who leaves, as a job finds no data, would keep those of later ones."""
+        """The worker has gone, or is to begin again: what it asked for counts no more. A reserve is asked for in
+        order again: who leaves, as a job finds no data, would keep those of later ones."""
         self.asked.pop(worker, None)
         self.asked_above[worker] = 0
 

@@ -163,7 +163,9 @@ def faulted(
     folder.mkdir()
     with site(folder, setting.gbps, setting.rtt_ms) as place:
         start_trainers(place, task_of(method, folder, data, setting, 0, place), rivals)
-        if fault := wait_until(place, lambda: all(_steps(folder, r) >= 1.5 * LOCAL_STEPS for r in REGIONS), setting.patience_s):
+        if fault := wait_until(
+            place, lambda: all(_steps(folder, r) >= 1.5 * LOCAL_STEPS for r in REGIONS), setting.patience_s
+        ):
             return {"fault": fault}
         at_s = time.monotonic()
         if what == "cut":

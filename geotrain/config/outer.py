@@ -49,8 +49,11 @@ class RegionMomentumConfig(AsyncConfig):
     """Momentum in the region, where no wide-area delay is in its loop; plain averaging at the top."""
 
     name: Literal["region_momentum"]
-    gain: Annotated[float, Field(ge=0)] = Field(1.0, description="c: weight of the momentum beside the delta; less in runs so short that the "
-        "momentum averages over fewer than 20 updates.")
+    gain: Annotated[float, Field(ge=0)] = Field(
+        1.0,
+        description="c: weight of the momentum beside the delta; less in runs so short that the "
+        "momentum averages over fewer than 20 updates.",
+    )
     momentum_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.1, description="Share of the run that the momentum averages over; the decay per update follows from it."
     )

@@ -339,7 +339,7 @@ def test_a_paused_region_gives_back_what_its_workers_have_not_asked_for():
 
 
 def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
-    """A lease of the reserve that was asked for before a recall, and comes after it: an earlier job's has gone back."""
+    """A lease was asked for before a recall, and comes after it: that of an earlier job has gone back."""
     world = make(config(lease_reserve=2, local_steps=2), train_samples=6)
     world.tell("eu", LeaseRequest("a", 1))
     late = world.up["eu"].pop()

@@ -13,7 +13,6 @@ from geotrain.config import RegionMomentumConfig
 from geotrain.kernels import OuterStep
 from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Told, Vectors, average
 
-
 # What the newest delta's own part in the momentum may add to its weight. A momentum over few updates would else only
 # lengthen each step: over one, by 63 % at a gain of 1, and short runs ended several percent higher (docs/log.md).
 NEWEST_ADDS = 0.05
