@@ -13,9 +13,9 @@ from geotrain.config import RegionMomentumConfig
 from geotrain.kernels import OuterStep
 from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Told, Vectors, average
 
-# What the newest delta's own part in the momentum may add to its weight. A momentum over few updates would else only
-# lengthen each step: over one, by 63 % at a gain of 1, and short runs ended several percent higher (docs/log.md).
-NEWEST_ADDS = 0.05
+# A momentum over fewer updates is no mean of many: it would only lengthen each step, over one by 63 % at a gain of 1,
+# and short runs ended several percent higher (docs/log.md).
+WHOLE_FROM = 20
 
 
 def momentum_decay(updates: float, share: float) -> float:
@@ -29,9 +29,9 @@ def momentum_decay(updates: float, share: float) -> float:
 
 
 def momentum_gain(gain: float, decay: float) -> float:
-    """c, as far as the momentum is a mean of many updates: with c·(1−k) at most NEWEST_ADDS. From 20 updates on a
-    gain of 1 is whole."""
-    return min(gain, NEWEST_ADDS / (1 - decay)) if decay < 1 else gain
+    """c, less where the momentum, whose newest delta has a share of 1−k, averages over fewer than WHOLE_FROM
+    updates."""
+    return gain / max(1.0, WHOLE_FROM * (1 - decay))
 
 
 def updates_in_run(samples: int, samples_per_step: int, local_steps: int, workers: int, all_workers: int) -> float:
