@@ -42,8 +42,10 @@ class LentLeases:
         An automatic reserve keeps it busy while the region is cut off for as long as links usually are. It is not so
         large that others would wait for this worker at the run's end.
         """
-        if self.in_rounds or self.config.lease_reserve != "auto":
-            return 0 if self.in_rounds else self.config.lease_reserve
+        if self.in_rounds:
+            return 0
+        if isinstance(self.config.lease_reserve, int):
+            return self.config.lease_reserve
         steps = max((lease.steps for lease in self.held[worker].values()), default=self.config.local_steps)
         usual = ceil(CUT_S / (steps * step_s)) if step_s else 0
         return min(usual, int(MOST_RESERVED * self.jobs_each), MOST_HELD)
