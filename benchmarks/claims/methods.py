@@ -92,7 +92,8 @@ class Method:
         return found
 
     def _block(self, settings: Settings) -> dict[str, Any]:
-        block = self.base.model_dump(by_alias=True, mode="json")
+        # No link is cut but in one world, which states a reserve of its own.
+        block = self.base.model_dump(by_alias=True, mode="json") | {"lease_reserve": 0}
         changes = {OF_RULE.get(key, key): value for key, value in settings.items() if key not in OTHER}
         of_rule = {key: value for key, value in changes.items() if key in block["rule"]}
         return _merged(block, {key: value for key, value in changes.items() if key not in of_rule}) | {
