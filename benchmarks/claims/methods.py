@@ -50,7 +50,9 @@ class Method:
 
     @property
     def base(self) -> OuterConfig:
-        return load_run(ROOT / f"configs/runs/baselines/{self.run_file}.json").outer
+        """Without a reserve: no link is cut but in one world, which states one of its own."""
+        outer = load_run(ROOT / f"configs/runs/baselines/{self.run_file}.json").outer
+        return outer.model_copy(update={"lease_reserve": 0})
 
     def outer(self, settings: Settings, environment: Environment, steps: int) -> OuterConfig:
         """The outer loop with these settings, for a run of so many steps of all workers."""
@@ -92,8 +94,7 @@ class Method:
         return found
 
     def _block(self, settings: Settings) -> dict[str, Any]:
-        # No link is cut but in one world, which states a reserve of its own.
-        block = self.base.model_dump(by_alias=True, mode="json") | {"lease_reserve": 0}
+        block = self.base.model_dump(by_alias=True, mode="json")
         changes = {OF_RULE.get(key, key): value for key, value in settings.items() if key not in OTHER}
         of_rule = {key: value for key, value in changes.items() if key in block["rule"]}
         return _merged(block, {key: value for key, value in changes.items() if key not in of_rule}) | {
