@@ -96,7 +96,7 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
         rule = region_rule(run.outer.rule, workers, updates)
         validates = run.monitor.validate_every_samples is not None
         server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates)
-        server.incarnation = uuid.uuid4().hex
+        server.incarnation, server.leases.jobs_each = uuid.uuid4().hex, updates / len(workers)
         server.validation_steps = validation_steps(run)
         return server
 

@@ -126,6 +126,9 @@ class GlobalServer(Server):
         """Whether the worker gets no new lease and leaves after those it holds: the run stops, or it is drained."""
         return self.stopping or any(worker in self._workers_of[name] for name in self.draining)
 
+    def recalls(self, member: str) -> bool:
+        return self.paused or self.stopping or member in self.draining
+
     def lease_is_due(self, worker: str) -> bool:
         return not self.paused or self.leaves(worker)
 
@@ -177,6 +180,7 @@ class GlobalServer(Server):
         super().begin_again()
         # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
         self.book.dismissed.clear()
+        self.book.shorten()
         self.paused = self.stopping = False
         self.draining.clear()
 

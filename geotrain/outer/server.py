@@ -138,6 +138,10 @@ class Server(Membership):
     def finished(self) -> bool:
         """Whether this server has nothing left to do and may end."""
 
+    def recalls(self, member: str) -> bool:
+        """Whether this member, a region, is to give back the data that no worker has asked for."""
+        return False
+
     @property
     def lost_updates(self) -> int:
         """How many updates were applied here but never reach the global weights (only without the ledger)."""

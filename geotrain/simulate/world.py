@@ -175,7 +175,7 @@ class VirtualWorld:
         updates = updates_in_run(*samples, task.outer.local_steps, len(workers), every)
         rule = region_rule(task.outer.rule, workers, updates, task.momentum_decay)
         server = task.region_server(name, self.identity, task.layout, task.outer, rule, workers)
-        server.incarnation = f"{name}-1"
+        server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
         node = self.regions[name] = RegionNode(server, task.sizes.local, uplink)
         self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
