@@ -12,29 +12,36 @@ from geotrain.kernels.dispatch import (
     add_decoded,
     anneal,
     dequantize,
+    extend,
     merge,
     orthogonalize,
     outer_update,
     payload_ok,
     quantize,
     rotate,
+    transport,
 )
-from geotrain.kernels.steps import QUINTIC, AdamStep, Annealing, Coefficients, OuterStep
+from geotrain.kernels.steps import QUINTIC, AdamStep, Annealing, Beginnings, Coefficients, OuterStep, Pairs, StageVectors
 
 __all__ = [
     "QUINTIC",
     "AdamStep",
     "Annealing",
+    "Beginnings",
     "Coefficients",
     "OuterStep",
+    "Pairs",
+    "StageVectors",
     "adam_step",
     "add_decoded",
     "anneal",
     "dequantize",
+    "extend",
     "merge",
     "orthogonalize",
     "outer_update",
     "payload_ok",
     "quantize",
     "rotate",
+    "transport",
 ]

@@ -9,6 +9,10 @@ that its excess. Some edge of a path has at most half of the excess on either si
 beginning whose excess is at most half of what the threshold allows, and to join beginnings to reversed beginnings
 that use exactly the other devices.
 
+Placements are looked through by *bands*, by how dear their dearest stage is: within a band, dearer stages cannot be
+used, and every path has only what the band's cheapest stage leaves of the threshold. What is left of both together is
+far less than what either leaves alone: bands of cheap stages have few stages, those of dear ones short paths.
+
 Beginnings (*labels*) grow stage by stage. One is dropped when its dearest stage and its path leave too little for the
 stages to come, or when it is dominated: another label used the same devices, ends in the same stage and is nowhere
 worse. The least that the stages to come must cost follows from connected components: edges cheaper than the time at
@@ -26,11 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
-from geotrain.plan.placement.classes import CHUNK, Classes, bottlenecks, vector_costs
+from geotrain.kernels import Beginnings, StageVectors, extend
+from geotrain.plan.placement.classes import Classes, bottlenecks, vector_costs
 from geotrain.plan.placement.cost import Floats, Ints
 
-MAX_KEPT = 4_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
-SUMS_PER_PAIR = 64  # sums compared for Hall's condition in the time one pair takes
+BANDS, VECTORS_A_BAND = 16, 16  # at most, and at least: few vectors are soon looked through
+MAX_KEPT = 5_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
+PAIRS_AN_EDGE = 16  # of a label and a stage that are looked at in the time of one edge between two stages
+CHUNK = 4_000_000  # elements of a temporary
+ROUNDING = 1e-9  # thresholds lie this share below a known cost, so that the cost itself is not "below"
 
 
 class TooMuchWorkError(Exception):
@@ -62,28 +70,54 @@ class _Labels:
         return len(self.last)
 
 
-def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> Optimum | None:
-    """The optimum over classes, or None if it does not lie below the threshold (s).
+def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> tuple[Optimum | None, bool]:
+    """The cheapest over classes that was found below the threshold (s), and whether it is proven that nothing below the
+    threshold is cheaper.
 
-    max_work: pairs of labels and stages looked at. Raises TooMuchWorkError.
+    max_work: pairs of labels and stages looked at, see `BandSearch`; a band has at most a third of what is left.
     """
-    return ThresholdSearch(classes, stages, threshold, max_work).run()
+    best, complete, left = None, True, max_work
+    for band in bands(classes, stages, threshold):
+        below = best.total_s * (1 - ROUNDING) if best else threshold
+        search = BandSearch(classes, stages, below, left // 3, band)
+        try:
+            best = search.run() or best
+        except TooMuchWorkError:
+            complete = False
+        left -= left // 3 - max(search.work_left, 0)
+    return best, complete
 
 
-class ThresholdSearch:
-    """See `cheapest_below`. work_left: of max_work."""
+def bands(classes: Classes, stages: int, threshold: float) -> list[tuple[float, float]]:
+    """(least, most) of a placement's dearest stage (s), ascending: together all that cost less than the threshold."""
+    costs = vector_costs(classes)
+    least = float(costs.min())
+    most = threshold - 2 * (stages - 1) * float(classes.activation_s.min()) if stages > 1 else threshold
+    if most <= least:
+        return []
+    ends = np.linspace(least, most, min(BANDS, 1 + int((costs < most).sum()) // VECTORS_A_BAND) + 1)
+    return [(float(low), float(high)) for low, high in pairwise(ends)]
 
-    def __init__(self, classes: Classes, stages: int, threshold: float, max_work: int) -> None:
+
+class BandSearch:
+    """The cheapest placement below a threshold whose dearest stage is at most `band`[1]; one whose dearest stage is
+    cheaper than `band`[0] counts as if it were not. work_left: of max_work, below 0 where that did not do."""
+
+    def __init__(
+        self, classes: Classes, stages: int, threshold: float, max_work: int, band: tuple[float, float]
+    ) -> None:
         self.stages, self.threshold, self.work_left = stages, threshold, max_work
         self.sizes = classes.sizes
         self.uses_all = int(self.sizes.sum()) == stages * int(classes.vectors[0].sum())
         times = classes.activation_s
         self.times = times
-        self.least = float(times.min())
+        self.least = float(times.min()) if stages > 1 else 0.0
         self.base = 2 * (stages - 1) * self.least  # what any path costs, both ways
         self.merges, self.replicas = _merges(times), int(classes.vectors[0].sum())
         cost = vector_costs(classes)
-        self.vectors, self.vectors_f = classes.vectors, classes.vectors.astype(np.float32)
+        kept = np.flatnonzero(cost <= band[1])
+        cost = np.maximum(cost[kept], band[0])
+        self.vectors, self.vectors_f = classes.vectors[kept], classes.vectors[kept].astype(np.float32)
         order = self._possible(np.arange(len(cost)), self.vectors, stages - 1, (threshold - self.base - cost) / 2)
         order = order[np.argsort(cost[order], kind="stable")]
         self.vectors, self.vectors_f, self.stage_s = self.vectors[order], self.vectors_f[order], cost[order]
@@ -98,11 +132,11 @@ class ThresholdSearch:
             return None
         if len(self.vectors) > MAX_KEPT:
             raise TooMuchWorkError
-        self._spend(len(self.vectors) ** 2)
-        dearest = self.least + (self.threshold - self.base - self.stage_s) / 2
-        self.edges = bottlenecks(self.vectors, self.times, dearest, lambda sums: self._spend(sums // SUMS_PER_PAIR))
         if self.stages == 1:
             return Optimum(float(self.stage_s[0]), self.vectors[:1])
+        self._spend(len(self.vectors) ** 2 // 2 * PAIRS_AN_EDGE)
+        dearest = self.least + (self.threshold - self.base - self.stage_s) / 2
+        self.edges = bottlenecks(self.vectors, self.sizes, self.times, dearest)
         halves = self._halves()
         best: Optimum | None = None
         for placed in range(1, self.stages // 2 + 1):
@@ -136,29 +170,31 @@ class ThresholdSearch:
         first = _Labels(self.vectors, every, self.stage_s, np.zeros(len(every)), every)
         halves = [first[every[:0]], first]
         for placed in range(1, self.stages - 1):
-            labels = halves[placed]
-            bounds = np.flatnonzero(np.diff(labels.last, prepend=-1, append=-1))
-            grown = [self._grow(labels, np.arange(low, high), placed) for low, high in pairwise(bounds)]
+            grown = self._grow(halves[placed], placed)
             halves.append(_undominated(grown) if grown else halves[0])
         return halves
 
-    def _grow(self, labels: _Labels, chosen: Ints, placed: int) -> _Labels:
-        """Append one stage to the chosen labels, which share their last stage."""
-        part = labels[chosen]
-        edge = self.edges[part.last[0]]
-        spare = self.threshold - self.base - 4 * (part.path_s.min() - placed * self.least)
-        following = np.flatnonzero(np.maximum(self.stage_s, part.stage_s.min()) + 4 * edge < spare)
-        self._spend(len(chosen) * len(following) + len(self.vectors))
-        path = part.path_s[:, None] + edge[following]
-        stage = np.maximum(part.stage_s[:, None], self.stage_s[following])
-        one, two = np.nonzero(stage + 4 * (path - placed * self.least) < self.threshold - self.base)
-        last = following[two]
-        used = part.used[one] + self.vectors[last]
-        fits = np.flatnonzero((used <= self.sizes).all(axis=1))
-        one, two = one[fits], two[fits]
-        new = _Labels(used[fits], last[fits], stage[one, two], path[one, two], chosen[one])
-        spare_s = (self.threshold - self.base - new.stage_s) / 2 - (new.path_s - placed * self.least)
-        return new[self._possible(new.last, new.used, self.stages - placed - 1, spare_s)]
+    def _grow(self, labels: _Labels, placed: int) -> list[_Labels]:
+        """Append one stage to each label, in parts."""
+        self._spend(len(labels) * len(self.vectors))
+        limit = self.threshold - self.base + 4 * placed * self.least  # half of what is dispensable, both ways
+        used, last = labels.used.astype(np.int32), labels.last.astype(np.int32)
+        stages = StageVectors(
+            self.vectors.astype(np.int32), self.sizes.astype(np.int32), self.edges, self.stage_s
+        )
+        grown = []
+        for one, two in extend(stages, Beginnings(used, last, labels.stage_s, labels.path_s), limit):
+            new = _Labels(
+                labels.used[one] + self.vectors[two],
+                two.astype(np.int64),
+                np.maximum(labels.stage_s[one], self.stage_s[two]),
+                labels.path_s[one] + self.edges[labels.last[one], two],
+                one.astype(np.int64),
+            )
+            spare_s = (self.threshold - self.base - new.stage_s) / 2 - (new.path_s - placed * self.least)
+            grown.append(new[self._possible(new.last, new.used, self.stages - placed - 1, spare_s)])
+            self._spend(len(one))
+        return grown
 
     def _join(self, halves: list[_Labels], placed: int, best: Optimum | None) -> Optimum | None:
         """The cheapest below `best` and the threshold that is made of a beginning and a reversed ending."""
