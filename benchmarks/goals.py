@@ -57,7 +57,6 @@ PARTS = (
         ),
     ),
     Part("monitoring", (Goal("overhead_ratio"),)),
-    Part("server", (Goal("speedup_over_torch"), Goal("vs_memcpy"))),
     Part(
         "servers",
         (

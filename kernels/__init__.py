@@ -17,11 +17,22 @@ from geotrain.kernels.dispatch import (
     orthogonalize,
     outer_update,
     payload_ok,
+    possible,
     quantize,
     rotate,
     transport,
 )
-from geotrain.kernels.steps import QUINTIC, AdamStep, Annealing, Beginnings, Coefficients, OuterStep, Pairs, StageVectors
+from geotrain.kernels.steps import (
+    QUINTIC,
+    AdamStep,
+    Annealing,
+    Beginnings,
+    Coefficients,
+    Endings,
+    OuterStep,
+    Pairs,
+    StageVectors,
+)
 
 __all__ = [
     "QUINTIC",
@@ -29,6 +40,7 @@ __all__ = [
     "Annealing",
     "Beginnings",
     "Coefficients",
+    "Endings",
     "OuterStep",
     "Pairs",
     "StageVectors",
@@ -41,6 +53,7 @@ __all__ = [
     "orthogonalize",
     "outer_update",
     "payload_ok",
+    "possible",
     "quantize",
     "rotate",
     "transport",

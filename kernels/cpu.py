@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_SHIFT, Spec
-from geotrain.kernels.steps import AdamStep, Annealing, Beginnings, Coefficients, OuterStep, Pairs, StageVectors
+from geotrain.kernels.steps import (
+    AdamStep,
+    Annealing,
+    Beginnings,
+    Coefficients,
+    Endings,
+    OuterStep,
+    Pairs,
+    StageVectors,
+)
 
 EXTEND_ROOM = 1 << 20
 
@@ -82,7 +91,7 @@ _AnnealJob = _struct(
 )
 _TransportJob = _struct(
     "transport_job",
-    (_pointer, "vectors sizes rank most found"),
+    (_pointer, "vectors sizes rank most found masks"),
     (_int, "count classes never"),
 )
 _ExtendJob = _struct(
@@ -90,6 +99,11 @@ _ExtendJob = _struct(
     (_pointer, "vectors sizes used last edges stage label_stage label_path one two found"),
     (ctypes.c_double, "limit"),
     (_int, "count classes labels first room"),
+)
+_PossibleJob = _struct(
+    "possible_job",
+    (_pointer, "vectors sizes used last spare over part alive"),
+    (_int, "classes labels merges rest replicas uses_all"),
 )
 _FUNCTIONS = {  # name: (job, result)
     "quantize": (_CodecJob, _int),
@@ -102,6 +116,7 @@ _FUNCTIONS = {  # name: (job, result)
     "anneal": (_AnnealJob, ctypes.c_double),
     "transport": (_TransportJob, None),
     "extend": (_ExtendJob, _int),
+    "possible": (_PossibleJob, None),
 }
 
 
@@ -270,7 +285,8 @@ def transport(
 ) -> NDArray[np.int32]:
     """As `dispatch.transport`."""
     found = np.empty((len(vectors), len(vectors)), dtype=np.int32)
-    arrays = _addresses(vectors=vectors, sizes=sizes, rank=rank, most=most, found=found)
+    masks = np.empty(2 * len(vectors), dtype=np.uint32)
+    arrays = _addresses(vectors=vectors, sizes=sizes, rank=rank, most=most, found=found, masks=masks)
     _run("transport", **arrays, count=len(vectors), classes=len(sizes), never=never)
     return found
 
@@ -286,6 +302,23 @@ def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[P
         where = {"count": count, "classes": classes, "labels": ends, "first": first, "room": room}
         first = _run("extend", **arrays, limit=limit, **where)
         yield one[: found[0]].copy(), two[: found[0]].copy()
+
+
+def possible(
+    vectors: NDArray[np.int32],
+    sizes: NDArray[np.int32],
+    used: NDArray[np.int32],
+    last: NDArray[np.int32],
+    spare: NDArray[np.float64],
+    what: Endings,
+) -> NDArray[np.bool_]:
+    """As `dispatch.possible`."""
+    alive, told = np.empty(len(last), dtype=np.bool_), dict(vars(what))
+    arrays = {"vectors": vectors, "sizes": sizes, "used": used, "last": last, "spare": spare, "alive": alive}
+    arrays |= {"part": told.pop("part"), "over": told.pop("over")}
+    counts = {"classes": len(sizes), "labels": len(last), "merges": len(what.over)}
+    _run("possible", **_addresses(**arrays), **counts, **told)
+    return alive
 
 
 def _addresses(**arrays: NDArray[Any]) -> dict[str, int]:

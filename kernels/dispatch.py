@@ -22,6 +22,7 @@ from geotrain.kernels.steps import (
     Annealing,
     Beginnings,
     Coefficients,
+    Endings,
     OuterStep,
     Pairs,
     StageVectors,
@@ -255,6 +256,24 @@ def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[P
     times its edges remain below the limit (s). In parts, sorted by beginning and stage."""
     library = reference_transport if cpu.library() is None else cpu
     return library.extend(stages, labels, limit)
+
+
+def possible(
+    vectors: NDArray[np.int32],
+    sizes: NDArray[np.int32],
+    used: NDArray[np.int32],
+    last: NDArray[np.int32],
+    spare: NDArray[np.float64],
+    what: Endings,
+) -> NDArray[np.bool_]:
+    """(n,) whether a beginning can end with edges that take less than spare (n,) seconds above the cheapest link each.
+
+    vectors: (V, K) stages; sizes: (K,) of the classes; used: (n, K); last: (n,) its last stage. Where a part of the
+    cluster has not as many devices left as stages like the last would use, an edge that leaves the part must follow, and
+    where no single change of the stages uses them, two.
+    """
+    library = reference_transport if cpu.library() is None else cpu
+    return library.possible(vectors, sizes, used, last, spare, what)
 
 
 def _pick(tensor: Tensor) -> ModuleType:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from geotrain.kernels.steps import Beginnings, Pairs, StageVectors
+from geotrain.kernels.steps import Beginnings, Endings, Pairs, StageVectors
 
 CHUNK = 4_000_000  # elements of a temporary
 Ints = NDArray[np.int64]
@@ -75,3 +75,34 @@ def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[P
         fits = (labels.used[part, None] + stages.vectors <= stages.sizes).all(axis=2)
         one, two = np.nonzero((stage + 4 * path < limit) & fits)
         yield (one + low).astype(np.int32), two.astype(np.int32)
+
+
+def possible(
+    vectors: NDArray[np.int32],
+    sizes: NDArray[np.int32],
+    used: NDArray[np.int32],
+    last: NDArray[np.int32],
+    spare: NDArray[np.float64],
+    what: Endings,
+) -> NDArray[np.bool_]:
+    """As `dispatch.possible`."""
+    alive = np.flatnonzero(spare > 0)
+    first = np.zeros(len(spare))  # what the dearest edge to come takes above the least
+    rest = what.rest
+    for over, part in zip(what.over, what.part, strict=True):
+        parts = np.eye(len(sizes), dtype=np.int64)[part]
+        have, want = vectors[last[alive]] @ parts, (sizes - used[alive]) @ parts
+        wrong = (want != rest * have if what.uses_all else want < rest * have).any(axis=1)
+        first[alive] = np.where(wrong & (first[alive] == 0), over, first[alive])
+        dead = first[alive] >= spare[alive]
+        ask = np.flatnonzero(~dead & wrong & (first[alive] + over >= spare[alive]))
+        for stay in range(rest):  # stages like the last one before the only change
+            then = want[ask] - stay * have[ask]
+            each, over_all = np.divmod(then, rest - stay)
+            enough = ~over_all.any(axis=1) if what.uses_all else each.sum(axis=1) >= what.replicas
+            ask = ask[~enough | (then < 0).any(axis=1)]
+        dead[ask] = True
+        alive = alive[~dead]
+    found = np.zeros(len(spare), dtype=np.bool_)
+    found[alive] = True
+    return found

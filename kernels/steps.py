@@ -98,4 +98,19 @@ class Beginnings:
     label_path: NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Endings:
+    """What is to follow a beginning: `rest` stages of `replicas` devices, of all devices left if uses_all.
+
+    part: (M, K) int32, into which parts of the cluster links above a time divide the classes, for M times from the
+    dearest down; over: (M,) float64, seconds by which each time is above the cheapest link.
+    """
+
+    part: NDArray[np.int32]
+    over: NDArray[np.float64]
+    rest: int
+    replicas: int
+    uses_all: bool
+
+
 Pairs = tuple[NDArray[np.int32], NDArray[np.int32]]

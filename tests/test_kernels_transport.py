@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from geotrain.kernels import Beginnings, StageVectors, cpu, extend, reference_transport, transport
+from geotrain.kernels import Beginnings, Endings, StageVectors, cpu, extend, possible, reference_transport, transport
 from geotrain.kernels.reference_transport import hall_sets
 
 
@@ -75,7 +75,9 @@ def test_what_may_follow_is_the_same_in_parts(monkeypatch):
     rng = np.random.default_rng(5)
     for limit in (0.0, 4.0, 6.0, 100.0):
         stages, labels = beginnings(rng)
-        expected = [np.concatenate(each) for each in zip(*reference_transport.extend(stages, labels, limit), strict=True)]
+        expected = [
+            np.concatenate(each) for each in zip(*reference_transport.extend(stages, labels, limit), strict=True)
+        ]
         for room in (1, 1 << 20):
             monkeypatch.setattr(cpu, "EXTEND_ROOM", room)
             found = [np.concatenate(each) for each in zip(*extend(stages, labels, limit), strict=True)]
@@ -89,6 +91,22 @@ def test_what_may_follow_is_the_same_in_parts(monkeypatch):
             and (labels.used[i] + stages.vectors[v] <= stages.sizes).all()
         ]
         assert list(zip(*(each.tolist() for each in expected), strict=True)) == plain
+
+
+@pytest.mark.parametrize("uses_all", [False, True])
+def test_what_may_end_is_that_of_the_reference(uses_all):
+    rng = np.random.default_rng(8)
+    alive = 0
+    for _ in range(40):
+        stages, labels = beginnings(rng)
+        over = np.sort(rng.random(3))[::-1].copy()
+        part = np.array([[0, 0, 1, 1], [0, 1, 2, 2], [0, 1, 2, 3]], dtype=np.int32)
+        what = Endings(part, over, int(rng.integers(0, 4)), int(stages.vectors[0].sum()), uses_all)
+        given = stages.vectors, stages.sizes, labels.used, labels.last, 2 * rng.random(200) - 0.2
+        found = possible(*given, what)
+        assert (found == reference_transport.possible(*given, what)).all()
+        alive += int(found.sum())
+    assert 0 < alive < 40 * 200
 
 
 def test_without_the_compiled_kernels_the_reference_works(monkeypatch):

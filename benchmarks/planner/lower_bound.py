@@ -1,8 +1,9 @@
 """How cheap any placement can be at best: proven lower bounds on the cost of `geotrain.plan.placement.cost`.
 
 The complete search of `plan.placement.exact` over classes of devices raises `quick_bound`: if no placement lies
-below a threshold, the threshold is a bound, and if one does, the cheapest of them is. Thresholds rise towards the
-cost of the placement that was found, and fall again where half of what is left of the work did not do, so the search ends with a proof that
+below a threshold, the threshold is a bound, and if one does, the cheapest of them is. The first
+threshold is a little below the cost that was found; it falls where most of what is left of the work did not do, and rises
+where it did, so the search ends with a proof that
 this placement is optimal, with the optimum over classes, or where the work allowed is spent, with the last threshold
 that was proven. Where devices are too unlike to give few classes, the most alike are joined."""
 
@@ -18,7 +19,8 @@ from geotrain.plan.placement.classes import MAX_CLASSES, Classes, classes_of, li
 from geotrain.plan.placement.cost import Ints, Problem, compute_bound, link_bound
 from geotrain.plan.placement.exact import ROUNDING, BandSearch, TooMuchWorkError, bands
 
-STEP = 0.6  # a threshold's place between what is proven and the least that is known to take too much
+FIRST = 0.955  # of the known cost is tried first; then all of it, or halves of what is left below
+SHARE = 0.75  # of the work that is left, for each threshold
 NEAR = 0.01  # thresholds that are less than that share of the known cost apart are not told apart
 MAX_LIKE_VECTORS = 100_000
 MAX_JOINED_VECTORS = 2_000  # where classes are joined anyway, few serve nearly as well
@@ -37,14 +39,15 @@ def lower_bound(problem: Problem, known_s: float, max_work: int = 600_000_000) -
         return min(proven + compute, known_s)
     classes = like_classes(problem, MAX_LIKE_VECTORS) or joined_classes(problem)
     high, left = target, max_work  # what took too much, or the target
-    while left > 0:
-        near = high - proven < NEAR * target
+    while left > 1:
+        near = high - proven < NEAR * target or proven >= FIRST * target
         if near and high < target:
             break
-        threshold = high if near else proven + STEP * (high - proven)
-        optimum, left_of_half = _cheapest_below(classes, problem.stages, threshold, left // 2)
-        left -= left // 2 - max(left_of_half, 0)
-        if left_of_half >= 0:
+        threshold = high if near else (proven + high) / 2 if high < target else FIRST * target
+        allowed = int(SHARE * left)
+        optimum, unused = _cheapest_below(classes, problem.stages, threshold, allowed)
+        left -= allowed - max(unused, 0)
+        if unused >= 0:
             proven = max(proven, optimum)
             if near or optimum < threshold:
                 break

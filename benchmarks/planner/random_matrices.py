@@ -26,7 +26,7 @@ from geotrain.plan.placement.search import search
 SHAPES = ((4, 6), (8, 4), (6, 6), (6, 8), (8, 8))  # stages, replicas
 EACH = 10
 RIVAL_TIMES = 10.0
-BOUND_WORK = 30_000_000  # see `lower_bound`: some five seconds
+BOUND_WORK = 300_000_000  # see `lower_bound`: some three seconds
 GIGABYTES = {"gradient_gigabytes": 0.65, "activation_gigabytes": 0.47}  # of DT-FM's task
 
 

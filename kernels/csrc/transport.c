@@ -8,7 +8,8 @@ enum { MAX_CLASSES = 16 };
 typedef struct {
     /* (count, classes), (classes); ranks of links by time, (classes, classes); the highest rank allowed, (count) */
     const int32_t *vectors, *sizes, *rank, *most;
-    int32_t *found; /* (count, count) */
+    int32_t *found;  /* (count, count) */
+    uint32_t *masks; /* (2 · count) */
     int32_t count, classes, never;
 } transport_job;
 
@@ -19,6 +20,14 @@ typedef struct {
     double limit;
     int32_t count, classes, labels, first, room;
 } extend_job;
+
+typedef struct {
+    const int32_t *vectors, *sizes, *used, *last; /* as above */
+    const double *spare, *over;                   /* (labels), (merges) */
+    const int32_t *part;                          /* (merges, classes): the part of the cluster that a class lies in */
+    uint8_t *alive;                               /* (labels) */
+    int32_t classes, labels, merges, rest, replicas, uses_all;
+} possible_job;
 
 typedef struct {
     int32_t supply[MAX_CLASSES], demand[MAX_CLASSES], flow[MAX_CLASSES][MAX_CLASSES];
@@ -80,13 +89,22 @@ static int32_t bottleneck(const int32_t *one, const int32_t *two, const int32_t 
 
 API void geotrain_transport(const transport_job *job) {
     const int32_t n = job->count, k = job->classes;
+    uint32_t *drawn = job->masks, *near = job->masks + n; /* the classes that a stage has, and those it may reach */
+    for (int32_t x = 0; x < n; x++) {
+        drawn[x] = near[x] = 0;
+        for (int32_t i = 0; i < k; i++) {
+            if (!job->vectors[(size_t)x * (size_t)k + (size_t)i]) continue;
+            drawn[x] |= 1u << i;
+            for (int32_t j = 0; j < k; j++) near[x] |= (uint32_t)(job->rank[i * k + j] <= job->most[x]) << j;
+        }
+    }
     for (int32_t x = 0; x < n; x++) {
         const int32_t *one = job->vectors + (size_t)x * (size_t)k;
         for (int32_t y = 0; y <= x; y++) {
             const int32_t *two = job->vectors + (size_t)y * (size_t)k;
             const int32_t most = job->most[x] < job->most[y] ? job->most[x] : job->most[y];
-            int32_t level = job->never, fits = 1;
-            for (int32_t i = 0; i < k; i++) fits &= one[i] + two[i] <= job->sizes[i];
+            int32_t level = job->never, fits = !(drawn[x] & ~near[y]) && !(drawn[y] & ~near[x]);
+            for (int32_t i = 0; fits && i < k; i++) fits = one[i] + two[i] <= job->sizes[i];
             if (fits && (level = bottleneck(one, two, job->rank, k, most)) > most) level = job->never;
             job->found[(size_t)x * (size_t)n + (size_t)y] = job->found[(size_t)y * (size_t)n + (size_t)x] = level;
         }
@@ -115,4 +133,45 @@ API int32_t geotrain_extend(const extend_job *job) {
     }
     *job->found = found;
     return label;
+}
+
+/* Whether `rest` stages, of which only one is unlike the one before, can be made of what is wanted of each part. */
+static int one_change(const possible_job *job, const int32_t *have, const int32_t *want) {
+    for (int32_t stay = 0; stay < job->rest; stay++) { /* stages like the last one before the only change */
+        int32_t each = 0, ok = 1;
+        for (int32_t c = 0; ok && c < job->classes; c++) {
+            const int32_t then = want[c] - stay * have[c];
+            ok = then >= 0 && !(job->uses_all && then % (job->rest - stay));
+            each += ok ? then / (job->rest - stay) : 0;
+        }
+        if (ok && (job->uses_all || each >= job->replicas)) return 1;
+    }
+    return 0;
+}
+
+/* Merges come dearest first. */
+static int possible(const possible_job *job, const int32_t *used, const int32_t *last, double spare) {
+    double first = 0; /* what the dearest edge to come takes above the least */
+    for (int32_t m = 0; m < job->merges && spare > 0; m++) {
+        int32_t have[MAX_CLASSES] = {0}, want[MAX_CLASSES] = {0}, wrong = 0;
+        for (int32_t i = 0; i < job->classes; i++) {
+            const int32_t c = job->part[m * job->classes + i];
+            have[c] += last[i];
+            want[c] += job->sizes[i] - used[i];
+        }
+        for (int32_t c = 0; c < job->classes; c++) {
+            const int32_t more = want[c] - job->rest * have[c];
+            wrong |= job->uses_all ? more != 0 : more < 0;
+        }
+        if (wrong && first == 0) first = job->over[m];
+        if (first >= spare) return 0;
+        if (wrong && first + job->over[m] >= spare && !one_change(job, have, want)) return 0;
+    }
+    return spare > 0;
+}
+
+API void geotrain_possible(const possible_job *job) {
+    const size_t k = (size_t)job->classes;
+    for (int32_t i = 0; i < job->labels; i++)
+        job->alive[i] = (uint8_t)possible(job, job->used + (size_t)i * k, job->vectors + (size_t)job->last[i] * k, job->spare[i]);
 }

@@ -95,5 +95,7 @@ def bottlenecks(vectors: Ints, sizes: Ints, activation_s: Floats, dearest_s: Flo
     times = np.unique(activation_s[np.isfinite(activation_s)])
     rank = np.searchsorted(times, activation_s)  # of inf: all of them
     most = np.searchsorted(times, dearest_s, side="right") - 1
-    found = transport(*(np.ascontiguousarray(each, dtype=np.int32) for each in (vectors, sizes, rank, most)), len(times))
+    found = transport(
+        *(np.ascontiguousarray(each, dtype=np.int32) for each in (vectors, sizes, rank, most)), len(times)
+    )
     return np.append(times, np.inf)[found]

@@ -27,16 +27,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
-from geotrain.kernels import Beginnings, StageVectors, extend
+from geotrain.kernels import Beginnings, Endings, StageVectors, extend, possible
 from geotrain.plan.placement.classes import Classes, bottlenecks, vector_costs
 from geotrain.plan.placement.cost import Floats, Ints
 
 BANDS, VECTORS_A_BAND = 16, 16  # at most, and at least: few vectors are soon looked through
-MAX_KEPT = 5_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
-PAIRS_AN_EDGE = 16  # of a label and a stage that are looked at in the time of one edge between two stages
+MAX_KEPT = 6_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
+# Work is counted in some ten nanoseconds: of an edge between two stages, and of a label that is looked at; of pairs of
+# a label and a stage several take one.
+EDGE_WORK, LABEL_WORK, PAIRS_A_WORK = 8, 16, 8
 CHUNK = 4_000_000  # elements of a temporary
 ROUNDING = 1e-9  # thresholds lie this share below a known cost, so that the cost itself is not "below"
 
@@ -74,7 +75,7 @@ def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: in
     """The cheapest over classes that was found below the threshold (s), and whether it is proven that nothing below the
     threshold is cheaper.
 
-    max_work: pairs of labels and stages looked at, see `BandSearch`; a band has at most a third of what is left.
+    max_work: about ten nanoseconds each, but counted; a band has at most a third of what is left.
     """
     best, complete, left = None, True, max_work
     for band in bands(classes, stages, threshold):
@@ -107,20 +108,22 @@ class BandSearch:
         self, classes: Classes, stages: int, threshold: float, max_work: int, band: tuple[float, float]
     ) -> None:
         self.stages, self.threshold, self.work_left = stages, threshold, max_work
-        self.sizes = classes.sizes
+        self.sizes = classes.sizes.astype(np.int32)
         self.uses_all = int(self.sizes.sum()) == stages * int(classes.vectors[0].sum())
         times = classes.activation_s
         self.times = times
         self.least = float(times.min()) if stages > 1 else 0.0
         self.base = 2 * (stages - 1) * self.least  # what any path costs, both ways
-        self.merges, self.replicas = _merges(times), int(classes.vectors[0].sum())
+        self.replicas = int(classes.vectors[0].sum())
+        merged_s, self.parts = _merges(times)
+        self.over_s = merged_s - self.least
         cost = vector_costs(classes)
         kept = np.flatnonzero(cost <= band[1])
         cost = np.maximum(cost[kept], band[0])
-        self.vectors, self.vectors_f = classes.vectors[kept], classes.vectors[kept].astype(np.float32)
+        self.vectors = classes.vectors[kept].astype(np.int32)
         order = self._possible(np.arange(len(cost)), self.vectors, stages - 1, (threshold - self.base - cost) / 2)
         order = order[np.argsort(cost[order], kind="stable")]
-        self.vectors, self.vectors_f, self.stage_s = self.vectors[order], self.vectors_f[order], cost[order]
+        self.vectors, self.stage_s = self.vectors[order], cost[order]
 
     def _spend(self, work: int) -> None:
         self.work_left -= work
@@ -134,7 +137,7 @@ class BandSearch:
             raise TooMuchWorkError
         if self.stages == 1:
             return Optimum(float(self.stage_s[0]), self.vectors[:1])
-        self._spend(len(self.vectors) ** 2 // 2 * PAIRS_AN_EDGE)
+        self._spend(len(self.vectors) ** 2 // 2 * EDGE_WORK)
         dearest = self.least + (self.threshold - self.base - self.stage_s) / 2
         self.edges = bottlenecks(self.vectors, self.sizes, self.times, dearest)
         halves = self._halves()
@@ -145,24 +148,9 @@ class BandSearch:
 
     def _possible(self, last: Ints, used: Ints, rest: int, spare_s: Floats) -> Ints:
         """Which labels can end in time: `rest` edges follow, and may take `spare_s` (n,) more than the least."""
-        alive = np.flatnonzero(spare_s > 0)
-        first = np.zeros(len(spare_s))  # what the dearest edge to come takes above the least
-        for time, parts in reversed(self.merges):
-            over = time - self.least
-            have = (self.vectors_f[last[alive]] @ parts).astype(np.int32)
-            want = ((self.sizes - used[alive]).astype(np.float32) @ parts).astype(np.int32)
-            wrong = (want != rest * have if self.uses_all else want < rest * have).any(axis=1)
-            first[alive] = np.where(wrong & (first[alive] == 0), over, first[alive])
-            dead = first[alive] >= spare_s[alive]
-            ask = np.flatnonzero(~dead & wrong & (first[alive] + over >= spare_s[alive]))
-            for stay in range(rest):  # stages like the last one before the only change
-                then = want[ask] - stay * have[ask]
-                each, over_all = np.divmod(then, rest - stay)
-                enough = ~over_all.any(axis=1) if self.uses_all else each.sum(axis=1) >= self.replicas
-                ask = ask[~enough | (then < 0).any(axis=1)]
-            dead[ask] = True
-            alive = alive[~dead]
-        return alive
+        what = Endings(self.parts, self.over_s, rest, self.replicas, self.uses_all)
+        labels = used.astype(np.int32), last.astype(np.int32), spare_s
+        return np.flatnonzero(possible(self.vectors, self.sizes, *labels, what))
 
     def _halves(self) -> list[_Labels]:
         """By number of stages: every beginning that has at most half of a path's dispensable time."""
@@ -176,12 +164,10 @@ class BandSearch:
 
     def _grow(self, labels: _Labels, placed: int) -> list[_Labels]:
         """Append one stage to each label, in parts."""
-        self._spend(len(labels) * len(self.vectors))
+        self._spend(len(labels) * len(self.vectors) // PAIRS_A_WORK)
         limit = self.threshold - self.base + 4 * placed * self.least  # half of what is dispensable, both ways
         used, last = labels.used.astype(np.int32), labels.last.astype(np.int32)
-        stages = StageVectors(
-            self.vectors.astype(np.int32), self.sizes.astype(np.int32), self.edges, self.stage_s
-        )
+        stages = StageVectors(self.vectors, self.sizes, self.edges, self.stage_s)
         grown = []
         for one, two in extend(stages, Beginnings(used, last, labels.stage_s, labels.path_s), limit):
             new = _Labels(
@@ -193,7 +179,7 @@ class BandSearch:
             )
             spare_s = (self.threshold - self.base - new.stage_s) / 2 - (new.path_s - placed * self.least)
             grown.append(new[self._possible(new.last, new.used, self.stages - placed - 1, spare_s)])
-            self._spend(len(one))
+            self._spend(LABEL_WORK * len(one))
         return grown
 
     def _join(self, halves: list[_Labels], placed: int, best: Optimum | None) -> Optimum | None:
@@ -241,16 +227,18 @@ class BandSearch:
         return found
 
 
-def _merges(activation_s: Floats) -> list[tuple[float, NDArray[np.float32]]]:
-    """Ascending times, each with the components of classes, (K, C) 0/1, that only edges of that time or more join."""
-    merges: list[tuple[float, NDArray[np.float32]]] = []
+def _merges(activation_s: Floats) -> tuple[Floats, Ints]:
+    """(M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts being what
+    only edges of that time or more join."""
+    merges: list[tuple[float, Ints]] = []
     for time in np.unique(activation_s[np.isfinite(activation_s)]):
-        found, label = connected_components(activation_s < time, directed=False)
-        if merges and merges[-1][1].shape[1] == found:
+        found, part = connected_components(activation_s < time, directed=False)
+        if merges and merges[-1][1].max() + 1 == found:
             merges.pop()
         if found > 1:
-            merges.append((float(time), np.eye(found, dtype=np.float32)[label]))
-    return merges
+            merges.append((float(time), part.astype(np.int32)))
+    times, parts = [time for time, _ in reversed(merges)], [part for _, part in reversed(merges)]
+    return np.array(times), np.array(parts, dtype=np.int32).reshape(len(parts), len(activation_s))
 
 
 def _undominated(parts: list[_Labels]) -> _Labels:

@@ -57,7 +57,7 @@ class Effort:
     classes (see `geotrain.plan.placement.exact`)."""
 
     moves: int
-    exact_work: int = 20_000_000
+    exact_work: int = 10_000_000
 
     def __post_init__(self) -> None:
         if self.moves < 0 or self.exact_work < 0:
