@@ -5,9 +5,9 @@
                                               has a goal: none is judged
     python -m benchmarks --only servers codec
 
-What each prints is kept in build/bench. One that fails, takes too long or lacks a figure is told in the table, and the
-others go on; the exit code is 1 then. A figure is "busy" where other processes took more than a tenth of the processors meanwhile.
-The last line printed is one JSON object: how many figures have a goal, and how many met it.
+What each prints is kept in build/bench. One that fails, takes too long or lacks a figure is told in the table, and
+the others go on; the exit code is 1 then. A figure is "busy" where other processes took more than a tenth of the
+processors meanwhile. The last line printed is one JSON object: how many figures have a goal, and how many met it.
 """
 
 from __future__ import annotations

@@ -231,11 +231,11 @@ def anneal(
 def transport(
     vectors: NDArray[np.int32], sizes: NDArray[np.int32], rank: NDArray[np.int32], most: NDArray[np.int32], never: int
 ) -> NDArray[np.int32]:
-    """(V, V) the least rank of links with which each device of one stage has one of its own of the other; `never` where
-    that is above what either allows, or where together they need more devices than there are.
+    """(V, V) the least rank of links with which each device of one stage has one of its own of the other; `never`
+    where that is above what either allows, or where together they need more devices than there are.
 
-    vectors: (V, K) devices of each class; sizes: (K,) of the classes, at most 16; rank: (K, K) symmetric, 0 to `never`;
-    most: (V,) the highest rank allowed, below `never`.
+    vectors: (V, K) devices of each class; sizes: (K,) of the classes, at most 16; rank: (K, K) symmetric, 0 to
+    `never`; most: (V,) the highest rank allowed, below `never`.
     """
     for name, array, shape in (
         ("vectors", vectors, (len(most), len(sizes))),
@@ -252,8 +252,8 @@ def transport(
 
 
 def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[Pairs]:
-    """(beginning, stage) of each stage that there are devices for, and with which a beginning's dearest stage and four
-    times its edges remain below the limit (s). In parts, sorted by beginning and stage."""
+    """(beginning, stage) of each stage that there are devices for, and with which a beginning's dearest stage and
+    four times its edges remain below the limit (s). In parts, sorted by beginning and stage."""
     library = reference_transport if cpu.library() is None else cpu
     return library.extend(stages, labels, limit)
 
@@ -266,11 +266,12 @@ def possible(
     spare: NDArray[np.float64],
     what: Endings,
 ) -> NDArray[np.bool_]:
-    """(n,) whether a beginning can end with edges that take less than spare (n,) seconds above the cheapest link each.
+    """(n,) whether a beginning can end with edges that take less than spare (n,) seconds above the cheapest link
+    each.
 
     vectors: (V, K) stages; sizes: (K,) of the classes; used: (n, K); last: (n,) its last stage. Where a part of the
-    cluster has not as many devices left as stages like the last would use, an edge that leaves the part must follow, and
-    where no single change of the stages uses them, two.
+    cluster has not as many devices left as stages like the last would use, an edge that leaves the part must
+    follow, and where no single change of the stages uses them, two.
     """
     library = reference_transport if cpu.library() is None else cpu
     return library.possible(vectors, sizes, used, last, spare, what)

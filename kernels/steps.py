@@ -1,5 +1,5 @@
-"""What kernels are told beside tensors: coefficients of updates, computed in double precision and applied in fp32, and
-what the search of placements works on."""
+"""What kernels are told beside tensors: coefficients of updates, computed in double precision and applied in fp32,
+and what the search of placements works on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """How cheap any placement can be at best: proven lower bounds on the cost of `geotrain.plan.placement.cost`.
 
 The complete search of `plan.placement.exact` over classes of devices raises `quick_bound`: if no placement lies
-below a threshold, the threshold is a bound, and if one does, the cheapest of them is. The first
-threshold is a little below the cost that was found; it falls where most of what is left of the work did not do, and rises
-where it did, so the search ends with a proof that
-this placement is optimal, with the optimum over classes, or where the work allowed is spent, with the last threshold
-that was proven. Where devices are too unlike to give few classes, the most alike are joined."""
+below a threshold, the threshold is a bound, and if one does, the cheapest of them is. The first threshold is a little
+below the cost that was found; it falls where most of what is left of the work did not do, and rises where it did. So
+the search ends with a proof that this placement is optimal, with the optimum over classes, or where the work allowed
+is spent, with the last threshold that was proven. Where devices are too unlike to give few classes, the most alike
+are joined."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST = 0.955  # of the known cost is tried first; then all of it, or halves of 
 SHARE = 0.75  # of the work that is left, for each threshold
 NEAR = 0.01  # thresholds that are less than that share of the known cost apart are not told apart
 MAX_LIKE_VECTORS = 100_000
-MAX_JOINED_VECTORS = 2_000  # where classes are joined anyway, few serve nearly as well
+MAX_JOINED_VECTORS = 12_000  # the more, the less unlike devices are joined, but the sooner the work is spent
 OBSERVERS = 128  # devices whose view decides which devices are the likest
 
 
@@ -59,8 +59,8 @@ def lower_bound(problem: Problem, known_s: float, max_work: int = 600_000_000) -
 
 
 def _cheapest_below(classes: Classes, stages: int, threshold: float, work: int) -> tuple[float, int]:
-    """What the cheapest placement costs (s), or the threshold if that is less; and the work that is left, below 0 where
-    it did not do and the first figure says nothing."""
+    """What the cheapest placement costs (s), or the threshold if that is less; and the work that is left, below 0
+    where it did not do and the first figure says nothing."""
     cheapest = threshold
     for band in bands(classes, stages, threshold):
         search = BandSearch(classes, stages, cheapest, work, band)

@@ -2,9 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.planner import random_matrices
 from benchmarks.planner.lower_bound import joined_classes, lower_bound
@@ -137,6 +140,26 @@ def test_bounds_of_random_kinds_hold(shape):
             bounds = [lower_bound(problem, known, work) for work in (0, 3_000, 30_000, 10**8)]
             assert quick_bound(problem) * (1 - 1e-12) <= min(bounds)
             assert max(bounds) <= best * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.sampled_from(SHAPES), st.integers(2, 5), st.integers(0, 10**6), st.booleans(), st.integers(0, 6))
+def test_bounds_hold_and_searches_end_at_the_optimum(shape, classes, seed, noisy, digits):
+    """Whatever the work allowed; where it does, the complete search ends at the optimum of devices that are alike."""
+    rng = np.random.default_rng(seed)
+    problem = class_problem(rng, shape, classes)
+    if noisy:
+        unlike = np.triu(1 + 0.2 * rng.random(problem.activation_s.shape), 1)
+        activation_s = problem.activation_s * (unlike + unlike.T)
+        problem = replace(problem, activation_s=activation_s, compute_s=rng.random(problem.devices))
+    best = optimum(problem)
+    assert lower_bound(problem, best * 1.1, 10**digits) <= best * (1 + 1e-9)
+    if not noisy:
+        alike = like_classes(problem)
+        assert alike is not None
+        found, complete = cheapest_below(alike, problem.stages, best * 1.1, 10 ** (digits + 2))
+        assert found is None or found.total_s >= best * (1 - 1e-9)
+        assert not complete or (found is not None and found.total_s <= best * (1 + 1e-9))
 
 
 def test_the_rival_of_the_benchmark_finds_the_optimum_of_a_tiny_matrix():

@@ -87,8 +87,8 @@ def vector_costs(classes: Classes) -> Floats:
 
 
 def bottlenecks(vectors: Ints, sizes: Ints, activation_s: Floats, dearest_s: Floats) -> Floats:
-    """(V, V) bottleneck transport times between stage vectors, one of which follows the other: inf where both together
-    need more devices of a class than there are.
+    """(V, V) bottleneck transport times between stage vectors, one of which follows the other: inf where both
+    together need more devices of a class than there are.
 
     dearest_s: (V,); the entry (v, w) is inf where it is more than dearest_s of v or of w.
     """

@@ -35,8 +35,8 @@ from geotrain.plan.placement.cost import Floats, Ints
 
 BANDS, VECTORS_A_BAND = 16, 16  # at most, and at least: few vectors are soon looked through
 MAX_KEPT = 6_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
-# Work is counted in some ten nanoseconds: of an edge between two stages, and of a label that is looked at; of pairs of
-# a label and a stage several take one.
+# Work is counted in some ten nanoseconds: of an edge between two stages, and of a label that is looked at; of pairs
+# of a label and a stage several take one.
 EDGE_WORK, LABEL_WORK, PAIRS_A_WORK = 8, 16, 8
 CHUNK = 4_000_000  # elements of a temporary
 ROUNDING = 1e-9  # thresholds lie this share below a known cost, so that the cost itself is not "below"
@@ -72,8 +72,8 @@ class _Labels:
 
 
 def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> tuple[Optimum | None, bool]:
-    """The cheapest over classes that was found below the threshold (s), and whether it is proven that nothing below the
-    threshold is cheaper.
+    """The cheapest over classes that was found below the threshold (s), and whether it is proven that nothing below
+    the threshold is cheaper.
 
     max_work: about ten nanoseconds each, but counted; a band has at most a third of what is left.
     """

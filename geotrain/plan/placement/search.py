@@ -47,7 +47,7 @@ CHAINS = 8
 HOT, WARM, COLD = 0.03, 0.02, 0.0015  # temperatures, as shares of what links cost
 FIRST_POWERS, LAST_POWER = (2, 3), 5  # the norm's p is 2 to that power
 POLISHED = 4
-MOVES_A_DEVICE, MOST_MOVES = 80_000, 8_000_000
+MOVES_A_DEVICE, LEAST_MOVES, MOST_MOVES = 80_000, 4_000_000, 8_000_000
 IDLE_WINDOWS = 8
 
 
@@ -66,8 +66,9 @@ class Effort:
 
 def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
     """The cheapest placement found. Stops at once where it is proven that nothing is cheaper."""
-    # Moves grow with the devices, up to what 1,024 of them allow in well under a minute.
-    effort = effort or Effort(min(MOVES_A_DEVICE * problem.placed, MOST_MOVES))
+    # Moves grow with the devices, from what few of them want whose links are all unlike up to what 1,024 of them
+    # allow in well under a minute.
+    effort = effort or Effort(min(max(MOVES_A_DEVICE * problem.placed, LEAST_MOVES), MOST_MOVES))
     rng = np.random.default_rng(seed)
     floor = quick_bound(problem) * (1 + ROUNDING)
     starts, shape = start_orders(problem), (problem.stages, problem.replicas)
