@@ -313,11 +313,11 @@ def possible(
     what: Endings,
 ) -> NDArray[np.bool_]:
     """As `dispatch.possible`."""
-    alive, told = np.empty(len(last), dtype=np.bool_), dict(vars(what))
-    arrays = {"vectors": vectors, "sizes": sizes, "used": used, "last": last, "spare": spare, "alive": alive}
-    arrays |= {"part": told.pop("part"), "over": told.pop("over")}
+    alive = np.empty(len(last), dtype=np.bool_)
     counts = {"classes": len(sizes), "labels": len(last), "merges": len(what.over)}
-    _run("possible", **_addresses(**arrays), **counts, **told)
+    shape = {"rest": what.rest, "replicas": what.replicas, "uses_all": what.uses_all}
+    arrays = _addresses(vectors=vectors, sizes=sizes, used=used, last=last, spare=spare, alive=alive)
+    _run("possible", **arrays, **_addresses(part=what.part, over=what.over), **counts, **shape)
     return alive
 
 

@@ -95,7 +95,6 @@ def bottlenecks(vectors: Ints, sizes: Ints, activation_s: Floats, dearest_s: Flo
     times = np.unique(activation_s[np.isfinite(activation_s)])
     rank = np.searchsorted(times, activation_s)  # of inf: all of them
     most = np.searchsorted(times, dearest_s, side="right") - 1
-    found = transport(
-        *(np.ascontiguousarray(each, dtype=np.int32) for each in (vectors, sizes, rank, most)), len(times)
-    )
+    narrow = [np.ascontiguousarray(each, dtype=np.int32) for each in (vectors, sizes, rank, most)]
+    found = transport(narrow[0], narrow[1], narrow[2], narrow[3], len(times))
     return np.append(times, np.inf)[found]

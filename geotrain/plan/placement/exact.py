@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
 from geotrain.kernels import Beginnings, Endings, StageVectors, extend, possible
@@ -108,7 +109,7 @@ class BandSearch:
         self, classes: Classes, stages: int, threshold: float, max_work: int, band: tuple[float, float]
     ) -> None:
         self.stages, self.threshold, self.work_left = stages, threshold, max_work
-        self.sizes = classes.sizes.astype(np.int32)
+        self.sizes = classes.sizes
         self.uses_all = int(self.sizes.sum()) == stages * int(classes.vectors[0].sum())
         times = classes.activation_s
         self.times = times
@@ -120,7 +121,7 @@ class BandSearch:
         cost = vector_costs(classes)
         kept = np.flatnonzero(cost <= band[1])
         cost = np.maximum(cost[kept], band[0])
-        self.vectors = classes.vectors[kept].astype(np.int32)
+        self.vectors = classes.vectors[kept]
         order = self._possible(np.arange(len(cost)), self.vectors, stages - 1, (threshold - self.base - cost) / 2)
         order = order[np.argsort(cost[order], kind="stable")]
         self.vectors, self.stage_s = self.vectors[order], cost[order]
@@ -149,8 +150,8 @@ class BandSearch:
     def _possible(self, last: Ints, used: Ints, rest: int, spare_s: Floats) -> Ints:
         """Which labels can end in time: `rest` edges follow, and may take `spare_s` (n,) more than the least."""
         what = Endings(self.parts, self.over_s, rest, self.replicas, self.uses_all)
-        labels = used.astype(np.int32), last.astype(np.int32), spare_s
-        return np.flatnonzero(possible(self.vectors, self.sizes, *labels, what))
+        counts = _narrow(self.vectors), _narrow(self.sizes), _narrow(used), _narrow(last)
+        return np.flatnonzero(possible(*counts, spare_s, what))
 
     def _halves(self) -> list[_Labels]:
         """By number of stages: every beginning that has at most half of a path's dispensable time."""
@@ -166,8 +167,8 @@ class BandSearch:
         """Append one stage to each label, in parts."""
         self._spend(len(labels) * len(self.vectors) // PAIRS_A_WORK)
         limit = self.threshold - self.base + 4 * placed * self.least  # half of what is dispensable, both ways
-        used, last = labels.used.astype(np.int32), labels.last.astype(np.int32)
-        stages = StageVectors(self.vectors, self.sizes, self.edges, self.stage_s)
+        used, last = _narrow(labels.used), _narrow(labels.last)
+        stages = StageVectors(_narrow(self.vectors), _narrow(self.sizes), self.edges, self.stage_s)
         grown = []
         for one, two in extend(stages, Beginnings(used, last, labels.stage_s, labels.path_s), limit):
             new = _Labels(
@@ -227,10 +228,15 @@ class BandSearch:
         return found
 
 
-def _merges(activation_s: Floats) -> tuple[Floats, Ints]:
+def _narrow(counts: Ints) -> NDArray[np.int32]:
+    """As kernels take them."""
+    return np.ascontiguousarray(counts, dtype=np.int32)
+
+
+def _merges(activation_s: Floats) -> tuple[Floats, NDArray[np.int32]]:
     """(M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts being what
     only edges of that time or more join."""
-    merges: list[tuple[float, Ints]] = []
+    merges: list[tuple[float, NDArray[np.int32]]] = []
     for time in np.unique(activation_s[np.isfinite(activation_s)]):
         found, part = connected_components(activation_s < time, directed=False)
         if merges and merges[-1][1].max() + 1 == found:
