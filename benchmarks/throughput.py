@@ -66,7 +66,7 @@ SHARE = 0.25  # of a micro-batch's compute that gradients, and weights, take ove
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"rounds": 3})
+    parser = command_line(__doc__, quick={"rounds": 1})
     parser.add_argument("--rounds", type=int, default=14, help="of each comparison")
     parser.add_argument("--only", choices=(*MODELS, "hidden"), action="append")
     args = parser.parse_args()
