@@ -58,7 +58,7 @@ class Kernels:
 
     def apply(self) -> None:
         told, _ = self.rule.on_delta(self.counts, "eu", 1)
-        self.vault.obey(Apply("eu", 0, told))
+        self.vault.obey(Apply("eu", 0, self.counts.version, told))
 
     def answer(self) -> None:
         self.vault.obey(Freeze("eu", 1, 0, self.counts.version))

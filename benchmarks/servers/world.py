@@ -20,13 +20,16 @@ from geotrain.net.server_host import LISTENING
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 LAYER = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
 LAYER_NUMEL = 4 * 1024**2 + 3 * 1024 * 4096
-FRAGMENTS = 5  # of layers; the embedding is one more
+FRAGMENTS = 15  # of layers, about; the embedding is one more
 START_S = 600.0  # a server writes its first weights to the disk before it listens
 
 
 def write_files(folder: Path, parameters: float) -> Path:
-    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it."""
-    layers = max(FRAGMENTS, round(parameters / LAYER_NUMEL / FRAGMENTS) * FRAGMENTS)
+    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it;
+    momenta and residuals are kept in bf16."""
+    layers = max(2, round(parameters / LAYER_NUMEL))
+    layers_per_fragment = max(1, round(layers / FRAGMENTS))
+    layers -= layers % layers_per_fragment
     model = {
         "model_type": "llama",
         "vocab_size": 4096,
@@ -44,7 +47,7 @@ def write_files(folder: Path, parameters: float) -> Path:
         "outer": {
             "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
             "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
-            "fragments": {"layers_per_fragment": layers // FRAGMENTS},
+            "fragments": {"layers_per_fragment": layers_per_fragment}, "server_state": "bf16",
         },
         "checkpoint": {"keep": 1, "every_minutes": 1e4},
         "monitor": {"sample_s": 2.0},

@@ -11,10 +11,11 @@ import torch
 from geotrain.config import codec_config
 from geotrain.layout import LayoutError
 from geotrain.net.recovery import left_out
+from geotrain.older_states import as_now
 from geotrain.outer.downlink import to_bytes
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import Answer, Refused, UpdatePart
-from geotrain.outer.server import Server, as_now
+from geotrain.outer.server import Server
 from tests.support.outer_world import UPDATES, World, config, halves, make, random_deltas, weights_of
 from tests.support.recorded_world import same_state
 
@@ -178,6 +179,9 @@ def test_a_state_of_before_there_were_pieces_is_taken_up() -> None:
     for piece, number in numbers.items():
         older[f"in_flight.{number}.{piece}"] = older.pop(f"in_flight.{piece}")
     assert {as_now(name) for name in older} == set(tensors) != set(older)
+    for piece in numbers:  # what was sent had a vector of its own, and base kept what nobody asks for meanwhile
+        older[f"fragment.{piece}.aux.sent"] = older.pop(f"fragment.{piece}.aux.base")
+        older[f"fragment.{piece}.aux.base"] = torch.full_like(older[f"fragment.{piece}.aux.sent"], torch.nan)
     new = type(region)("eu", world.identity, world.layout, world.config, region.rule, tuple(region.members))
     new.incarnation = region.incarnation
     new.load(older, meta)
