@@ -19,7 +19,8 @@ from geotrain.outer.messages import GLOBAL
 from geotrain.parallelism.checks import accumulation_steps
 from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
-from geotrain.plan.model.servers import MEASURED, ServerNeeds, place_of, server_needs
+from geotrain.plan.model.server_rates import MEASURED
+from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
 from geotrain.plan.model.work import Work
 
 
@@ -197,7 +198,7 @@ def show_servers(found: Needs, console: Console) -> None:
         for name, n in found.servers.items()
     ]
     console.print("\nservers, at most; times of one thread", table_of(rows, left=("server",)), sep="\n")
-    console.print(f"rates measured on {MEASURED.hardware} (docs/operations.md)")
+    console.print(f"rates: {MEASURED.hardware}; {MEASURED.note}")
 
 
 def seconds(value: float) -> str:

@@ -17,6 +17,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.layout import Layout, active_parameter_count, canonical_parameters
+from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.predict import predict
 from geotrain.simulate.spec import WorldSpec, world_of_cluster
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -123,14 +124,15 @@ def told(report: dict[str, Any]) -> str:
             f"  {name:24s} {link['gigabytes']:12.1f} GB in {link['messages']} messages, "
             f"busy {100 * link['busy']:5.1f} %"
         )
-    return "\n".join(lines)
+    busy = ", ".join(f"{name} {100 * server['busy']:.1f} %" for name, server in report["servers"].items())
+    return "\n".join([*lines, f"servers' one thread, busy: {busy}"])
 
 
 def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, Any]:
     steps = run.data.train_samples // run.samples_per_step
     share = min(1.0, MAX_JOBS * outer.local_steps / steps)
     layout = Layout(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
-    world = VirtualWorld(spec, timing_task(outer, layout, round(steps * share), run.samples_per_step))
+    world = VirtualWorld(spec, timing_task(outer, layout, round(steps * share), run.samples_per_step, MEASURED))
     found = world.run()
     trained = found["committed_steps"]
     if not trained:
@@ -152,6 +154,7 @@ def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, An
         "goodput": found["goodput"],
         "lost_updates": round(found["lost_updates"] * scale),
         "workers": workers,
+        "servers": {name: {"busy": busy_s / found["seconds"]} for name, busy_s in found["servers"].items()},
         "links": {
             name: {
                 "gigabytes": usage["sent_bytes"] * scale / 1e9,

@@ -97,6 +97,21 @@ def test_a_state_is_taken_up_by_any_number_of_vaults(rule: str) -> None:
     same_state(calm.top, shaken.top)
 
 
+@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
+def test_nor_where_momenta_and_residuals_are_kept_in_bf16(rule: str) -> None:
+    every: dict[str, Any] = {} if rule == "sync" else {"updates_per_send": 2}
+    settings = config(rule, up=codec_config("int4"), down=codec_config("int8"), server_state="bf16", **every)
+    calm, shaken = (make(settings, cut_a=halves, vaults=n, **PIECES) for n in (1, 2))
+    said, again = ([u for u in each if isinstance(u, UpdatePart)] for each in (play(calm), play(shaken, restarted=3)))
+    assert said == again
+    same_state(calm.top, shaken.top)
+    tensors = {**calm.regions["eu"].state()[0], **{f"top.{k}": t for k, t in calm.top.state()[0].items()}}
+    narrow = {name.split(".")[-1] if "aux" in name else name.split(".")[0] for name, t in tensors.items()
+              if t.dtype == torch.bfloat16}  # fmt: skip
+    of_rule = {"halos": {"momentum", "accumulated"}, "region_momentum": {"momentum"}, "sync": {"momentum"}}
+    assert narrow == {"residual", *of_rule[rule]}
+
+
 def test_pieces_change_nothing_where_each_element_is_coded_by_itself() -> None:
     whole, cut = (make(config("halos"), cut_a=halves, **more) for more in ({"fragments": 1}, PIECES))
     for world in (whole, cut):

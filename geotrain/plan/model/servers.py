@@ -7,7 +7,7 @@ All are for the whole server; its vaults divide what grows with parameters. Time
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -17,30 +17,9 @@ from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.rules import AsyncRegion, Rule, global_rule, region_rule
+from geotrain.plan.model.server_rates import MEASURED, ServerRates
 
 PROCESS_BYTES = 300 << 20  # Python, torch, gRPC; measured
-
-
-@dataclass(frozen=True)
-class ServerRates:
-    """What a server's work costs on one thread, as `python -m benchmarks.servers` prints it.
-
-    of_parameter: ns of a parameter, by stage. of_byte: ns of a byte of a payload, by stage. recovery_s_per_gb: of its
-    snapshot, until it listens.
-    """
-
-    hardware: str
-    of_parameter: dict[str, float]
-    of_byte: dict[str, float]
-    recovery_s_per_gb: float
-
-
-MEASURED = ServerRates(
-    "two cores of a virtual machine",
-    {"decode_and_norm": 1.0, "rule": 1.0, "answer": 1.0, "up_encode": 2.0, "merge": 2.0},
-    {"frames_in": 0.5, "journal_write": 1.0, "journal_flush": 1.0, "frames_out": 0.5},
-    1.0,
-)
 
 
 @dataclass(frozen=True)
@@ -49,7 +28,7 @@ class ServerNeeds:
     bytes of one. disk: of all snapshots, while one is written, and of the journal.
 
     update_s: one update of every parameter by one member, from the first byte in to the last byte out. send_s: of a
-    region, what sending all of its progress up and merging the answer costs. recovery_s: from a kill until it
+    region, what sending all of its progress up and merging the answer costs; up_bytes: of that. recovery_s: from a kill until it
     listens, with an empty journal; replay_s: besides, with the longest journal.
     """
 
@@ -60,9 +39,9 @@ class ServerNeeds:
     disk_bytes: int
     update_s: float
     send_s: float
+    up_bytes: int
     recovery_s: float
     replay_s: float
-    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int:
@@ -131,17 +110,17 @@ def server_needs(
         "process": PROCESS_BYTES,
     }
     journal = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * numel)
-    stages = update_stages(place, coded(place.up, pieces), numel, coded(place.down, pieces), rates)
-    update_s = sum(stages.values())
+    update_s = sum(update_stages(place, coded(place.up, pieces), numel, coded(place.down, pieces), rates).values())
     recovery_s = snapshot / 1e9 * rates.recovery_s_per_gb
-    send_s = 0.0
+    send_s, wide_up = 0.0, 0
     if place.above is not None:
         wide_up, wide_down = (coded(codec, pieces) for codec in place.above)
-        send_s = sum(send_stages(place, numel, wide_up, wide_down, rates).values())
+        beyond = [send_stages(numel, wide_up, rates), merge_stages(numel, wide_down, rates)]
+        send_s = sum(sum(each.values()) for each in beyond)
     replay_s = journal / max(1, coded(place.up, pieces)) * update_s
     disk = (snapshots + 1) * snapshot + snapshots * journal
     return ServerNeeds(
-        place.role, state | other, passing, snapshot, disk, update_s, send_s, recovery_s, replay_s, stages
+        place.role, state | other, passing, snapshot, disk, update_s, send_s, wide_up, recovery_s, replay_s
     )
 
 
@@ -162,17 +141,16 @@ def update_stages(
     return {stage: value / 1e9 for stage, value in ns.items()}
 
 
-def send_stages(
-    place: Place, numel: float, up_bytes: float, down_bytes: float, rates: ServerRates = MEASURED
-) -> dict[str, float]:
-    """Seconds of a region's send of so many parameters, and of taking the answer in, by stage."""
-    byte, parameter = rates.of_byte, rates.of_parameter
-    ns = {
-        "up_encode": parameter["up_encode"] * numel,
-        "frames_out": byte["frames_out"] * up_bytes,
-        **{stage: byte[stage] * down_bytes for stage in ("frames_in", "journal_write", "journal_flush")},
-        "merge": parameter["merge"] * numel,
-    }
+def send_stages(numel: float, up_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
+    """Seconds of a region's update of so many parameters to the global server, by stage."""
+    ns = {"up_encode": rates.of_parameter["up_encode"] * numel, "frames_out": rates.of_byte["frames_out"] * up_bytes}
+    return {stage: value / 1e9 for stage, value in ns.items()}
+
+
+def merge_stages(numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
+    """Seconds of the answer to it, by stage."""
+    ns = {stage: rates.of_byte[stage] * down_bytes for stage in ("frames_in", "journal_write", "journal_flush")}
+    ns["merge"] = rates.of_parameter["merge"] * numel
     return {stage: value / 1e9 for stage, value in ns.items()}
 
 
