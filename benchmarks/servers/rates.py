@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import geotrain.plan.model.server_rates as product
 from benchmarks import ROOT
@@ -21,7 +22,7 @@ BYTES = 2  # of a parameter in the benchmark's updates and answers, which are bf
 OF_BYTE = ("frames_in", "journal_write", "journal_flush", "frames_out")
 OF_PARAMETER = ("decode_and_norm", "rule", "answer", "up_encode", "merge")
 
-WORKERS, REGIONS, GBPS = 2, (4, 16), 10.0
+WORKERS, REGIONS, GBPS, HOST_BYTES = 2, (4, 16), 10.0, 1e12
 OUTER = {
     "local_steps": 32, "server_state": "bf16", "up": {"name": "int4"}, "down": {"name": "int4"},
     "local": {"name": "bf16"}, "fragments": {"layers_per_fragment": 2},
@@ -29,7 +30,18 @@ OUTER = {
 }  # fmt: skip
 SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 LARGE = {"8 B": (4096, 14336, 32, 32), "70 B": (8192, 28672, 80, 64), "405 B": (16384, 53248, 126, 128)}  # Llama 3's
-HEADER = ("model", "server", "memory", "bytes a parameter", "disk", "an update", "a send", "link", "recovery")
+HEADER = (
+    "model",
+    "server",
+    "memory",
+    "bytes a parameter",
+    "hosts",
+    "disk",
+    "an update",
+    "a send",
+    "link",
+    "recovery",
+)
 
 
 def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerRates:
@@ -95,13 +107,10 @@ def markdown(rates: ServerRates = product.MEASURED) -> str:
     for model in LARGE:
         run = run_of(model)
         layout = layout_of(run)
-        places: list[tuple[Literal["region", "global"], int]] = [
-            ("region", WORKERS),
-            *(("global", n) for n in REGIONS),
-        ]
-        for role, members in places:
-            needs = server_needs(place_of(role, run.outer, members), run.outer, layout, run.checkpoint.keep, rates)
-            rows.append(_row(model, members, needs, layout.numel))
+        places = [place_of("region", run.outer, WORKERS), *(place_of("global", run.outer, n) for n in REGIONS)]
+        for place in places:
+            needs = server_needs(place, run.outer, layout, run.checkpoint.keep, rates)
+            rows.append(_row(model, place.members, needs, layout.numel))
     return f"{table(rows, HEADER)}\n\nRates: {rates.hardware}; {rates.note}."
 
 
@@ -113,9 +122,14 @@ def _row(model: str, members: int, needs: ServerNeeds, numel: int) -> list[str]:
         f"a region's, {members} workers" if region else f"global, {members} regions",
         f"{needs.memory_bytes / 1e9:,.0f} GB",
         f"{needs.memory_bytes / numel:.1f}",
+        str(ceil(needs.memory_bytes / HOST_BYTES)),
         f"{needs.disk_bytes / 1e12:,.1f} TB",
         f"{needs.update_s:,.0f} s",
         f"{needs.send_s:,.0f} s" if region else "–",
         f"{link_s:,.0f} s" if region else "–",
         f"{needs.recovery_s / 60:,.0f} min",
     ]
+
+
+if __name__ == "__main__":  # the table alone, after a change of the formulas
+    replace_block(PAGE, "servers", markdown())

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
+from benchmarks.servers.rates import PAGE, literal, literal_of, markdown
 from geotrain.config import codec_config
 from geotrain.outer.server import Server
+from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import place_of, server_needs
 from geotrain.staging import from_bytes
 from tests.support.outer_world import FakeWorker, World, config, layout, random_deltas, start_vector, whole
@@ -93,3 +95,9 @@ def test_a_servers_memory_is_that_of_its_live_tensors(rule: str, up: str, down: 
         assert largest[role] <= needs.snapshot_bytes <= 1.25 * largest[role]
         buffers = sum(buffer.nbytes for buffer in (*vault._spare, *vault._deltas.values()))
         assert buffers == needs.passing["decoding"]
+
+
+def test_the_page_has_the_table_that_follows_from_the_rates() -> None:
+    """If this fails: `python -m benchmarks.servers.rates`."""
+    assert f"<!-- servers: begin -->\n\n{markdown()}\n\n<!-- servers: end -->" in PAGE.read_text()
+    assert literal_of(literal(MEASURED)) == MEASURED

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.environments import one_block
 from geotrain.config import OuterConfig
 from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import merge_stages, place_of, send_stages, update_stages
@@ -14,7 +15,6 @@ from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
-from tests.simulate.test_world import one_block
 
 NUMEL, STEPS, H, STEP_S = 10**8, 64, 8, 1.0
 OUTER = OuterConfig.model_validate(

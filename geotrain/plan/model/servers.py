@@ -28,8 +28,8 @@ class ServerNeeds:
     bytes of one. disk: of all snapshots, while one is written, and of the journal.
 
     update_s: one update of every parameter by one member, from the first byte in to the last byte out. send_s: of a
-    region, what sending all of its progress up and merging the answer costs; up_bytes: of that. recovery_s: from a kill until it
-    listens, with an empty journal; replay_s: besides, with the longest journal.
+    region, what sending all of its progress up and merging the answer costs; up_bytes: of that. recovery_s: from a
+    kill until it listens, with an empty journal; replay_s: besides, with the longest journal.
     """
 
     role: Literal["region", "global"]
