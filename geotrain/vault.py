@@ -264,17 +264,16 @@ class Vault:
         v = self.vectors[piece.index]
         self.will_change(*v.all())
         delta, stream = rule.progress(v, order.told), (self.name, 0, order.sequence, piece.index)
-        kept = residual = None
+        residual = None
         if self.up_codec.error_feedback:
             if piece.index not in self.residuals:
                 self.residuals[piece.index] = torch.zeros_like(delta, dtype=self.kept)
-            kept = self.residuals[piece.index]
-            self.will_change(kept)
-            residual = kept.float()  # itself, where it is kept in fp32
+            self.will_change(self.residuals[piece.index])
+            residual = self.residuals[piece.index].float()  # itself, where it is kept in fp32
         try:
             payload = self.up_codec.encode(delta, residual=residual, seed=rounding_seed(*stream)).payload
-            if residual is not kept:
-                narrow(residual, kept, "residual", *stream)
+            if residual is not None and self.kept == torch.bfloat16:
+                narrow(residual, self.residuals[piece.index], "residual", *stream)
             return to_bytes(payload)
         except NonFiniteError:
             parameter = self.layout.not_finite(piece.fragment, delta, piece.start)

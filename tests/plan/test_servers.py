@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from torch import Tensor
 
+from benchmarks import ROOT
 from benchmarks.servers.rates import PAGE, literal, literal_of, markdown
-from geotrain.config import codec_config
+from geotrain.commands.dry_run import needs, show
+from geotrain.config import codec_config, load_cluster, load_run
+from geotrain.layout import layout_of
 from geotrain.outer.server import Server
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import place_of, server_needs
 from geotrain.staging import from_bytes
 from tests.support.outer_world import FakeWorker, World, config, layout, random_deltas, start_vector, whole
 
+CONFIGS = ROOT / "configs"
 LAYOUT = layout(1)  # four fragments, of 24, 16, 16 and 8 elements
 EVERY = tuple(range(len(LAYOUT.fragments)))
 # How the names of a state's tensors begin → as what they are counted.
@@ -95,6 +101,22 @@ def test_a_servers_memory_is_that_of_its_live_tensors(rule: str, up: str, down: 
         assert largest[role] <= needs.snapshot_bytes <= 1.25 * largest[role]
         buffers = sum(buffer.nbytes for buffer in (*vault._spare, *vault._deltas.values()))
         assert buffers == needs.passing["decoding"]
+
+
+def test_the_dry_run_tells_each_servers_needs() -> None:
+    run = load_run(CONFIGS / "runs/1b.json", ["outer.server_state=bf16"])
+    cluster = load_cluster(CONFIGS / "clusters/four-regions-ssh.json")
+    found = needs(run, cluster)
+    assert list(found.servers) == ["global", *(region.name for region in cluster.serving)]
+    lay = layout_of(run)
+    assert found.servers["asia"] == server_needs(
+        place_of("region", run.outer, 1), run.outer, lay, run.checkpoint.keep
+    )
+    output = StringIO()
+    show(found, Console(file=output, width=200))
+    told = " ".join(output.getvalue().split())
+    of_parameter = found.servers["global"].memory_bytes / lay.numel
+    assert f" {of_parameter:.1f} " in told and MEASURED.hardware in told
 
 
 def test_the_page_has_the_table_that_follows_from_the_rates() -> None:
