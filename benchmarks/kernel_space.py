@@ -61,7 +61,7 @@ def factors() -> dict[str, Settings]:
         "dequantize_topk": {**sparse, "accumulate": FLAG},
         "add_decoded": {"name": dense, **coded, "base": LOW_PRECISION, "out": LOW_PRECISION, **sizes},
         "outer_update": {"moves": FLAG, "momentum": FLAG, "accumulates": FLAG, **sizes},
-        "merge": {"pending": FLAG, **sizes},
+        "merge": {"ledger": FLAG, **sizes},
         "adam": {"grad": LOW_PRECISION, "out": (None, *LOW_PRECISION), "ahead": FLAG, "commit": FLAG, **sizes},
         "rotate": {
             "states": LOW_PRECISION,
@@ -202,9 +202,7 @@ _CALLS: dict[str, Any] = {
     "outer_update": lambda moves, momentum, accumulates, numel, tail: _outer_update(
         moves, momentum, accumulates, numel + tail
     ),
-    "merge": lambda pending, numel, tail: triton_ops.merge(
-        *(_meta(numel + tail) for _ in range(3)), _meta(numel + tail) if pending else None, 0.25
-    ),
+    "merge": lambda ledger, numel, tail: triton_ops.merge(*(_meta(numel + tail) for _ in range(3)), ledger, 0.25),
     "adam": lambda grad, out, ahead, commit, numel, tail: _adam(grad, out, ahead, commit, numel + tail),
     "rotate": _rotate,
     "orthogonalize": _orthogonalize,

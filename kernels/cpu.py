@@ -62,10 +62,10 @@ _OuterJob = _struct(
 )
 _MergeJob = _struct(
     "merge_job",
-    (_pointer, "weights base incoming sent"),
+    (_pointer, "weights base incoming"),
     (_long, "numel"),
     (_float, "keep alpha"),
-    (_int, "threads"),
+    (_int, "ledger threads"),
 )
 _AdamStep = _struct("adam_step", (_float, "grad_scale beta1 rest1 beta2 rest2 root_scale eps rate shrink"))
 _AdamJob = _struct(
@@ -201,10 +201,10 @@ def outer_update(
     _run("outer_update", **vectors, numel=weights.numel(), **vars(step))
 
 
-def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, alpha: float) -> None:
+def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: float) -> None:
     """As `reference.merge`."""
-    vectors = _tensors(weights=weights, base=base, incoming=incoming, sent=sent)
-    _run("merge", **vectors, numel=weights.numel(), keep=1 - alpha, alpha=alpha)
+    vectors = _tensors(weights=weights, base=base, incoming=incoming)
+    _run("merge", **vectors, numel=weights.numel(), keep=1 - alpha, alpha=alpha, ledger=ledger)
 
 
 def adam(

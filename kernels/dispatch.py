@@ -119,12 +119,13 @@ def outer_update(
     _pick(weights).outer_update(weights, delta, momentum, accumulator, step)
 
 
-def merge(weights: Tensor, base: Tensor, incoming: Tensor, alpha: float, sent: Tensor | None = None) -> None:
-    """base = (1−α)·sent + α·incoming ; weights = base − (sent − weights); all fp32. Without `sent`: the weights."""
+def merge(weights: Tensor, base: Tensor, incoming: Tensor, alpha: float, ledger: bool) -> None:
+    """base = (1−α)·s + α·incoming ; weights = base − (s − weights); all fp32. s: what `base` holds before; without
+    the ledger, the weights."""
     if not weights.numel():
         return
-    _check("merge", weights, {"weights": weights, "base": base, "incoming": incoming, "sent": sent})
-    _pick(weights).merge(weights, base, incoming, sent, alpha)
+    _check("merge", weights, {"weights": weights, "base": base, "incoming": incoming})
+    _pick(weights).merge(weights, base, incoming, ledger, alpha)
 
 
 def adam_step(

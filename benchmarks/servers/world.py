@@ -20,14 +20,15 @@ from geotrain.net.server_host import LISTENING
 
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 WIDTH = 1024
-FRAGMENTS = 5  # of layers; the embedding is one more
+FRAGMENTS = 15  # of layers; the embedding is one more
 START_S = 600.0  # a server writes its first weights to the disk before it listens
 
 
 def write_files(
     folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers"
 ) -> Path:
-    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it.
+    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it;
+    momenta and residuals are kept in bf16.
 
     workers: the names of each region's; None: REGION with WORKERS."""
     of_regions = workers or {REGION: WORKERS}
@@ -48,7 +49,7 @@ def write_files(
         "outer": {
             "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
             "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
-            "fragments": {"layers_per_fragment": layers // FRAGMENTS},
+            "fragments": {"layers_per_fragment": layers // FRAGMENTS}, "server_state": "bf16",
         },
         "checkpoint": {"keep": 1, "every_minutes": 1e4},
         "monitor": {"sample_s": 2.0},

@@ -228,6 +228,10 @@ class OuterConfig(Block):
         "or on the host, to which masters cross for each delta while training waits. auto: where the masters are.",
     )
 
+    server_state: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Momenta and residuals of servers between updates; bf16: half their memory."
+    )
+
     @property
     def flat(self) -> bool:
         """Whether workers speak to the global server themselves, without region servers between."""
@@ -251,6 +255,7 @@ class OuterConfig(Block):
                 *(f"rule.{key}" for key in rule.differing(*of_regions)),
                 *self.differing("local"),
                 *reserve,
+                *(self.differing("server_state") if isinstance(rule, RegionMomentumConfig) else ()),
             ]
             why = "levels = 1, where workers speak to the global server and no region server stands between"
         elif rule.synchronous:

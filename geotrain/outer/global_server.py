@@ -52,7 +52,8 @@ class GlobalServer(Server):
         members = tuple(self._workers_of)
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
-        super().__init__(GLOBAL, role, identity, layout, rule, members, config.up, config.down, config.limits, vaults)
+        codecs, narrow = (config.up, config.down), config.server_state == "bf16"
+        super().__init__(GLOBAL, role, identity, layout, rule, members, *codecs, config.limits, vaults, narrow=narrow)
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)

@@ -51,8 +51,7 @@ class RegionServer(Server):
     """Applies its workers' deltas as its rule says and sends the region's own progress to the global server: with the
     asynchronous rules each delta at once, and progress after every K of them.
 
-    workers: its members. validates: whether to keep a copy of the newest global weights for workers that evaluate
-    them (4 bytes a parameter).
+    workers: its members. validates: whether workers evaluate the global weights, of which it keeps a copy then.
     """
 
     rule: RegionRule
@@ -63,7 +62,7 @@ class RegionServer(Server):
     ) -> None:  # fmt: skip
         super().__init__(
             name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits, vaults,
-            (config.up, config.down), validates,
+            (config.up, config.down), validates, config.server_state == "bf16",
         )  # fmt: skip
         self.global_versions = [0] * len(layout.fragments)
         self.sequence = 0  # of the last update sent up

@@ -11,7 +11,6 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.layout import Layout, LayoutError, numel
+from geotrain.older_states import state_as_now
 from geotrain.outer.codec import Codec, make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.events import Event, UpdateApplied
@@ -86,14 +86,13 @@ class Server(Membership):
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
         members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig, vaults: int,
-        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, narrow: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(identity, layout, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        self.vaults = Vaults(
-            [Vault(name, layout, own, rule, self.up, down, above, validates) for own in deal(layout.pieces, vaults)]
-        )
+        alike = rule, self.up, down, above, validates, narrow
+        self.vaults = Vaults([Vault(name, layout, own, *alike) for own in deal(layout.pieces, vaults)])
         # Number and versions of the global weights that a worker evaluates at present. The vaults keep a copy.
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
@@ -341,7 +340,7 @@ class Server(Membership):
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
-        tensors = {as_now(name): tensor for name, tensor in tensors.items()}
+        tensors = state_as_now(tensors)
         for piece in self.layout.pieces if self.fragments else ():
             x = tensors.get(f"piece.{piece.index}.x")
             if x is None or x.numel() != piece.numel:
@@ -452,7 +451,7 @@ class Server(Membership):
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
                 told, names = self.rule.on_delta(state, name, first.weight)
-                self.vaults.obey(Apply(name, fragment, told))
+                self.vaults.obey(Apply(name, fragment, state.version, told))
             self.answer_members(names, fragment)
         staleness = max(member.staleness[fragment] for fragment in fragments)
         metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
@@ -486,15 +485,3 @@ class Server(Membership):
         member.owed.discard(fragment)
         if not member.awaiting[sequence]:
             del member.awaiting[sequence]
-
-
-# In states of older versions, whose fragments are one piece each: fragment.3.x, in_flight.12.3.
-_OLDER = ((re.compile(r"fragment\.(?=\d)"), "piece."), (re.compile(r"in_flight\.\d+\.(?=\d)"), "in_flight."))
-
-
-def as_now(tensor: str) -> str:
-    """The name that a tensor of a state, perhaps of an older version, has now."""
-    for older, now in _OLDER:
-        if older.match(tensor):
-            return older.sub(now, tensor, count=1)
-    return tensor

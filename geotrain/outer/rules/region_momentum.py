@@ -54,6 +54,8 @@ class MomentumRegion(AsyncRegion):
     """The region's half of the rule, always with the ledger. workers: of the region; each delta weighs one over their
     number. decay: k of one update, from `momentum_decay`."""
 
+    narrow = ("momentum",)
+
     def __init__(self, config: RegionMomentumConfig, workers: int, decay: float) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
         self.decay, self.gain, self.weight = decay, momentum_gain(config.gain, decay), 1 / workers
