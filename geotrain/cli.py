@@ -209,6 +209,20 @@ def serve_region(
     raise typer.Exit(run_server(region, run, cluster, resume))
 
 
+@serve.command("vault", epilog="Example: geotrain serve vault eu 0 --run runs/mine/run.json")
+def serve_vault(
+    server: Annotated[str, typer.Argument(help="The server that it belongs to: `global` or a region's name.")],
+    number: Annotated[int, typer.Argument(min=0, help="Its place in that server's `vaults`, from 0.")],
+    run: RunOption,
+    cluster: ClusterOption = None,
+    resume: Resume = False,
+) -> None:
+    """Run one vault of a server until that has ended."""
+    from geotrain.commands.serve import run_server
+
+    raise typer.Exit(run_server(None if server == "global" else server, run, cluster, resume, number))
+
+
 @app.command(epilog="Example: geotrain export runs/mine exported")
 def export(
     folder: RunFolder,

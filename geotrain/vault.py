@@ -9,7 +9,7 @@ vaults changes no bit. Slices and payloads reach a vault in its members' own mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,9 +48,11 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Apply:
-    """Let the rule take in what was decoded last of this fragment. version: of the weights, with it."""
+    """Let the rule take in the member's update of this fragment. It is decoded now if it was not. version: of the
+    weights, with it."""
 
     member: str
+    sequence: int
     fragment: int
     version: int
     told: Told
@@ -69,8 +71,8 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Forget:
-    """joins: the member's slices, and what came of its updates. updates: what came of these. answers: those to these
-    updates. mirrors: what it was sent: its next weights go whole."""
+    """joins: the member's slices, and what came of its updates. updates: what came of these, which are judged, like
+    all before them. answers: those to these updates. mirrors: what it was sent: its next weights go whole."""
 
     member: str
     joins: bool = False
@@ -103,9 +105,10 @@ class StartOver:
 
 @dataclass(frozen=True)
 class Copy:
-    """Keep a copy of the newest global weights (bf16), to be evaluated while the run goes on; or none."""
+    """Keep a copy of the newest global weights (bf16), to be evaluated while the run goes on. number: of the
+    validation; 0: there is none."""
 
-    wanted: bool
+    number: int
 
 
 Order = Decode | Apply | Freeze | Forget | SendUp | Merge | StartOver | Copy
@@ -142,6 +145,7 @@ class Vault:
         # Piece → its delta as decoded last, in one of the buffers that are kept for this: fresh memory for each
         # update would take longer to map than to fill; so rules must copy what they keep.
         self._deltas: dict[int, Tensor] = {}
+        self._decoded = ("", 0)  # member and sequence of the update that they are
         self._spare: list[Tensor] = []  # buffers that hold nothing; each has room for the largest piece
         self.members: dict[str, _Known] = {}
         self.newest: dict[int, Tensor] | None = {} if validates else None  # global weights, bf16, for validation
@@ -166,9 +170,12 @@ class Vault:
             case UpdatePart():
                 payloads = {(message.part, d.piece): d.payload for d in message.deltas if d.piece in own}
                 self._member(message.member).updates.setdefault(message.sequence, {}).update(payloads)
+                if self._decoded == (message.member, message.sequence):
+                    self._decoded = ("", 0)  # a former life's: the number is used again
             case Answer():
-                self._came = {weights.piece: weights for weights in message.weights if weights.piece in own}
-                return [d for i, w in self._came.items() if (d := self._checked(w, own[i])).fault]
+                came = {weights.piece: weights for weights in message.weights if weights.piece in own}
+                self._came.update(came)
+                return [d for i, w in came.items() if (d := self._checked(w, own[i])).fault]
         return []
 
     def _checked(self, weights: PieceWeights, piece: Piece) -> Decoded:
@@ -189,6 +196,9 @@ class Vault:
             case Decode():
                 return list(self._decode(order))
             case Apply():
+                decoded = self._deltas.keys() if self._decoded == (order.member, order.sequence) else ()
+                if any(piece.index not in decoded for piece in self._of[order.fragment]):
+                    list(self._decode(Decode(order.member, order.sequence, (order.fragment,))))
                 for piece in self._of[order.fragment]:
                     v, delta = self.vectors[piece.index], self._deltas[piece.index][: piece.numel]
                     self.will_change(*v.all())
@@ -205,12 +215,12 @@ class Vault:
                 for piece in self._of[order.fragment]:
                     self._merge(piece, order.first)
             case StartOver():
-                for table in (self.vectors, self.in_flight, self.residuals):
+                for table in (self.vectors, self.in_flight, self.residuals, self._came):
                     table.clear()
                 self.downlink.clear()
             case Copy():
                 newest = {i: v.x for i, v in self.vectors.items()} if self.newest is None else self.newest
-                self.copy = {i: x.bfloat16() for i, x in newest.items()} if order.wanted else {}
+                self.copy = {i: x.bfloat16() for i, x in newest.items()} if order.number else {}
         return []
 
     def _decode(self, order: Decode) -> Iterator[Decoded]:
@@ -218,9 +228,9 @@ class Vault:
         payloads = known.updates[order.sequence]
         self._spare += self._deltas.values()
         self._deltas.clear()
+        self._decoded = order.member, order.sequence
         for piece in (piece for fragment in order.fragments for piece in self._of[fragment]):
-            buffer = self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.pieces))
-            self._deltas[piece.index] = buffer
+            buffer = self._deltas[piece.index] = self._buffer()
             vector = buffer[: piece.numel]
             for part in sorted(known.joins):
                 slices = known.joins[part].pushes[piece.index]
@@ -234,6 +244,22 @@ class Vault:
                 if not in_place:
                     scatter(decoded, slices, vector)
                 yield Decoded(piece.index, part, squares)
+
+    def _buffer(self) -> Tensor:
+        return self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.pieces))
+
+    def measure(self, member: str, sequence: int, part: int) -> Iterator[Decoded]:
+        """What `Decode` will say of what came of this part. Nothing decoded is kept."""
+        known = self._member(member)
+        for (p, i), payload in known.updates.get(sequence, {}).items():
+            if p == part:
+                buffer = self._buffer()
+                out = buffer[: numel(known.joins[part].pushes[i])]
+                try:
+                    yield Decoded(i, part, self.up.decode_measured(from_bytes(payload), out))
+                except ValueError as error:
+                    yield Decoded(i, part, 0.0, str(error))
+                self._spare.append(buffer)
 
     def _freeze(self, order: Freeze) -> None:
         known = self._member(order.member)
@@ -317,6 +343,34 @@ class Vault:
         held = gather(self.copy[piece], self._member(member).joins[part].holds[piece])
         return to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload)
 
+    # -- for a vault in a process of its own
+
+    def forget_life(self, member: str, answers: bool) -> None:
+        """The server begins a new life: what a state leaves out is forgotten. answers: all of them."""
+        known = self._member(member)
+        for table in (known.joins, known.updates, *((known.answers, known.senders) if answers else ())):
+            table.clear()
+        self._decoded = ("", 0)
+
+    def heard(self) -> Iterator[Answer]:
+        """The global weights that are not merged yet, as `hear` takes them."""
+        for weights in self._came.values():
+            yield Answer(0, (weights,))
+
+    def sent(self) -> dict[str, Any]:
+        """What members were sent, where weights travel as changes: the counterpart of what `load` takes."""
+        return {
+            name: {
+                "marks": [[piece, *both] for piece, both in marks.items()],
+                "answers": [
+                    [sequence, [], [[w.piece, w.version, w.increment] for w in answer.values()]]
+                    for sequence, answer in self.members[name].answers.items()
+                ],
+            }
+            for name in self.members
+            if (marks := self.marks_of(name))
+        }
+
     # -- state
 
     def state(self) -> dict[str, Tensor]:
@@ -373,54 +427,3 @@ class Vault:
 
     def _member(self, member: str) -> _Known:
         return self.members.setdefault(member, _Known())
-
-
-class Vaults:
-    """A server's vaults in this process, which all get every order. of: piece → the vault that has it."""
-
-    def __init__(self, vaults: Sequence[Vault]) -> None:
-        self.all = vaults
-        self.of = {piece.index: vault for vault in vaults for piece in vault.pieces}
-
-    def obey(self, order: Order) -> list[Decoded]:
-        """Replies in the order of pieces and parts, which is that of one vault alone."""
-        if len(self.all) == 1:
-            return self.all[0].obey(order)
-        replies = [reply for vault in self.all for reply in vault.obey(order)]
-        return sorted(replies, key=lambda reply: (reply.piece, reply.part))
-
-    def hear_update(self, part: UpdatePart) -> UpdatePart:
-        """Returns what is left for the book: the part without its payloads."""
-        self.hear(part)
-        return replace(part, deltas=tuple([replace(delta, payload=b"") for delta in part.deltas]))
-
-    def as_it_came(self, part: UpdatePart) -> UpdatePart:
-        """The counterpart of `hear_update`, as long as the update is not whole."""
-        came = [self.of[d.piece].arrived(part.member, part.sequence, part.part, d.piece) for d in part.deltas]
-        return _with(part, came)
-
-    def as_it_goes(self, part: UpdatePart) -> UpdatePart:
-        """An update to the global server that is in flight, with its payloads."""
-        return _with(part, [self.of[delta.piece].in_flight[delta.piece] for delta in part.deltas])
-
-    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
-        faults = [fault for vault in self.all for fault in vault.hear(message)]
-        return sorted(faults, key=lambda fault: fault.piece)
-
-    def marks_of(self, member: str) -> dict[int, tuple[int, int]]:
-        """See `Vault.marks_of`."""
-        return dict(sorted(mark for vault in self.all for mark in vault.marks_of(member).items()))
-
-    def own_marks(self) -> dict[int, int]:
-        """The marks of what the global server sent, by piece."""
-        return dict(sorted(mark for vault in self.all for mark in vault.downlink.marks.items()))
-
-    def watch(self, will_change: Callable[..., None]) -> None:
-        """See `Vault.will_change`."""
-        for vault in self.all:
-            vault.will_change = will_change
-
-
-def _with(update: UpdatePart, payloads: Sequence[bytes]) -> UpdatePart:
-    deltas = [replace(delta, payload=payload) for delta, payload in zip(update.deltas, payloads, strict=True)]
-    return replace(update, deltas=tuple(deltas))

@@ -19,10 +19,13 @@ from geotrain.config import (
     Address,
     ClusterConfig,
     ConfigError,
+    RegionConfig,
     RunConfig,
     config_digest,
     load_cluster,
     load_run,
+    vault_name,
+    vaults_of,
 )
 from geotrain.emulate import wan
 from geotrain.files import OutputError, try_lock, write_whole
@@ -213,8 +216,8 @@ def resolve(
     earlier launch of the run, whose ports are taken again where they are free: regions that live on know them.
     Raises ConfigError.
     """
-    free = iter(free_ports(1 + len(cluster.regions)))
-    known = {} if before is None else {GLOBAL: before.global_server, **{r.name: r.server for r in before.regions}}
+    known = {} if before is None else _addresses(before)
+    free = iter(free_ports(len(_addresses(cluster))))
 
     def at(site: str, address: Address, emulated_host: str | None) -> Address:
         host = emulated_host or address.host
@@ -224,18 +227,29 @@ def resolve(
                 return old
         return Address(host=host, port=address.port or next(free))
 
-    regions = tuple(
-        r.model_copy(update={"server": at(r.name, r.server, links.addresses[r.name] if links else None)})
-        for r in cluster.regions
-    )
-    global_server = at(GLOBAL, cluster.global_server, links.global_address if links else None)
+    def all_at(site: str, vaults: tuple[Address, ...], emulated_host: str | None) -> tuple[Address, ...]:
+        return tuple(at(vault_name(site, i), vault, emulated_host) for i, vault in enumerate(vaults))
+
+    def region_at(r: RegionConfig, host: str | None) -> RegionConfig:
+        return r.model_copy(update={"server": at(r.name, r.server, host), "vaults": all_at(r.name, r.vaults, host)})
+
+    regions = tuple(region_at(r, links.addresses[r.name] if links else None) for r in cluster.regions)
+    host = links.global_address if links else None
+    global_server, vaults = at(GLOBAL, cluster.global_server, host), all_at(GLOBAL, cluster.global_vaults, host)
     if here is None:
         here = tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
-    local = [global_server] if GLOBAL in here else []
+    local = [global_server, *vaults] if GLOBAL in here else []
     if links is None:  # inside a namespace every port is free
-        local += [region.server for region in regions if region.name in here]
+        local += [each for region in regions if region.name in here for each in (region.server, *region.vaults)]
     check_ports_are_free(local)
-    return cluster.model_copy(update={"global_server": global_server, "regions": regions})
+    return cluster.model_copy(update={"global_server": global_server, "global_vaults": vaults, "regions": regions})
+
+
+def _addresses(cluster: ClusterConfig) -> dict[str, Address]:
+    """Of servers and vaults, by the names of their processes."""
+    servers = {GLOBAL: cluster.global_server, **{region.name: region.server for region in cluster.regions}}
+    vaults = {vault_name(site, i): at for site in servers for i, at in enumerate(vaults_of(cluster, site))}
+    return {**servers, **vaults}
 
 
 def _is_finished(run: RunConfig, folder: Path) -> bool:

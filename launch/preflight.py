@@ -21,6 +21,7 @@ from geotrain.config import (
     UnsupportedModelError,
     architecture_from_hf,
     is_loopback,
+    vaults_of,
 )
 from geotrain.config.deepspeed import AUTO, COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_LR, completed
 from geotrain.data.dataset import end_of_document, read_manifest
@@ -69,6 +70,7 @@ def obstacles(
     if cluster.security is not None:
         wanted: list[tuple[Role, str]] = [("operator", OPERATOR)] if shows else []
         wanted += [("global" if s == GLOBAL else "region", s) for s in topology.servers if s in here]
+        wanted += [("vault", s) for s in topology.servers if s in here and vaults_of(cluster, s)]
         wanted += [("worker", name) for name, region in topology.home.items() if region in here]
         checks += [partial(load_credentials, Path(cluster.security.folder), *pair) for pair in wanted]
     checks.append(partial(_check_processes, run, cluster, here))
@@ -83,6 +85,12 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
     wanted = [
         (f"the server of {site!r}", address)
         for site, address in topology.servers.items()
+        if site in here and not cluster.emulate_links
+    ]
+    wanted += [
+        (f"vault {number} of {site!r}", address)
+        for site in topology.servers
+        for number, address in enumerate(vaults_of(cluster, site))
         if site in here and not cluster.emulate_links
     ]
     if monitor.enabled and monitor.page_port and GLOBAL in here:

@@ -94,6 +94,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
     from geotrain.monitor.utilization import peak_flops, training_flops_per_token
     from geotrain.net.certs import trust_between
+    from geotrain.net.vaulted_link import vaults_above
     from geotrain.net.worker_client import WorkerClient
     from geotrain.outer.server import identity_of
     from geotrain.trainer import Trainer
@@ -118,9 +119,10 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     peak = peak_flops(cluster, worker)
     per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
     trust = trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
+    vaults = vaults_above(cluster, layout, "worker", worker.name, site)
     log = folder / "events" / f"{worker.name}.jsonl"
     with (
-        closing(WorkerClient(str(server), trust=trust)) as client,
+        closing(WorkerClient(str(server), trust=trust, vaults=vaults)) as client,
         EventLog(log, source=worker.name, enabled=run.monitor.enabled) as events,
     ):
 

@@ -20,7 +20,16 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, WorkerConfig, relocated
+from geotrain.config import (
+    ClusterConfig,
+    ConfigError,
+    RunConfig,
+    Topology,
+    WorkerConfig,
+    relocated,
+    vault_name,
+    vaults_of,
+)
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.files import write_whole
 from geotrain.launch.check import free_ports
@@ -103,10 +112,11 @@ def local_processes(
         if hosts:
             here[worker.name] = worker.model_copy(update={"hosts": hosts})
     devices = assign_devices(here, machine)
-    started = [_server(request, folder, GLOBAL, None)] if GLOBAL in request.sites else []
+    started = _server(request, folder, GLOBAL, None) if GLOBAL in request.sites else []
     if not request.run.outer.flat:
         regions = [region.name for region in request.cluster.serving if region.name in request.sites]
-        started += [_server(request, folder, region, namespaces.get(region)) for region in regions]
+        for region in regions:
+            started += _server(request, folder, region, namespaces.get(region))
     for number, (region, worker) in enumerate(workers):
         port = worker.master_port or FIRST_MASTER_PORT + number
         started += _worker(request, folder, region, worker, port, devices.get(worker.name), namespaces)
@@ -174,22 +184,28 @@ def path_there(path: str, folder: str | None) -> str:
     return path
 
 
-def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) -> ProcessSpec:
-    which = ("global",) if site == GLOBAL else ("region", site)
-    command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"))
+def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) -> list[ProcessSpec]:
+    """The server of a site, and its vaults."""
 
-    def process(resume: bool) -> ProcessSpec:
+    def process(name: str, which: tuple[str, ...], above: str, resume: bool) -> ProcessSpec:
+        command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"))
         return ProcessSpec(
-            site,
+            name,
             guarded((*command, "--resume") if resume else command, netns),
-            {JOB: str(folder / site)},
+            {JOB: str(folder / name)},
             role="server",
             inherited_fds=() if netns is None else (netns,),
-            respawn=lambda: process(True),
-            depends_on="" if site == GLOBAL else _unit_of_global(request.cluster),
+            respawn=lambda: process(name, which, above, True),
+            depends_on=above,
         )
 
-    return process(request.resume)
+    which = ("global",) if site == GLOBAL else ("region", site)
+    above = "" if site == GLOBAL else _unit_of_global(request.cluster)
+    vaults = range(len(vaults_of(request.cluster, site)))
+    return [
+        process(site, which, above, request.resume),
+        *(process(vault_name(site, i), ("vault", site, str(i)), site, request.resume) for i in vaults),
+    ]
 
 
 def _unit_of_global(cluster: ClusterConfig) -> str:

@@ -24,7 +24,7 @@ LAYERS = [
     {"parameter_file"},
     {"layout"},
     {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "expert_order", "staging"},
-    {"outer", "vault", "lent", "narrow", "older_states", "optimizers"},
+    {"outer", "vault", "vaults", "vault_machine", "lent", "narrow", "older_states", "optimizers"},
     {
         "inner",
         "acco",

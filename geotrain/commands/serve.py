@@ -9,22 +9,28 @@ from pathlib import Path
 
 from torch import Tensor
 
-from geotrain.config import RunConfig, load_cluster, load_run
+from geotrain.config import RunConfig, load_cluster, load_run, vault_name
 from geotrain.launch.site_processes import LaunchRequest
-from geotrain.net.server_process import serve_global, serve_region
+from geotrain.net.server_process import serve_global, serve_region, serve_vault
 from geotrain.outer.messages import GLOBAL
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
 FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
 
 
-def run_server(region: str | None, run_path: Path, cluster_path: Path | None, resume: bool) -> int:
-    """The server of a region, or the global one (None). Gives the exit code. Raises ConfigError."""
+def run_server(
+    region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, vault: int | None = None
+) -> int:
+    """The server of a region, or the global one (None); or one of its vaults. Gives the exit code. Raises
+    ConfigError."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
     if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there
         LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
     servers = run.run_folder / "servers"
+    if vault is not None:
+        server = region or GLOBAL
+        return serve_vault(run, cluster, server, vault, servers / vault_name(server, vault), resume)
     if region is None:
         return serve_global(run, cluster, servers / GLOBAL, resume, final_validation(run))
     cluster.region(region)

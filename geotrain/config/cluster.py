@@ -97,6 +97,9 @@ class RegionConfig(Block):
         description="On that host, what the launch's working directory is here: the run's paths below that are below "
         "this there, all others the same. null: all are the same.",
     )
+    vaults: tuple[Address, ...] = Field(
+        (), description="Where this server's vaults listen, each a process; without any they are in the server's own."
+    )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
     hosts: tuple[HostConfig, ...] = Field((), description="What `geotrain plan` may use here.")
 
@@ -143,6 +146,7 @@ class ClusterConfig(Block):
 
     name: Name
     global_server: Address = Address()
+    global_vaults: tuple[Address, ...] = Field((), description="As a region's `vaults`, of the global server.")
     global_ssh: SshHost | None = Field(None, description="Host that runs the global server; None: this machine.")
     global_folder: AbsolutePath | None = Field(None, description="As a region's `folder`, on that host.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
@@ -169,6 +173,12 @@ class ClusterConfig(Block):
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
         for region in self.regions:
+            if region.vaults and len(region.vaults) != len(self.global_vaults):
+                number = len(self.global_vaults)
+                raise ValueError(
+                    f"region {region.name!r} has {len(region.vaults)} vaults, the global server {number}; a region "
+                    "has none, or as many, since each speaks with its counterpart"
+                )
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
@@ -201,6 +211,16 @@ class ClusterConfig(Block):
         raise ConfigError(
             f"region {region!r} has no worker {name!r}; its workers: {', '.join(w.name for w in workers)}"
         )
+
+
+def vaults_of(cluster: ClusterConfig, server: str) -> tuple[Address, ...]:
+    """Where that server's vaults listen; none: they are in its own process. Raises ConfigError."""
+    return cluster.global_vaults if server == "global" else cluster.region(server).vaults
+
+
+def vault_name(server: str, vault: int) -> str:
+    """Of a vault's process, and of its folder beside its server's."""
+    return f"{server}.vault-{vault}"
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:

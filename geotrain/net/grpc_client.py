@@ -89,6 +89,10 @@ class GrpcClient:
         self._arriving: dict[tuple[int, int, tuple[int, ...]], wire.FrameReader] = {}
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
 
+    def live_as(self, incarnation: str) -> None:
+        """The member begins a new life."""
+        self.incarnation = incarnation
+
     async def close(self) -> None:
         await self._channel.close()
 
@@ -131,6 +135,16 @@ class GrpcClient:
             raise reply.error()
         del self._broken[part.part]
         return reply.applied
+
+    async def commit(self, part: UpdatePart) -> int | None:
+        """Tell the book of a part whose payloads go to vaults. Returns as `push`, when it is taken; None: not yet."""
+        call = self._channel.unary_unary(f"/{rpc.SERVICE}/commit")
+        try:
+            reply = await call(next(wire.frames(part)), timeout=rpc.MAX_WAIT_S + REPLY_S)
+        except aio.AioRpcError as error:
+            raise self._reason(error) from None
+        ack = wire.unpack(reply, rpc.Ack, rpc.NotYet)
+        return None if isinstance(ack, rpc.NotYet) else ack.applied
 
     async def _resume(self, call: Any, part: UpdatePart, header: int) -> int:
         """Ask how many chunks of this update the server has already."""

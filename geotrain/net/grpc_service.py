@@ -32,6 +32,7 @@ from geotrain.net.rate_limits import RateLimits
 from geotrain.net.resumable_uploads import ResumableUploads
 from geotrain.net.rpc import ListenError
 from geotrain.net.server_thread import ServerThread
+from geotrain.net.vault_sessions import VaultSessions
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 MAX_CALLS = 8192  # at the same time
 MAX_LATE_FRAMES = 1024  # so many frames of an update are read after the reply to it, and dropped
 DAMAGED_RETRY_S = 0.5  # when a sender whose frame was damaged may try again
+VAULTS_RETRY_S = 0.5  # when a member may join, once its vaults are there
 BUSY_RETRY_S = 0.1  # the shortest pause for a sender with too many calls
 HANDSHAKE_S = 15.0  # who connects must have said who they are within this time
 IDLE_S = 600.0  # a connection without calls is closed after this time; who has more to say connects again
@@ -72,6 +74,7 @@ class GrpcService:
     snapshot: writes a snapshot and returns where it is. extra_status: gives further entries for the status.
     silent_s: a member that was not heard of for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
+    vaults: where the server's are processes of their own.
     """
 
     def __init__(
@@ -82,9 +85,10 @@ class GrpcService:
         *,
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
+        vaults: VaultSessions | None = None,
     ) -> None:
         self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
-        self.server, self.credentials = server_thread.server, credentials
+        self.server, self.credentials, self.vaults = server_thread.server, credentials, vaults
         self.failure_detector = FailureDetector(server_thread, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
@@ -106,13 +110,13 @@ class GrpcService:
         options = (*rpc.OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
         self._grpc = aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         unary = (
-            self._join, self._lease, self._release, self._trained, self._validated, self._leave, self._beat,
-            self._status, self._control,
+            self._join, self._commit, self._lease, self._release, self._trained, self._validated, self._leave,
+            self._beat, self._status, self._control,
         )  # fmt: skip
         kinds: tuple[tuple[Callable[[Handler], Any], tuple[Handler, ...]], ...] = (
             (grpc.unary_unary_rpc_method_handler, unary),
             (grpc.unary_stream_rpc_method_handler, (self._pull, self._weights)),
-            (grpc.stream_stream_rpc_method_handler, (self._push,)),
+            (grpc.stream_stream_rpc_method_handler, (self._push, self._vault)),
         )
         # A call's name, as `geotrain.net.rpc` lists it, is that of its method here.
         methods = {call.__name__[1:]: kind(self._handled(call)) for kind, calls in kinds for call in calls}
@@ -146,6 +150,8 @@ class GrpcService:
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         self._check_speaker(context, self.server.member_role, join.member)
+        if self.vaults is not None and not self.vaults.ready:
+            raise Refused(f"{self.server.name}: not all vaults of this server are here", VAULTS_RETRY_S)
         if join.member in self.server.members:
             self.failure_detector.heard(join.member, NOBODY)  # the join itself may wait for the server's thread
         welcome = await self.server_thread.say(join)
@@ -188,6 +194,30 @@ class GrpcService:
             await self._take_chunks(context, part, reader)
             await self._judged(part, self.server_thread.say(reader.message))
         return rpc.Ack(self.server.members[part.member].sequence)
+
+    async def _commit(self, request: bytes, context: Any) -> bytes:
+        """Take a part of an update, whose payloads go to vaults, once those hold all of it."""
+        vaults, reader = self._with_vaults(), wire.FrameReader(UpdatePart, limit_bytes=self._update_bytes)
+        reader.feed(request)
+        part: UpdatePart = reader.header
+        self._check_speaker(context, self.server.member_role, part.member)
+        if await self._judged(part, self.server_thread.read(lambda: self.server.admit(part))):
+            self.failure_detector.heard(part.member, part.part)
+            held = await vaults.part(part, rpc.MAX_WAIT_S)
+            if held is None:
+                return wire.pack(rpc.NotYet())
+            await self._judged(part, self.server_thread.say(held))
+        return wire.pack(rpc.Ack(self.server.members[part.member].sequence))
+
+    async def _vault(self, _: Any, context: Any) -> None:
+        vaults = self._with_vaults()
+        self._check_speaker(context, "vault", self.server.name)
+        await vaults.serve(context)
+
+    def _with_vaults(self) -> VaultSessions:
+        if self.vaults is None:
+            raise Refused("this server's vaults are in its own process: both ends need the same cluster file")
+        return self.vaults
 
     async def _opening(self, context: Any, *other_kinds: type) -> wire.FrameReader:
         """A reader that was fed the first frame of a message from the stream."""
@@ -355,7 +385,9 @@ class GrpcService:
         """Raises Refused if the certificate at the other end is not that of `role` and `name`."""
         if self.credentials is not None:
             names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
-            if identity(role, name) not in names:
+            # A region's vaults bring and fetch its payloads.
+            speakers = [identity(each, name) for each in ((role, "vault") if role == "region" else (role,))]
+            if not set(speakers) & set(names):
                 raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
         if role == self.server.member_role and name in self.server.members:
             self.peers[_plain_peer(context.peer())] = name  # at each call, since it may come over a new connection

@@ -19,6 +19,8 @@ from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
 from geotrain.outer.server import Server
+from geotrain.vault_machine import VaultMachine
+from geotrain.vaults import FromVaults, HeldPart
 
 JOURNAL = "journal"  # within a server's folder
 
@@ -34,7 +36,7 @@ class Stopped:
     """Another such record. At this point the process ended in good order, and with it all who took part."""
 
 
-KINDS = (Restarted, Stopped, *typing.get_args(Message))
+KINDS = (Restarted, Stopped, *typing.get_args(Message), *typing.get_args(FromVaults))
 
 
 @dataclass
@@ -109,12 +111,13 @@ def end_lives(server: Server) -> None:
 def _restarted(build: Callable[[], Server], server: Server) -> Server:
     """A server with nothing but this one's durable state, as after the death of its process."""
     fresh = build()
+    fresh.vaults.take_over(server.vaults)
     fresh.load(*server.state())
     return fresh
 
 
 def begin_snapshot(
-    server: Server, store: SnapshotStore, journal: Journal, ended: bool
+    server: Server | VaultMachine, store: SnapshotStore, journal: Journal, ended: bool
 ) -> tuple[FrozenState, dict[str, Any]]:
     """Freeze the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes,
     which must be called: until then the server copies what it changes.
@@ -128,7 +131,7 @@ def begin_snapshot(
     store.check_room(sum(tensor.nbytes for tensor in tensors.values()))
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
-    for message in left_out(server):
+    for message in server.left_out() if isinstance(server, VaultMachine) else left_out(server):
         journal.append(message)
     journal.flush()
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
@@ -138,10 +141,10 @@ def begin_snapshot(
     return frozen, {"state": state, "segment": segment, "ended": ended}
 
 
-def left_out(server: Server) -> list[Message]:
+def left_out(server: Server) -> list[Message | HeldPart]:
     """The messages with which a journal that follows the state must begin, so that its replay knows what the state
     leaves out: who had joined, and the updates of which not all parts had arrived."""
-    messages: list[Message] = []
+    messages: list[Message | HeldPart] = []
     for name, member in server.members.items():
         mirrors = server.mirrors_of(name)
         for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent

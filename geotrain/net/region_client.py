@@ -19,6 +19,8 @@ from geotrain.net import rpc
 from geotrain.net.certs import Trust
 from geotrain.net.grpc_client import GrpcClient
 from geotrain.net.server_thread import ServerThread
+from geotrain.net.vault_sessions import VaultSessions
+from geotrain.net.vaulted_link import RelayedLink, VaultedLink, VaultsAbove
 from geotrain.outer.messages import (
     Answer,
     Join,
@@ -51,6 +53,7 @@ class RegionClient:
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the sequence of each update that the global server has taken.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
+    above: the global server's vaults, own: this region's, where they are processes of their own.
     """
 
     def __init__(
@@ -64,11 +67,18 @@ class RegionClient:
         on_lost: Callable[[int], None] = lambda updates: None,
         on_acknowledged: Callable[[int], None] = lambda sequence: None,
         metrics: Callable[[], dict[str, float]] = dict,
+        above: VaultsAbove | None = None,
+        own: VaultSessions | None = None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.connect_s, self.on_lost, self.on_acknowledged = connect_s, on_lost, on_acknowledged
         self.metrics = metrics
-        self.link = GrpcClient(address, self.server.name, self.server.incarnation, trust)
+        life = self.server.name, self.server.incarnation
+        self.link: GrpcClient = GrpcClient(address, *life, trust)
+        if own is not None:
+            self.link = RelayedLink(address, *life, trust, own)
+        elif above is not None:
+            self.link = VaultedLink(address, *life, trust, above)
         self.connected = False
         self._updates: deque[UpdatePart | Trained | Leave] = deque()
         self._leases: deque[Join | LeaseRequest | Release | Validated] = deque()  # Join: the data is known now
@@ -165,7 +175,7 @@ class RegionClient:
             self.server.incarnation = uuid.uuid4().hex
             return self.server.incarnation
 
-        self.link.incarnation = await self.server_thread.read(new_life)
+        self.link.live_as(await self.server_thread.read(new_life))
         raise _StartedOver
 
     async def _run_leases(self) -> None:

@@ -4,6 +4,8 @@ method    request                    answer
 join      Join                       Welcome
 push      UpdatePart, streamed       Ack or Refusal, which may come before the whole update was sent
           Resume, UpdatePart …       Have, then as above; the update goes on with chunk number `Have.chunks`
+commit    the header of an UpdatePart whose payloads go to vaults
+                                     Ack, or NotYet: not all is held
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
@@ -14,6 +16,8 @@ leave     SayLeave                   Ack
 beat      Beat                       Ack
 status    nothing                    JSON
 control   Control                    Told
+vault     VaultHello, then what it holds, streamed
+                                     orders, and Bring, Fetch, Save, Farewell, streamed
 
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
 """
@@ -27,7 +31,7 @@ from typing import Any
 from grpc import aio
 
 from geotrain.net import wire
-from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release, Validated
+from geotrain.outer.messages import Answer, LeaseRequest, NotJoined, Refused, Release, UpdatePart, Validated
 
 SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
@@ -179,6 +183,51 @@ class Told:
     """The command was carried out. text: shown to the operator; for a snapshot, where it is."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class VaultHello:
+    """A vault calls its book. orders: how many it has obeyed that count, and has on disk."""
+
+    server: str
+    vault: int
+    vaults: int
+    orders: int
+
+
+@dataclass(frozen=True)
+class VaultState:
+    """A vault tells how far it is on disk. saved: after how many orders its newest snapshot was taken."""
+
+    orders: int
+    saved: int
+    journal_bytes: int
+
+
+@dataclass(frozen=True)
+class Bring:
+    """A region's vault shall push its pieces of an update to the vault of the same pieces above."""
+
+    update: UpdatePart
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A region's vault shall pull its pieces of an answer from there. answer: without payloads."""
+
+    incarnation: str
+    fragments: tuple[int, ...]
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Save:
+    """A vault shall write a snapshot of its state, as it is after the orders before this."""
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """The server has ended in good order, and so shall its vaults."""
 
 
 @dataclass(frozen=True)

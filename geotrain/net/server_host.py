@@ -21,12 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from geotrain.config import (
-    Address,
-    ClusterConfig,
-    RunConfig,
-    is_loopback,
-)
+from geotrain.config import Address, ClusterConfig, RunConfig, is_loopback
 from geotrain.files import OutputError, out_of_room, whole_file
 from geotrain.layout import layout_of
 from geotrain.monitor.events import (
@@ -54,8 +49,11 @@ from geotrain.net.server_thread import ServerThread
 from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
 from geotrain.net.snapshots import StoreError
 from geotrain.net.tcp_counters import TcpCounters, Traffic
+from geotrain.net.vault_sessions import VaultLost, VaultSessions
+from geotrain.net.vaulted_link import VaultsAbove, vaults_above
 from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.region_server import RegionServer
+from geotrain.vaults import FarVaults
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +63,7 @@ TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
 LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snapshot's copy
 FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits longer for its servers
 LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
+VAULTS_LOOK_S = 0.05
 LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
 TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next life
 STATUS = "status.json"  # in the server's folder once it has ended: its last status
@@ -99,6 +98,10 @@ class ServerSetup:
         security = self.cluster.security
         return load_credentials(Path(security.folder), self.role, self.name) if security else None
 
+    def above(self) -> VaultsAbove | None:
+        """The vaults of the global server, for a region's. Raises CertificateError."""
+        return vaults_above(self.cluster, layout_of(self.run), "region", self.name, GLOBAL)
+
     def mirror(self) -> SnapshotMirror | None:
         """Where copies of this server's snapshots go. Raises ConfigError."""
         url, keep = self.run.checkpoint.snapshots, self.run.checkpoint.keep
@@ -130,6 +133,7 @@ class ServerHost:
         self.events, self.folder, self.run_config, self.monitor = events, place.folder, place.run, monitor
         self.region_client: RegionClient | None = None
         self.guard: ConnectionGuard | None = None
+        self.vaults: VaultSessions | None = None  # where they are in processes of their own
         self.saved_updates, self.saved_s = self._updates(), time.monotonic()  # at the last snapshot, or the start
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.stop = asyncio.Event()
@@ -142,6 +146,8 @@ class ServerHost:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         self.server_thread = ServerThread(self.server, self.journal, self._deliver, self.events.write)
+        if isinstance(far := self.server.vaults, FarVaults):
+            self.vaults = VaultSessions(self.server_thread, far, self.server.name, self.server.incarnation)
         of_regions = self.server.member_role == "region"
         self.service = GrpcService(
             self.server_thread,
@@ -149,6 +155,7 @@ class ServerHost:
             self._status,
             silent_s=REGION_SILENT_S if of_regions else WORKER_SILENT_S,
             credentials=self.credentials,
+            vaults=self.vaults,
         )
         address = self.place.address
         self.tcp_counters = TcpCounters(self._is_wide_area, self._traffic_before())
@@ -182,12 +189,15 @@ class ServerHost:
             await self._until_over()
             await self._last_snapshot()
             await self._note_the_end()
+            if self.vaults is not None and not self.stop.is_set():
+                await self.server_thread.read(partial(self.vaults.tell_all, rpc.Farewell()))
             await self._last_upload()
         finally:
             if uploading is not None:
                 uploading.cancel()
             listening.unlink(missing_ok=True)
-            await self.service.stop(LINGER_S)
+            ended_early = self.vaults is not None and self.vaults.lost.done()
+            await self.service.stop(0 if ended_early else LINGER_S)
             self.server_thread.close()
             self.disk.shutdown()
             self.journal.close()
@@ -203,6 +213,8 @@ class ServerHost:
             asyncio.ensure_future(self._tell_traffic()),
             asyncio.ensure_future(self._until_finished()),
         ]
+        if self.vaults is not None:
+            tasks.append(asyncio.ensure_future(self.vaults.until_lost()))
         if self.run_config.monitor.enabled:
             tasks.append(asyncio.ensure_future(self.sampler.run()))
         try:
@@ -262,6 +274,8 @@ class ServerHost:
 
     async def _until_finished(self) -> None:
         """Returns when the server has finished and this process should end in good order."""
+        if self.vaults is not None:
+            await self.vaults.wait_ready()
         while True:
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()
@@ -273,6 +287,9 @@ class ServerHost:
         """Once all data is trained. No worker is there any more, so this process does it, in a bounded time."""
         server, evaluate, began_s = self.server, self.place.evaluate, time.monotonic()
         if evaluate is None or not server.final_validation:
+            return
+        if self.vaults is not None:
+            self._tell("the final weights are in other processes: `geotrain eval` validates them, with an export")
             return
         given_up = threading.Event()
 
@@ -337,6 +354,8 @@ class ServerHost:
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
+        if self.vaults is not None:
+            journal_bytes = max(journal_bytes, self.vaults.journal_bytes)
         late = time.monotonic() - self.saved_s >= 60.0 * self.run_config.checkpoint.every_minutes
         return (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
 
@@ -346,12 +365,16 @@ class ServerHost:
         Raises StoreError.
         """
         async with self.saving:
+            if self.vaults is not None and self.store.numbers():  # the first one says that there is nothing yet
+                await self.vaults.wait_ready()
             began_s, updates = time.monotonic(), self._updates()
             try:
                 writing = await self.server_thread.alone(partial(self._begin_snapshot, ended))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
-            number = await asyncio.shield(asyncio.wrap_future(writing))
+            wrapped = asyncio.wrap_future(writing)
+            wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever still waits for it
+            number = await asyncio.shield(wrapped)
             self.saved_updates, self.saved_s = updates, began_s
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
             if self.uploader is not None:
@@ -366,8 +389,22 @@ class ServerHost:
             raise StoreError(f"{self.folder}: the snapshot before is still being written")
         frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended)
         self.carried_bytes = self.journal.segment_bytes
-        self.writing = [self.disk.submit(finish_snapshot, self.store, self.journal, frozen, meta)]
+        if self.vaults is not None:
+            self.vaults.tell_all(rpc.Save())
+        finish = partial(finish_snapshot, self.store, self.journal, frozen, meta)
+        self.writing = [self.disk.submit(self._finish, finish, meta["state"].get("vaults", {}).get("orders", 0))]
         return self.writing[0]
+
+    def _finish(self, finish: Callable[[], int], orders: int) -> int:
+        """Write the book's part when the vaults have written theirs: what is before it is then asked for by none."""
+        deadline_s = time.monotonic() + LAST_WRITE_S
+        while orders and self.vaults is not None and not self.vaults.saved(orders):
+            if self.vaults.lost.done():
+                raise VaultLost(f"{self.folder}: no snapshot, since a vault was lost")
+            if time.monotonic() > deadline_s:
+                raise StoreError(f"{self.folder}: no snapshot, since not all vaults have written theirs")
+            time.sleep(VAULTS_LOOK_S)
+        return finish()
 
     def _updates(self) -> int:
         return sum(member.updates for member in self.server.members.values())
@@ -449,5 +486,12 @@ class RegionServerHost(ServerHost):
             on_lost=lambda updates: self.events.write(UpdatesLost(updates)),
             on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, life, sequence)),
             metrics=self.sampler.metrics,
+            above=self.place.above(),
+            own=self.vaults,
         )
-        return self.region_client.run()
+        return self._run_client(self.region_client)
+
+    async def _run_client(self, client: RegionClient) -> None:
+        if self.vaults is not None:
+            await self.vaults.wait_ready()
+        await client.run()

@@ -27,6 +27,7 @@ from geotrain.config import (
     RunConfig,
     Topology,
     UnsupportedModelError,
+    vaults_of,
 )
 from geotrain.files import OutputError, out_of_room
 from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint
@@ -37,7 +38,7 @@ from geotrain.monitor.events import (
     Recovery,
     Trouble,
 )
-from geotrain.net.certs import CertificateError
+from geotrain.net.certs import CertificateError, load_credentials
 from geotrain.net.grpc_client import Unreachable
 from geotrain.net.journal import JournalDamaged
 from geotrain.net.recovery import JOURNAL, recover
@@ -45,12 +46,18 @@ from geotrain.net.rpc import ListenError
 from geotrain.net.server_host import Evaluate, RegionServerHost, ServerHost, ServerSetup
 from geotrain.net.snapshot_mirror import Uploader
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError, alone_in
+from geotrain.net.vault_host import VaultSetup, run_vault
+from geotrain.net.vault_sessions import VaultLost
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import sends_changes
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import GLOBAL, Refused
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server import Server, identity_of
 from geotrain.parameter_file import read_values
+from geotrain.vault_machine import VaultMachine
+from geotrain.vaults import FarVaults
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +69,25 @@ FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, Unsuppor
 EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
+def global_server(run: RunConfig, cluster: ClusterConfig, vaults: int | FarVaults) -> GlobalServer:
+    layout, regions = layout_of(run), Topology(run, cluster).regions
+    samples = run.data.train_samples, run.samples_per_step
+    numbers = run.monitor.validate_every_samples, run.data.sequence_length
+    return GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, *numbers, vaults)
+
+
+def region_server(run: RunConfig, cluster: ClusterConfig, region: str, vaults: int | FarVaults) -> RegionServer:
+    layout, all_workers = layout_of(run), Topology(run, cluster).home
+    workers = tuple(w.name for w in cluster.region(region).workers)
+    samples = run.data.train_samples, run.samples_per_step
+    updates = updates_in_run(*samples, run.outer.local_steps, len(workers), len(all_workers))
+    rule = region_rule(run.outer.rule, workers, updates)
+    validates = run.monitor.validate_every_samples is not None
+    server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates, vaults)
+    server.leases.jobs_each = updates / len(workers)
+    return server
+
+
 def serve_global(
     run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool, evaluate: Evaluate | None = None
 ) -> int:
@@ -69,18 +95,16 @@ def serve_global(
 
     evaluate: see `ServerSetup`."""
 
-    def build() -> GlobalServer:
-        layout, regions = layout_of(run), Topology(run, cluster).regions
-        samples = run.data.train_samples, run.samples_per_step
-        every = run.monitor.validate_every_samples
-        tokens = run.data.sequence_length
-        server = GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, every, tokens)
-        server.incarnation = uuid.uuid4().hex
+    def build() -> Server:
+        server = global_server(run, cluster, far_vaults(run, cluster, GLOBAL))
         server.validation_steps = validation_steps(run)
         return server
 
     def begin(server: Server) -> None:
-        server.set_weights(initial_weights(run, server.layout))
+        far = isinstance(server.vaults, FarVaults)  # they begin with the weights themselves
+        server.set_weights(
+            [torch.empty(0)] * len(server.layout.fragments) if far else initial_weights(run, server.layout)
+        )
 
     return _serve(build, begin, ServerSetup(run, cluster, "global", GLOBAL, folder, evaluate), resume)
 
@@ -88,20 +112,48 @@ def serve_global(
 def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool) -> int:
     """Run a region's server until the global server took its goodbye, or SIGTERM. Returns the exit code."""
 
-    def build() -> RegionServer:
-        layout, all_workers = layout_of(run), Topology(run, cluster).home
-        workers = tuple(w.name for w in cluster.region(region).workers)
-        samples = run.data.train_samples, run.samples_per_step
-        updates = updates_in_run(*samples, run.outer.local_steps, len(workers), len(all_workers))
-        rule = region_rule(run.outer.rule, workers, updates)
-        validates = run.monitor.validate_every_samples is not None
-        server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates)
-        server.incarnation, server.leases.jobs_each = uuid.uuid4().hex, updates / len(workers)
+    def build() -> Server:
+        server = region_server(run, cluster, region, far_vaults(run, cluster, region))
         server.validation_steps = validation_steps(run)
         return server
 
     # A new region begins without weights; it gets them from the global server.
     return _serve(build, lambda server: None, ServerSetup(run, cluster, "region", region, folder), resume)
+
+
+def far_vaults(run: RunConfig, cluster: ClusterConfig, server: str) -> int | FarVaults:
+    """The server's vaults: one in its process, or those that the cluster file names."""
+    if not (number := len(vaults_of(cluster, server))):
+        return 1
+    down = run.outer.down if server == GLOBAL else run.outer.local
+    return FarVaults(layout_of(run), number, make_codec(run.outer.up), sends_changes(down))
+
+
+def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int, folder: Path, resume: bool) -> int:
+    """Run one vault of a server until its book says that the server has ended, or SIGTERM. Returns the exit code."""
+
+    def live(new: bool) -> None:
+        if new and (SnapshotStore(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*"))):
+            raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
+        addresses, top = vaults_of(cluster, server), server == GLOBAL
+        if not 0 <= index < len(addresses):
+            raise ConfigError(f"server {server!r} has {len(addresses)} vaults in the cluster file, and no {index}")
+        number = len(addresses)
+        whole = global_server(run, cluster, number) if top else region_server(run, cluster, server, number)
+        machine = VaultMachine(whole.vaults.all[index], index, number, tuple(whole.members), whole.member_role)
+        if top and not SnapshotStore(folder / SNAPSHOTS).numbers():
+            vectors = initial_weights(run, whole.layout)
+            for piece in machine.vault.pieces:
+                x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
+                machine.vault.set_weights(piece.index, x.clone())
+            del vectors
+        book = cluster.global_server if top else cluster.region(server).server
+        above = None if top else cluster.global_vaults[index]
+        own = load_credentials(Path(cluster.security.folder), "vault", server) if cluster.security else None
+        setup = VaultSetup(server, addresses[index], book, above, folder, own, run.checkpoint.keep)
+        run_vault(machine, setup, run.monitor.enabled)
+
+    return _live_on(folder, live, resume)
 
 
 def validation_steps(run: RunConfig) -> int:
@@ -143,15 +195,28 @@ def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
 
 def _serve(build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup, resume: bool) -> int:
     """Run a server and return the process's exit code. build, begin: as `recover` takes them."""
-    folder = place.folder
+
+    def live(new: bool) -> None:
+        if new:
+            _check_is_new(place)
+        while True:
+            try:
+                return _live(build, begin, place)
+            except VaultLost as lost:
+                _say(f"{lost}; the server begins a new life")
+
+    return _live_on(place.folder, live, resume)
+
+
+def _live_on(folder: Path, live: Callable[[bool], None], resume: bool) -> int:
+    """Live, again and again where the disk is full, and return the process's exit code. live: is told whether the
+    folder must be new."""
     try:
         while True:
             try:
                 with alone_in(folder):
-                    if not resume:
-                        _check_is_new(place)
-                        resume = True  # what a life without room leaves behind is this run's own
-                    _live(build, begin, place)
+                    new, resume = not resume, True  # what a life without room leaves behind is this run's own
+                    live(new)
                 return 0
             except OSError as error:
                 if not out_of_room(error):
@@ -181,7 +246,14 @@ def _live(build: Callable[[], Server], begin: Callable[[Server], None], place: S
         EventLog(folder / EVENTS, source=place.name, enabled=run.monitor.enabled) as events,
         place.monitor(events) as monitor,
     ):
-        recovered = recover(build, begin, folder, run.checkpoint.keep, mirror)
+        life = uuid.uuid4().hex
+
+        def named() -> Server:
+            server = build()
+            server.incarnation = life
+            return server
+
+        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror)
         for fault in recovered.faults:
             log.error("%s", fault)
             events.write(Trouble(fault))

@@ -18,7 +18,7 @@ from geotrain.monitor.events import Trouble
 from geotrain.net.deadlines import within
 from geotrain.net.journal import Journal, JournalFull
 from geotrain.outer.events import Event
-from geotrain.outer.messages import Message, Refused, Send
+from geotrain.outer.messages import Refused, Send
 from geotrain.outer.server import Server
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class _Work:
     message: what the journal gets; None for a call. call: what is then run. alone: it shares no flush with others.
     """
 
-    message: Message | None
+    message: Any
     call: Callable[[], Any]
     done: Future[Any]
     alone: bool = False
@@ -74,7 +74,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, name="state-machine", daemon=True)
         self._thread.start()
 
-    async def say(self, message: Message) -> Any:
+    async def say(self, message: Any) -> Any:
         """Make the message durable and handle it; returns the state machine's reply. Raises Refused."""
         return await self._put(message, lambda: self._say(message))
 
@@ -118,7 +118,7 @@ class ServerThread:
 
     # -- inside
 
-    async def _put(self, message: Message | None, call: Callable[[], Any], alone: bool = False) -> Any:
+    async def _put(self, message: Any, call: Callable[[], Any], alone: bool = False) -> Any:
         work = _Work(message, call, Future(), alone)
         self._queue.put(work)
         return await asyncio.wrap_future(work.done)
@@ -195,7 +195,7 @@ class ServerThread:
             log.error("%s", said)
             self.write_event(Trouble(said))
 
-    def _say(self, message: Message) -> Any:
+    def _say(self, message: Any) -> Any:
         handled = self.server.handle(message)
         for event in handled.events:
             self.write_event(event)

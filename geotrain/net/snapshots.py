@@ -16,7 +16,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
+from geotrain.config import vault_name
 from geotrain.files import make_folder, sync
 from geotrain.layout import Layout, LayoutError
 from geotrain.net.frozen_state import PIECE_BYTES, FrozenState
+from geotrain.pieces import deal
 
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
@@ -174,6 +176,14 @@ class SnapshotStore:
         except DamagedSnapshot as error:
             raise StoreError(f"{self.folder}: a snapshot is damaged: {error}") from error
 
+    def states(self) -> dict[int, dict[str, Any]]:
+        """The JSON parts of the states in all snapshots that are whole, by number. Raises StoreError."""
+        found = {}
+        for number in self.numbers():
+            with suppress(DamagedSnapshot):
+                found[number] = _load(self.path(number), number, ()).meta["state"]
+        return found
+
     def path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
@@ -189,13 +199,31 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         raise StoreError("\n".join([f"{folder}: holds no snapshot that is whole", *faults]))
     if newest.meta["state"]["layout_digest"] != layout.digest:
         raise LayoutError(f"{folder}: holds weights of another model than the run file's")
+    places = {piece.index: store.path(newest.number) for piece in layout.pieces}
+    if "vaults" in newest.meta["state"]:
+        places = _in_vaults(folder, layout, **newest.meta["state"]["vaults"])
     for fragment in layout.fragments:
-        names = tuple(f"piece.{piece.index}.x" for piece in layout.pieces_of[fragment.index])
-        if not (store.path(newest.number) / _file(names[0])).exists():
-            names = (f"fragment.{fragment.index}.x",)
-        tensors = _load(store.path(newest.number), newest.number, names).tensors
-        vectors = [tensors[name] for name in names]
+        names = {f"piece.{piece.index}.x": places[piece.index] for piece in layout.pieces_of[fragment.index]}
+        if not all((place / _file(name)).exists() for name, place in names.items()):
+            names = {f"fragment.{fragment.index}.x": store.path(newest.number)}
+        vectors = [_load(place, 0, (name,)).tensors[name] for name, place in names.items()]
         yield from layout.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
+
+
+def _in_vaults(folder: Path, layout: Layout, number: int, orders: int, **_: Any) -> dict[int, Path]:
+    """Piece → the snapshot that its vault wrote after so many orders. folder: the server's; those of its vaults are
+    beside it. Raises StoreError, when one of them is not here or not whole."""
+    places: dict[int, Path] = {}
+    for vault, own in enumerate(deal(layout.pieces, number)):
+        store = SnapshotStore(folder.with_name(vault_name(folder.name, vault)) / SNAPSHOTS)
+        alike = [n for n, meta in store.states().items() if meta["orders"] == orders]
+        if not alike:
+            raise StoreError(
+                f"{store.folder}: holds no whole snapshot of the server's last: bring the vaults' folders here, "
+                "beside the server's"
+            )
+        places.update({piece.index: store.path(max(alike)) for piece in own})
+    return places
 
 
 # ---------------------------------------------------------------------------------------------------- files

@@ -14,13 +14,15 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from math import isfinite
 from typing import Any, Union, get_args, get_origin
 
 import msgpack
 from zlib_ng.zlib_ng import crc32
+
+from geotrain.outer.messages import Elsewhere
 
 VERSION = 3
 CHUNK_BYTES = 1 << 20
@@ -37,16 +39,6 @@ class WireError(ValueError):
 
 class DamagedError(WireError):
     """A frame was damaged on its way. Unlike other WireErrors, sending it again may help."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Stands in a message for a payload that has not arrived: only its length in bytes is known."""
-
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
 
 
 # ------------------------------------------------------------------------------------------------- writing
@@ -117,9 +109,9 @@ class FrameReader:
 
     @property
     def header(self) -> Any:
-        """The message with `Expected` in place of its payloads; known once the first frame was fed."""
+        """The message with `Elsewhere` in place of its payloads; known once the first frame was fed."""
         lengths = iter(self._lengths)
-        return self._build(lambda length: Expected(next(lengths)))
+        return self._build(lambda length: Elsewhere(next(lengths)))
 
     @property
     def complete(self) -> bool:

@@ -16,6 +16,7 @@ from geotrain.layout import numel
 from geotrain.net import rpc, wire
 from geotrain.net.certs import Trust
 from geotrain.net.grpc_client import ConnectionLost, GrpcClient
+from geotrain.net.vaulted_link import VaultedLink, VaultsAbove
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -60,12 +61,20 @@ class WorkerClient:
     joins again by itself, in the same life, and goes on.
 
     trust: None means plaintext. connect_s: how long `join` tries. deadline_s: how long each other call tries.
+    vaults: the server's, where they are processes of their own.
     """
 
     def __init__(
-        self, address: str, *, connect_s: float = 60.0, deadline_s: float = 3600.0, trust: Trust | None = None
+        self,
+        address: str,
+        *,
+        connect_s: float = 60.0,
+        deadline_s: float = 3600.0,
+        trust: Trust | None = None,
+        vaults: VaultsAbove | None = None,
     ) -> None:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
+        self.vaults = vaults
         # Called, on the thread inside, with the sequence of each update that the server has applied.
         self.on_acknowledged: Callable[[int], None] = lambda sequence: None
         self.mirrors: Callable[[], tuple[int, ...]] = tuple  # gives the marks for a join in the same life
@@ -183,7 +192,8 @@ class WorkerClient:
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
             raise RuntimeError(f"{join.member} has joined already; a new life needs a client of its own")
-        link = GrpcClient(self.address, join.member, join.incarnation, self.trust)
+        life = join.member, join.incarnation, self.trust
+        link = VaultedLink(self.address, *life, self.vaults) if self.vaults else GrpcClient(self.address, *life)
         try:
             welcome = await link.persist(lambda: link.join(join), self.connect_s)
         except BaseException:

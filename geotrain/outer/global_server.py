@@ -29,6 +29,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server import Identity, Server
+from geotrain.vaults import FarVaults
 
 
 class GlobalServer(Server):
@@ -43,7 +44,7 @@ class GlobalServer(Server):
     def __init__(
         self, identity: Identity, layout: Layout, config: OuterConfig, regions: dict[str, tuple[str, ...]],
         train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
-        sample_tokens: int = 1, vaults: int = 1,
+        sample_tokens: int = 1, vaults: int | FarVaults = 1,
     ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for

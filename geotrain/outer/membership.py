@@ -33,7 +33,8 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.rules import Counts, Rule
-from geotrain.vault import Forget, Vaults
+from geotrain.vault import Forget
+from geotrain.vaults import FarVaults, Vaults
 
 JOIN_RETRY_S = 0.5
 
@@ -44,7 +45,7 @@ class Membership(ABC):
     members: names of those who may join. down: codec of the link to them. rule: of the server.
     """
 
-    vaults: Vaults
+    vaults: Vaults | FarVaults
 
     def __init__(
         self, identity: Identity, layout: Layout, rule: Rule, members: tuple[str, ...], down: CodecConfig,
@@ -123,7 +124,7 @@ class Membership(ABC):
         if new:
             member.begin_life(join.incarnation)
         # Where it has what it was sent in its former life, it is owed the answers that are frozen.
-        self._forget(join.member, joins=new, sent=not known and (new or bool(self.vaults.marks_of(join.member))))
+        self._forget(join.member, joins=new, sent=not known and (new or self.vaults.was_sent(join.member)))
         if new:
             self._begin_life(join)
         self.vaults.hear(join)
@@ -200,12 +201,14 @@ class Membership(ABC):
     def _holds_what_was_sent(self, join: Join) -> bool:
         """Whether the next weights may be changes of what the member was sent: its marks are those of the vaults, or
         will be once it was given the last weights of fragments that are still frozen in an answer."""
-        marks, frozen = self.vaults.marks_of(join.member), set[int]()
+        marks, settled, frozen = self.vaults.marks_of(join.member), self.vaults.settled(join.member), set[int]()
         for given in self.members[join.member].answers.values():
             frozen |= given.keys()
         for piece, (mark, before) in marks.items():
-            good = (mark, before) if self.layout.pieces[piece].fragment in frozen else (mark,)
+            good = (mark, before) if settled and self.layout.pieces[piece].fragment in frozen else (mark,)
             if piece >= len(join.mirrors) or join.mirrors[piece] not in good:
+                if not settled:
+                    raise Refused(f"{join.member}: what it was sent last is being coded", JOIN_RETRY_S)
                 return False
         return bool(marks) and any(join.mirrors)
 
@@ -213,7 +216,8 @@ class Membership(ABC):
         """joins: its joins and half-arrived updates; it has to join again. sent: what it holds is not known any more:
         its answers are frozen anew, with whole weights."""
         member = self.members[name]
-        self.vaults.obey(Forget(name, joins, sent, tuple(member.answers) if sent else ()))
+        answers = tuple(member.answers) if sent else ()
+        self.vaults.obey(Forget(name, joins, sent, answers, (member.sequence,)))
         if joins:
             for table in (member.joined, member.arriving, member.admitted):
                 table.clear()

@@ -96,6 +96,19 @@ class Welcome:
     versions: tuple[int, ...] = ()
 
 
+class Elsewhere(bytes):
+    """Stands for a payload that is not here, or not yet. Its length is known."""
+
+    def __new__(cls, length: int) -> Elsewhere:
+        return super().__new__(cls)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
 @dataclass(frozen=True)
 class PieceDelta:
     """One rank's encoded delta of one piece.

@@ -45,6 +45,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server import Identity, Server
 from geotrain.vault import Merge, SendUp, StartOver
+from geotrain.vaults import FarVaults
 
 
 class RegionServer(Server):
@@ -58,7 +59,7 @@ class RegionServer(Server):
 
     def __init__(
         self, name: str, identity: Identity, layout: Layout, config: OuterConfig, rule: RegionRule,
-        workers: tuple[str, ...], validates: bool = False, vaults: int = 1,
+        workers: tuple[str, ...], validates: bool = False, vaults: int | FarVaults = 1,
     ) -> None:  # fmt: skip
         super().__init__(
             name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits, vaults,

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.layout import Layout, LayoutError, numel
-from geotrain.older_states import state_as_now
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.downlink import sends_changes
 from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.limits import NormLimits, norm
 from geotrain.outer.member import Member, check_part, check_round, outline
@@ -44,8 +42,8 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.rules import Counts, Rule
-from geotrain.pieces import deal
-from geotrain.vault import Apply, Copy, Decode, Decoded, Forget, Freeze, Vault, Vaults
+from geotrain.vault import Apply, Copy, Decode, Decoded, Forget, Freeze
+from geotrain.vaults import FarVaults, HeldPart, Vaults, sent
 
 
 def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
@@ -78,21 +76,21 @@ class Server(Membership):
     `workers_of`, `lease_is_due`, `over`, `finished`, `lost_updates`, `status`, and `state` for snapshots.
 
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
-    the links to them. vaults: how many; their number changes nothing else.
+    the links to them. vaults: how many are in this process, or those that are not; it changes nothing else.
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
 
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
-        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig, vaults: int,
+        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig, vaults: int | FarVaults,
         above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, narrow: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(identity, layout, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        alike = rule, self.up, down, above, validates, narrow
-        self.vaults = Vaults([Vault(name, layout, own, *alike) for own in deal(layout.pieces, vaults)])
+        settings = layout, self.up, self.down, above, validates, narrow
+        self.vaults = Vaults.here(name, rule, vaults, *settings) if isinstance(vaults, int) else vaults
         # Number and versions of the global weights that a worker evaluates at present. The vaults keep a copy.
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
@@ -101,7 +99,8 @@ class Server(Membership):
 
     def handle(self, message: Message) -> Handled:
         """Process a message. Raises Refused; then nothing has changed."""
-        reply = self._route(message)
+        told = self.vaults.told(message)
+        reply = None if told is None else self._route(told)
         # A message that failed on the way may have queued sends already. They leave with this one: the updates among
         # them are recorded as in flight, and their answers are waited for.
         handled = Handled(reply, tuple(self._sends), tuple(self._events))
@@ -238,7 +237,7 @@ class Server(Membership):
         if sequence not in member.answers or member.awaiting.get(sequence):
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
         weights = [
-            PieceWeights(piece.index, version, *self.vaults.of[piece.index].answer(name, sequence, part, piece.index))
+            PieceWeights(piece.index, version, *self.vaults.answer(name, sequence, part, piece.index))
             for fragment, version in member.answers[sequence].items()
             for piece in self.layout.pieces_of[fragment]
         ]
@@ -290,7 +289,7 @@ class Server(Membership):
             return Answer(number, (), self.incarnation)
         weights = []
         for piece in self.layout.pieces:
-            payload = self.vaults.of[piece.index].copied(name, part, piece.index)
+            payload = self.vaults.copied(name, part, piece.index)
             weights.append(PieceWeights(piece.index, self.frozen[1][piece.fragment], payload))
         return Answer(number, tuple(weights), self.incarnation)
 
@@ -298,7 +297,7 @@ class Server(Membership):
         """Have the vaults copy the newest global weights, for validation. of: its number and the weights' versions;
         None: drop the copy, which nobody needs any more."""
         self.frozen = of
-        self.vaults.obey(Copy(of is not None))
+        self.vaults.obey(Copy(of[0] if of else 0))
 
     @abstractmethod
     def versions_to_validate(self) -> list[int]:
@@ -308,26 +307,15 @@ class Server(Membership):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON data). The number of vaults is not in it."""
-        return {name: tensor for vault in self.vaults.all for name, tensor in vault.state().items()}, {
+        return self.vaults.state(), {
+            **self.vaults.meta(),
             "layout_digest": self.layout.digest,
             "data": self.data,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
-            "sent": {name: self._sent(name) for name in self.members if self.vaults.marks_of(name)},
+            "sent": {n: sent(self.vaults, n, m) for n, m in self.members.items() if self.vaults.was_sent(n)},
             "norms": self.norms.state() if self.norms else None,
         }
-
-    def _sent(self, name: str) -> dict[str, Any]:
-        """What the member was sent, where weights travel as changes."""
-        marks, member, answers = self.vaults.marks_of(name), self.members[name], []
-        for sequence, given in member.answers.items():
-            frozen = [
-                [piece.index, version, self.vaults.of[piece.index].answer(name, sequence, 0, piece.index)[1]]
-                for fragment, version in given.items()
-                for piece in self.layout.pieces_of[fragment]
-            ]
-            answers.append([sequence, sorted(member.awaiting.get(sequence, ())), frozen])
-        return {"marks": [[piece, *both] for piece, both in marks.items()], "answers": answers}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """The counterpart of `state`. Raises LayoutError when the state is another model's, or is cut otherwise."""
@@ -340,39 +328,18 @@ class Server(Membership):
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
-        tensors = state_as_now(tensors)
-        for piece in self.layout.pieces if self.fragments else ():
-            x = tensors.get(f"piece.{piece.index}.x")
-            if x is None or x.numel() != piece.numel:
-                raise LayoutError(
-                    f"the state is not cut into pieces of {self.layout.piece_elements:,} elements; resume with the "
-                    "outer.fragments.piece_elements with which the run began. Of a run from before there were pieces "
-                    "and with larger fragments, begin a new one from its export"
-                )
-        sent = {name: saved for name, saved in meta.get("sent", {}).items() if self._load_sent(name, saved, tensors)}
-        marks = meta.get("region", {}).get("marks", {})  # older snapshots have none: the next weights come whole
-        for vault in self.vaults.all:
-            vault.load(tensors, marks, sent)
-
-    def _load_sent(self, name: str, saved: dict[str, Any] | None, tensors: dict[str, Tensor]) -> bool:
-        """The counterpart of `_sent`. If a tensor is missing, nothing is loaded."""
-        if saved is None or name not in self.members or not sends_changes(self.down):
-            return False
-        wanted = [f"held.{name}.{piece}" for piece, _, _ in saved["marks"]]
-        wanted += [f"answer.{name}.{s}.{piece}" for s, _, frozen in saved["answers"] for piece, _, _ in frozen]
-        if any(each not in tensors for each in wanted):
-            return False
-        member, fragment_of = self.members[name], [piece.fragment for piece in self.layout.pieces]
-        member.parts = 1
-        for sequence, waiting, frozen in saved["answers"]:
-            member.answers[sequence] = {fragment_of[piece]: version for piece, version, _ in frozen}
-            if waiting:
-                member.awaiting[sequence] = set(waiting)
-        return True
+        fragment_of = [piece.fragment for piece in self.layout.pieces]
+        for name, saved in self.vaults.load(tensors, meta, self.layout, self.members).items():
+            member = self.members[name]
+            member.parts = 1  # where weights travel as changes
+            for sequence, waiting, frozen in saved["answers"]:
+                member.answers[sequence] = {fragment_of[piece]: version for piece, version, _ in frozen}
+                if waiting:
+                    member.awaiting[sequence] = set(waiting)
 
     def weights(self, fragment: int) -> Tensor:
         """The fragment's weights: fp32, 1-D; not to be written."""
-        pieces = [self.vaults.of[p.index].vectors[p.index].x for p in self.layout.pieces_of[fragment]]
+        pieces = [self.vaults.vectors(p.index).x for p in self.layout.pieces_of[fragment]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def status(self) -> dict[str, Any]:
@@ -397,7 +364,7 @@ class Server(Membership):
         self.fragments = [Counts() for _ in vectors]
         for piece in self.layout.pieces:
             x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
-            self.vaults.of[piece.index].set_weights(piece.index, x)
+            self.vaults.set_weights(piece.index, x)
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
         """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
@@ -408,7 +375,7 @@ class Server(Membership):
             if waiting and member.complete:  # else it asks when it has joined this life of the server
                 self._freeze(name, min(waiting), fragment)
 
-    def left_out(self, name: str) -> list[UpdatePart]:
+    def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
         """What came of the member's updates that are not whole yet, as it came."""
         arriving = self.members[name].arriving.values()
         return [self.vaults.as_it_came(part) for parts in arriving for part in parts.values()]
@@ -421,23 +388,17 @@ class Server(Membership):
         del member.arriving[first.sequence]  # also when it is refused below, so that it can be sent anew
         spoken = [([d.piece for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
         alike = all(each == spoken[0] for each in spoken)
-        decoded = self.vaults.obey(Decode(name, first.sequence, fragments)) if alike else []
-        self.vaults.obey(Forget(name, updates=(first.sequence,)))
-        if not alike:
-            raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
-        self._measure(name, member, decoded)
-        if self.norms is not None:
-            sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
-            at_work = {other for other, each in self.members.items() if not each.away}
-            for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
-                self.norms.check(name, fragment, size, weight, at_work)
-            for fragment, size in zip(fragments, sizes, strict=True):
-                self.norms.note(name, fragment, size, weight)
+        try:
+            if not alike:
+                raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
+            self._judge(name, member, first, fragments)
+        except Refused:
+            self.vaults.obey(Forget(name, updates=(first.sequence,)))
+            raise
         member.silent = False  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
         dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
-        self.vaults.obey(Forget(name, answers=dropped))
         member.begin_answer(first.sequence, set(fragments))
         anchors = {self.layout.pieces[d.piece].fragment: d.anchor_version for d in first.deltas}
         for fragment in fragments:
@@ -451,8 +412,9 @@ class Server(Membership):
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
                 told, names = self.rule.on_delta(state, name, first.weight)
-                self.vaults.obey(Apply(name, fragment, state.version, told))
+                self.vaults.obey(Apply(name, first.sequence, fragment, state.version, told))
             self.answer_members(names, fragment)
+        self.vaults.obey(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
         metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
         member.metrics = {**metrics, "staleness": float(staleness)}
@@ -463,6 +425,17 @@ class Server(Membership):
             numbers = [member.staleness[f] for f in fragments], [member.norms[f] for f in fragments]
             applied = name, first.sequence, first.job, list(fragments), self.versions, staleness, samples, size_bytes
             self._events.append(UpdateApplied(*applied, metrics.get("loss"), metrics, *numbers, tokens))
+
+    def _judge(self, name: str, member: Member, first: UpdatePart, fragments: tuple[int, ...]) -> None:
+        """Raise Refused when the update is not finite, or its norm not to be believed."""
+        self._measure(name, member, self.vaults.obey(Decode(name, first.sequence, fragments)))
+        if self.norms is not None:
+            sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
+            at_work = {other for other, each in self.members.items() if not each.away}
+            for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
+                self.norms.check(name, fragment, size, weight, at_work)
+            for fragment, size in zip(fragments, sizes, strict=True):
+                self.norms.note(name, fragment, size, weight)
 
     def _measure(self, name: str, member: Member, decoded: list[Decoded]) -> None:
         """Note the norms of a decoded update. Raises Refused when it is not finite."""

@@ -20,6 +20,7 @@ from geotrain.data.order import SampleOrder
 from geotrain.layout import layout_of
 from geotrain.monitor.events import EventLog, JobTrained, Trouble
 from geotrain.net.certs import trust_between
+from geotrain.net.vaulted_link import vaults_above
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.server import identity_of
 from geotrain.own_loop.masters import Masters
@@ -106,6 +107,7 @@ class OuterLoop:
         site = topology.server_of(self.name)
         address = str(topology.servers[site])
         trust = trust_between(cluster, "worker", self.name, "global" if topology.flat else "region", site)
+        vaults = vaults_above(cluster, layout, "worker", self.name, site)
         self.rank = TorchRank()
         self._masters = self.rank.masters = Masters(layout, parameters, self.rank.rank, self.rank.world_size)
         self._validate, self._report = validate, report
@@ -117,7 +119,8 @@ class OuterLoop:
             enabled = run.monitor.enabled and self.rank.is_metrics_rank
             log = folder / "events" / f"{self.name}.jsonl"
             self._events = opened.enter_context(EventLog(log, source=self.name, enabled=enabled))
-            self._client = opened.enter_context(closing(WorkerClient(address, trust=trust, connect_s=connect_s)))
+            client = WorkerClient(address, trust=trust, connect_s=connect_s, vaults=vaults)
+            self._client = opened.enter_context(closing(client))
             self.loop = WorkerLoop(
                 run,
                 self.name,

@@ -10,7 +10,8 @@ from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import Answer, Join, UpdatePart
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.server import Server
-from geotrain.vault import Decoded, Order, Vault, Vaults
+from geotrain.vault import Decoded, Order, Vault
+from geotrain.vaults import Vaults
 
 
 class _EmptyVault(Vault):

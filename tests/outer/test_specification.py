@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import rule as rules
+from tests.support.far_world import FarWorld
 from tests.support.outer_configs import outer_config
 from tests.support.specified_world import REGIONS, SpecifiedWorld, frozen
 
@@ -59,6 +61,7 @@ NESTEROV = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=3)
 
 class Lives(RuleBasedStateMachine):
     world: SpecifiedWorld
+    kind = SpecifiedWorld
 
     @initialize(
         which=st.integers(0, 3),
@@ -79,7 +82,7 @@ class Lives(RuleBasedStateMachine):
         if name in ("halos", "published"):
             chosen |= {"region": NESTEROV, "global": NESTEROV}
         name = "halos" if name == "published" else name
-        self.world = SpecifiedWorld(
+        self.world = self.kind(
             outer_config(
                 name,
                 up=codec_config(up),
@@ -290,25 +293,28 @@ def test_a_fault_is_found(fault: str) -> None:
 HASH_SEEDS = "3", "6"
 
 
+def a_life(
+    seed: int, kind: type[SpecifiedWorld], steps: int, codecs: dict[str, list[str]]
+) -> Iterator[SpecifiedWorld]:
+    """A random life, after each of its steps."""
+    dice, machine = random.Random(seed), Lives()
+    machine.kind = kind  # type: ignore[misc]
+    up, down = (dice.choice(codecs[way]) for way in ("up", "down"))
+    samples, layers = dice.choice([39, 40]), dice.choice([None, 1])
+    machine.begin(dice.randrange(len(RULES)), up, down, dice.randint(1, 3), dice.randint(0, 2), samples, layers)
+    for _ in range(steps):
+        machine.step(
+            dice.choice(STEPS), dice.choice(WORKERS), dice.choice(list(REGIONS)), dice.choice([GLOBAL, *REGIONS])
+        )
+        yield machine.world
+
+
 def played() -> str:
     """A digest of all states that the servers have come to in some random lives."""
     found = hashlib.sha256()
     for seed in range(30):
-        dice = random.Random(seed)
-        machine = Lives()
-        machine.begin(
-            dice.randrange(len(RULES)),
-            "int8",
-            dice.choice(["bf16", "int4"]),
-            dice.randint(1, 3),
-            dice.randint(0, 2),
-            40,
-            1,
-        )
-        for _ in range(60):
-            server = dice.choice(["global", *REGIONS])
-            machine.step(dice.choice(STEPS), dice.choice(WORKERS), dice.choice(list(REGIONS)), server)
-            for each in machine.world.servers.values():
+        for world in a_life(seed, SpecifiedWorld, 60, {"up": ["int8"], "down": ["bf16", "int4"]}):
+            for each in world.servers.values():
                 tensors, plain = frozen(each)
                 found.update(plain.encode())
                 for name, tensor in tensors.items():
@@ -328,3 +334,18 @@ def test_no_state_depends_on_the_order_of_a_set() -> None:
     ]
     one, other = (life.communicate(timeout=600)[0] for life in lives)
     assert one and one == other
+
+
+# ---------------------------------------------------------------------------------------- in several processes
+
+
+@pytest.mark.parametrize("seed", range(LIVES or 24))
+def test_vaults_in_processes_of_their_own_change_no_bit(seed: int) -> None:
+    """Roles die at any time, and what they say comes late or is lost (`tests.support.far_world`)."""
+    every = ["fp32", "bf16", "int8", "int4"]
+    world: Any = None
+    for world in a_life(seed, FarWorld, STEPS_PLAYED, {"up": every, "down": every}):
+        world.check()
+    for name in (GLOBAL, *REGIONS):
+        world.restart(name)
+    world.check_doubles()

@@ -26,6 +26,7 @@ from geotrain.net.operator_client import ask_status
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.region_client import RegionClient
 from geotrain.net.server_thread import ServerThread
+from geotrain.net.vaulted_link import VaultsAbove
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsReceiver, to_bytes
@@ -249,12 +250,14 @@ class FakeWorker:
     |x − target|²/2 with a step size that depends on the lease, so that lost or doubled work shows."""
 
     def __init__(self, name: str, incarnation: str, address: str, layout: Layout, config: OuterConfig,
-                 slicing: Slicing, identity: Identity, trust: Trust | None = None) -> None:  # fmt: skip
+                 slicing: Slicing, identity: Identity, trust: Trust | None = None,
+                 vaults: VaultsAbove | None = None) -> None:  # fmt: skip
         self.name, self.incarnation, self.layout, self.slicing = name, incarnation, layout, slicing
         self.identity = identity
         self.codec = make_codec(config.local)
         self.receivers = [WeightsReceiver(config.local) for _ in slicing]
-        self.clients = [WorkerClient(address, connect_s=60, deadline_s=60, trust=trust) for _ in slicing]
+        settings: Any = {"connect_s": 60, "deadline_s": 60, "trust": trust, "vaults": vaults}
+        self.clients = [WorkerClient(address, **settings) for _ in slicing]
         self.anchor = [torch.zeros(f.numel) for f in layout.fragments]
         self.versions = [0] * len(layout.fragments)
         self.sequence = self.job = 0

@@ -15,9 +15,11 @@ import torch
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.launch.check import free_ports
 from geotrain.layout import layout_of
+from geotrain.net.certs import OPERATOR, trust_between
 from geotrain.net.operator_client import ask_status
 from geotrain.net.server_host import Evaluate
-from geotrain.net.server_process import serve_global, serve_region
+from geotrain.net.server_process import serve_global, serve_region, serve_vault
+from geotrain.net.vaulted_link import vaults_above
 from geotrain.outer.server import identity_of
 from tests.support.forks import FORKS, preload
 from tests.support.net_worlds import TINY, FakeWorker, halves, outer, whole
@@ -34,6 +36,9 @@ def serve(
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     torch.set_num_threads(1)
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+    if ".vault-" in which:
+        server, _, number = which.partition(".vault-")
+        sys.exit(serve_vault(run, cluster, server, int(number), folder / which, resume))
     if which == "global":
         sys.exit(serve_global(run, cluster, folder / which, resume, evaluate))
     sys.exit(serve_region(run, cluster, which, folder / which, resume))
@@ -76,15 +81,18 @@ class Site:
         init_from: str | None = None,
         every_minutes: float = 0.01,
         validates: bool = False,
+        vaults: int = 0,
+        certs: Path | None = None,
+        **outer_settings: Any,
     ) -> None:
         self.folder = folder
-        ports = free_ports(2)
+        ports = free_ports(2 + 2 * vaults)
         run = {
             "name": "tiny",
             "model": {"config": TINY},
             "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
             "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
-            "outer": outer(rule).model_dump(by_alias=True, mode="json"),
+            "outer": outer(rule, **outer_settings).model_dump(by_alias=True, mode="json"),
             "checkpoint": {"every_minutes": every_minutes},
         }
         if validates:  # at its end only
@@ -96,6 +104,13 @@ class Site:
             "global_server": {"port": ports[0]},
             "regions": [{"name": "eu", "server": {"port": ports[1]}, "workers": workers}],
         }
+        self.certs = certs
+        if certs is not None:
+            cluster["security"] = {"folder": str(certs)}
+        if vaults:
+            cluster["global_vaults"] = [{"port": port} for port in ports[2 : 2 + vaults]]
+            cluster["regions"][0]["vaults"] = [{"port": port} for port in ports[2 + vaults :]]  # type: ignore[index]
+        self.processes = ["global", "eu", *(f"{s}.vault-{i}" for s in ("global", "eu") for i in range(vaults))]
         (folder / "run.json").write_text(json.dumps(run))
         (folder / "cluster.json").write_text(json.dumps(cluster))
         self.run, self.cluster = parse(RunConfig, run, "run"), parse(ClusterConfig, cluster, "cluster")
@@ -118,14 +133,24 @@ class Site:
     def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
         cut = (halves if name == "a" else whole)(self.layout)
         identity = identity_of(self.run, self.layout)
-        return FakeWorker(name, incarnation, self.address("eu"), self.layout, self.run.outer, cut, identity)
+        trust = trust_between(self.cluster, "worker", name, "region", "eu")
+        vaults = vaults_above(self.cluster, self.layout, "worker", name, "eu")
+        there = self.address("eu"), self.layout, self.run.outer, cut, identity, trust, vaults
+        return FakeWorker(name, incarnation, *there)
 
     def status(self, which: str) -> dict[str, Any]:
         deadline_s = time.monotonic() + 20
-        while (status := ask_status(self.address(which), 5)) is None:
+        role: Any = "global" if which == "global" else "region"
+        trust = trust_between(self.cluster, "operator", OPERATOR, role, which)
+        while (status := ask_status(self.address(which), 5, trust)) is None:
             assert time.monotonic() < deadline_s, f"the server {which} does not answer"
             time.sleep(0.05)
         return status
 
     def events(self, which: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / which / "events.jsonl").read_text().splitlines()]
+
+    def updates(self) -> int:
+        """How many updates the region's server has taken."""
+        members = self.status("eu")["members"]
+        return sum(members[name]["updates"] for name in ("a", "b"))

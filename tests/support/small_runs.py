@@ -42,11 +42,12 @@ def write_files(
     certificates: Path | None = None,
     restarts: int = 10,
     min_step_s: float = 0.0,
+    vaults: int = 0,
     **run_keys: Any,
 ) -> tuple[Path, Path]:
     """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
     restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid
-    over the run file."""
+    over the run file. vaults: of each server, in processes of their own."""
     run = {
         "name": "small", "folder": str(folder / name), "model": {"config": MODEL},
         "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": samples},
@@ -62,6 +63,7 @@ def write_files(
     regions = [
         {
             "name": region,
+            "vaults": [{}] * vaults,
             "workers": [
                 {"name": f"{region}-{i}", "hosts": [{"host": "localhost", "slots": n}], "min_step_s": min_step_s}
                 for i, n in enumerate(ranks)
@@ -71,6 +73,7 @@ def write_files(
     ]
     paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
     cluster: dict[str, Any] = {"name": "local", "regions": regions, "restart": {"limit": restarts}}
+    cluster["global_vaults"] = [{}] * vaults
     if certificates:
         make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), certificates)
         cluster["security"] = {"folder": str(certificates)}

@@ -37,6 +37,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Handled, Identity, Server
+from geotrain.vaults import FarVaults
 from tests.support.outer_world import FakeWorker, by_piece, halves, layout, whole
 from tests.support.recorded_world import check_vaults, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close
@@ -120,14 +121,13 @@ class SpecifiedWorld:
         return self.servers[name]  # type: ignore[return-value]
 
     def build(self, name: str) -> Server:
+        return self.build_with(name, next(self.vaults))
+
+    def build_with(self, name: str, vaults: int | FarVaults) -> Server:
         if name == GLOBAL:
-            return GlobalServer(
-                self.identity, self.shape, self.config, REGIONS, self.samples, 1, vaults=next(self.vaults)
-            )
+            return GlobalServer(self.identity, self.shape, self.config, REGIONS, self.samples, 1, vaults=vaults)
         rule = region_rule(self.config.rule, REGIONS[name], 1.0, DECAY)
-        return RegionServer(
-            name, self.identity, self.shape, self.config, rule, REGIONS[name], vaults=next(self.vaults)
-        )
+        return RegionServer(name, self.identity, self.shape, self.config, rule, REGIONS[name], vaults=vaults)
 
     # -- processes: snapshots, journals, deaths
 

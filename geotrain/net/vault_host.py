@@ -1,0 +1,315 @@
+"""One vault as a process: its state machine behind a journal, its service for members, its stream to the book.
+
+On its disk are, as a server's: `snapshots/`, written when the book says so, and `journal/`, with all that it was told
+since. It comes back from these to what it had, and asks the book for the orders after its last. A member's payload is
+on disk before the book hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpc import aio
+
+from geotrain.config import Address
+from geotrain.files import whole_file
+from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble
+from geotrain.net import rpc, wire
+from geotrain.net.certs import Credentials, Trust, identity, open_channel
+from geotrain.net.connection_guard import ConnectionGuard, raise_file_limit
+from geotrain.net.grpc_client import CHANNEL_OPTIONS, GrpcClient
+from geotrain.net.grpc_service import GrpcService
+from geotrain.net.journal import Journal
+from geotrain.net.recovery import JOURNAL, begin_snapshot, finish_snapshot
+from geotrain.net.server_thread import ServerThread
+from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
+from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
+from geotrain.vault import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
+from geotrain.vault_machine import VaultMachine
+from geotrain.vaults import NewLife
+
+log = logging.getLogger(__name__)
+
+LISTENING = "listening.json"
+ORDERS = Apply, Freeze, Forget, SendUp, Merge, StartOver, Copy, NewLife, Join
+TOLD = (*ORDERS, rpc.Bring, rpc.Fetch, rpc.Save, rpc.Farewell)
+AGAIN_S = 0.2
+CALL_S = (0.2, 2.0)  # pauses between two calls of the book, drawn at random
+NEVER_SILENT_S = 1e9  # who is silent is for the book to notice
+ABOVE_S = 30 * 24 * 3600.0  # how long the vault above is tried
+STATE_S = 1.0  # how often the book is told how far the disk is
+
+
+@dataclass(frozen=True)
+class VaultSetup:
+    """Where a vault stands. server: its server's name. book: where that listens. above: where the vault of the same
+    pieces at the global server does; None: for a vault of the global server."""
+
+    server: str
+    address: Address
+    book: Address
+    above: Address | None
+    folder: Path
+    credentials: Credentials | None
+    keep: int
+
+    def trust(self, role: Any, name: str) -> Trust | None:
+        return Trust(self.credentials, identity(role, name)) if self.credentials else None
+
+
+def recover_vault(machine: VaultMachine, folder: Path, keep: int) -> tuple[SnapshotStore, Journal, int, list[str]]:
+    """Bring the vault's state back from its folder; in an empty folder it stays as it is. Returns where it is kept,
+    how many messages were handled again, and sentences about what was found damaged.
+
+    Raises StoreError, JournalDamaged, LayoutError.
+    """
+    store = SnapshotStore(folder / SNAPSHOTS, keep)
+    newest, faults = store.load_newest()
+    if newest is None and faults:
+        raise StoreError(
+            "\n".join([*faults, f"{store.folder}: no snapshot is whole: docs/servers.md says what to do"])
+        )
+    if newest is not None:
+        machine.load(newest.tensors, newest.meta["state"])
+    journal = Journal(folder / JOURNAL, (*ORDERS, UpdatePart, Answer), limit_bytes=8 * machine.layout.numel + 65536)
+    replayed = 0
+    for message in journal.replay(newest.meta["segment"] if newest else 1):
+        replayed += 1
+        with suppress(Refused):  # as it was then; what it says was said then
+            machine.handle(message)
+    machine.end_life()
+    return store, journal, replayed, faults + ([journal.cut] if journal.cut else [])
+
+
+class VaultHost:
+    """Runs a recovered vault in one event loop, until its book says farewell or SIGTERM comes."""
+
+    def __init__(
+        self, machine: VaultMachine, setup: VaultSetup, store: SnapshotStore, journal: Journal, events: EventLog
+    ) -> None:
+        self.machine, self.setup, self.store, self.journal, self.events = machine, setup, store, journal, events
+        self.saved = -1  # after how many orders the newest snapshot was taken
+        self.stop = asyncio.Event()
+        self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._out: asyncio.Queue[Any] = asyncio.Queue()  # what the book is to be told
+        self._errands: dict[
+            Any, asyncio.Task[None]
+        ] = {}  # what is brought up and fetched: which fragments → the task
+        self._above: GrpcClient | None = None
+
+    async def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
+        self.thread = ServerThread(self.machine, self.journal, self._deliver, self.events.write)  # type: ignore[arg-type]
+        service = GrpcService(self.thread, self._refuse, silent_s=NEVER_SILENT_S, credentials=self.setup.credentials)
+        guard: ConnectionGuard | None = None
+        listening = self.setup.folder / LISTENING
+        try:
+            await self._save()
+            port = await service.start(self.setup.address)
+            with whole_file(listening) as file:
+                json.dump({"address": f"{self.setup.address.host}:{port}", "pid": os.getpid()}, file)
+            guard = ConnectionGuard(port, service.peers, raise_file_limit(), lambda what: self._tell(what))
+            guard.start()
+            tasks: list[asyncio.Future[Any]] = [
+                self.thread.failure,
+                asyncio.ensure_future(self.stop.wait()),
+                asyncio.ensure_future(self._sessions()),
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for task in done:
+                task.result()
+        finally:
+            listening.unlink(missing_ok=True)
+            await service.stop(0)
+            self.thread.close()
+            self.disk.shutdown()
+            self.journal.close()
+            if guard is not None:
+                guard.stop()
+
+    def _deliver(self, send: Send) -> None:
+        self._out.put_nowait(send.message)
+
+    def _tell(self, what: str) -> None:
+        log.error("%s", what)
+        self.events.write(Trouble(what))
+
+    async def _refuse(self) -> str:
+        raise Refused("snapshots are ordered from the server: its vaults write theirs with it")
+
+    # -- the stream to the book
+
+    async def _sessions(self) -> None:
+        setup, trouble = self.setup, ""
+        role: Any = "global" if setup.server == GLOBAL else "region"
+        while not self.stop.is_set():
+            channel = open_channel(aio, str(setup.book), setup.trust(role, setup.server), CHANNEL_OPTIONS)
+            try:
+                await self._session(channel.stream_stream(f"/{rpc.SERVICE}/vault")())
+            except aio.AioRpcError as error:
+                refused = rpc.refusal_of(error)
+                if refused is not None and refused.retry_s is None:
+                    raise StoreError(refused.reason) from None
+                if trouble != (trouble := str(refused or error.code().name.lower())):
+                    log.warning("%s: its book at %s: %s; it is called again", setup.server, setup.book, trouble)
+            except (wire.DamagedError, asyncio.InvalidStateError):
+                pass  # the stream ended
+            except Refused as refused:
+                self._tell(refused.reason)
+            finally:
+                await self._end_session()
+                await channel.close()
+            await asyncio.sleep(random.uniform(*CALL_S))
+
+    async def _session(self, call: Any) -> None:
+        self._out = asyncio.Queue()
+        machine = self.machine
+        hello = rpc.VaultHello(self.setup.server, machine.index, machine.number, machine.orders)
+        await call.write(wire.pack(hello))
+        tasks = [asyncio.ensure_future(each) for each in (self._speak(call), self._tell_state(), self._listen(call))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _speak(self, call: Any) -> None:
+        while True:
+            await call.write(wire.pack(await self._out.get()))
+
+    async def _tell_state(self) -> None:
+        before: rpc.VaultState | None = None
+        while True:
+            state = rpc.VaultState(self.machine.orders, self.saved, self.journal.segment_bytes)
+            if state != before:
+                self._out.put_nowait(state)
+                before = state
+            await asyncio.sleep(STATE_S)
+
+    async def _listen(self, call: Any) -> None:
+        """Obey, one order after the other: none may be left out, as where the disk is full for one of them."""
+        while True:
+            told = wire.unpack(await rpc.next_frame(call.read()), *TOLD)
+            match told:
+                case rpc.Bring(update):
+                    self._go(("up", *(d.piece for d in update.deltas)), self._bring(update))
+                case rpc.Fetch():
+                    self._go(("down", *told.fragments), self._fetch(told))
+                case rpc.Save():
+                    try:
+                        await self._save()
+                    except StoreError as error:  # the older ones are whole
+                        self._tell(str(error))
+                case rpc.Farewell():
+                    self.stop.set()
+                case _:
+                    await self.thread.say(told)  # raises Refused where the disk is full: the book begins a new life
+
+    async def _end_session(self) -> None:
+        await self.thread.read(self.machine.end_life)
+        for task in self._errands.values():
+            task.cancel()
+        await asyncio.gather(*self._errands.values(), return_exceptions=True)
+        self._errands.clear()
+        if self._above is not None:
+            await self._above.close()
+            self._above = None
+
+    # -- what goes up, and comes down, beside the book
+
+    def _go(self, what: Any, errand: Any) -> None:
+        if (older := self._errands.pop(what, None)) is not None:
+            older.cancel()
+        self._errands[what] = asyncio.ensure_future(errand)
+
+    def _link(self, incarnation: str) -> GrpcClient:
+        """To the vault above, in the region's present life."""
+        setup = self.setup
+        assert setup.above is not None
+        if self._above is None:
+            self._above = GrpcClient(str(setup.above), setup.server, incarnation, setup.trust("vault", GLOBAL))
+        self._above.incarnation = incarnation
+        return self._above
+
+    async def _bring(self, update: UpdatePart) -> None:
+        own = await self.thread.read(lambda: self.machine.going_up(update))
+        if own.deltas:
+            link = self._link(update.incarnation)
+            try:
+                await link.persist(partial(link.push, own), ABOVE_S)
+            except Refused as refused:  # the book above is asked too, and what it says counts
+                self._tell(f"{self.setup.server}: the vault above refuses an update's pieces: {refused.reason}")
+
+    async def _fetch(self, fetch: rpc.Fetch) -> None:
+        wanted = {w.piece: w.version for w in fetch.answer.weights if w.piece in self.machine.pieces}
+        if not wanted:
+            return
+        link, limit_bytes = self._link(fetch.incarnation), 8 * self.machine.layout.numel + 65536
+        call = partial(link.pull, 0, fetch.answer.sequence, fetch.fragments, limit_bytes)
+        while True:
+            answer = await link.persist(call, ABOVE_S)
+            given = {w.piece: w.version for w in answer.weights}
+            if answer.life == fetch.answer.life and given == wanted:
+                break
+            await asyncio.sleep(AGAIN_S)  # book and vault above spoke in different lives
+        while True:
+            try:
+                await self.thread.say(answer)
+                return
+            except Refused as refused:  # while the disk is full
+                await asyncio.sleep(refused.retry_s or AGAIN_S)
+
+    # -- snapshots
+
+    async def _save(self) -> None:
+        """Write a snapshot beside further orders. Raises StoreError."""
+        began_s, machine = time.monotonic(), self.machine
+        orders, (frozen, meta) = await self.thread.alone(
+            lambda: (machine.orders, begin_snapshot(machine, self.store, self.journal, ended=False))
+        )
+        writing = asyncio.get_running_loop().run_in_executor(
+            self.disk, finish_snapshot, self.store, self.journal, frozen, meta
+        )
+
+        def done(written: Any) -> None:
+            if (error := written.exception()) is not None:
+                self._tell(str(error))
+                return
+            self.saved = orders
+            self.events.write(SnapshotWritten(written.result(), time.monotonic() - began_s))
+
+        writing.add_done_callback(done)
+        if self.saved < 0:  # before anybody can be answered, there must be one
+            await writing
+
+
+def run_vault(machine: VaultMachine, setup: VaultSetup, enabled: bool) -> None:
+    """The vault's whole life."""
+    name = f"{setup.server}.vault-{machine.index}"
+    with EventLog(setup.folder / "events.jsonl", source=name, enabled=enabled) as events:
+        store, journal, replayed, faults = recover_vault(machine, setup.folder, setup.keep)
+        for fault in faults:
+            log.error("%s", fault)
+            events.write(Trouble(fault))
+        events.write(Recovery(replayed))
+        asyncio.run(VaultHost(machine, setup, store, journal, events).run())
