@@ -1,5 +1,5 @@
-# make train · make test · make test-fast · make lint · make bench · make gpu · make docs; each installs what it needs
-# first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
+# make train · make test · make test-fast · make lint · make bench · make bench-quick · make gpu · make docs; each
+# installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 export PATH := $(PATH):/usr/sbin:/sbin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install train test-packages test test-fast lint bench gpu docs clean
+.PHONY: install train test-packages test test-fast lint bench bench-quick gpu docs clean
 
 install: $(VENV)/.installed
 
@@ -44,9 +44,13 @@ lint: install
 	cp -rs $(CURDIR)/geotrain build/typecheck/ && cp -rs $(CURDIR)/kernels $(CURDIR)/launch build/typecheck/geotrain/
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
-# One table of all figures and their goals; BENCH_ARGS=--quick only shows that all of them work.
+# One table of all figures and their goals.
 bench: install
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Only shows that all of them work and give every figure that has a goal.
+bench-quick: install
+	$(BIN)/python -m benchmarks --quick $(BENCH_ARGS)
 
 # Rows of benchmarks/results.csv, and a page of its own.
 gpu: install

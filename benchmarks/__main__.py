@@ -1,12 +1,13 @@
 """All benchmarks, one after another, and one table: each figure, its goal, this machine's, the last one recorded.
 
     python -m benchmarks                      about an hour
-    python -m benchmarks --quick              a minute each, to see that all of them work: no goals are judged
-    python -m benchmarks --only server codec
+    python -m benchmarks --quick              a minute each, to see that all of them work and give every figure that
+                                              has a goal: none is judged
+    python -m benchmarks --only servers codec
 
-What each prints is kept in build/bench. One that fails or takes too long is told in the table, and the others go on;
-the exit code is 1 then. A figure is "busy" where other processes took more than a tenth of the processors meanwhile.
-The last line printed is one JSON object: how many figures have a goal, and how many met it.
+What each prints is kept in build/bench. One that fails, takes too long or lacks a figure is told in the table, and
+the others go on; the exit code is 1 then. A figure is "busy" where other processes took more than a tenth of the
+processors meanwhile. The last line printed is one JSON object: how many figures have a goal, and how many met it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> int:
     for part in parts:
         print(f"{part.name} …", file=sys.stderr, flush=True)
         outcome = run(part, options.quick)
-        failed += bool(outcome.fault)
+        failed += bool(outcome.fault) or any(goal.metric not in outcome.figures for goal in part.goals)
         for goal in part.goals:
             verdict = judge(goal, outcome, options.quick)
             judged, met = judged + (verdict in ("yes", "no")), met + (verdict == "yes")

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels ahead of time for machines that are not here, and looks at what comes out.
 
 Of each kernel as many calls as it takes that each two settings meet (block and density, dtype and target, …): some
-500 compilations. `--whole` takes every combination, for each target: hours; `--part 3/8` an eighth of them. Triton's
-cache is not used. Counted over all compiled kernels:
+800 compilations, each done once. `--whole` takes every combination, for each target: hours; `--part 3/8` an eighth of
+them. Triton's cache is not used. Counted over all compiled kernels:
 
 spilled          those of which a register was spilled
 shared           those that take more shared memory than the target's smallest kin has
@@ -10,6 +10,7 @@ scalar_loads     those with accesses narrower than what a thread has in a row (`
 offsets_32bit    those that compute in 32 bits what overflows at 2^35 elements
 failed           those that did not compile
 compile_s        processor seconds of a compilation, the median
+all_s            processor seconds of all
 
     python -m benchmarks.aot [--quick] [--whole] [--part 1/1] [--only KERNEL_OP …]
 """
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -67,11 +69,26 @@ def look(launch: Any, target: str) -> Finding:
     return Finding(name, target, seconds, wrong)
 
 
-def compiled(case: Any, target: str) -> list[tuple[tuple[Any, ...], Finding]]:
-    """What a case launches, each with what the compiler is told of it."""
+def look_at(case: Any, target: str, places: Sequence[int]) -> list[Finding]:
+    """Of what a case launches, that at these places."""
+    launches = case.launches(target)
+    return [look(launches[place], target) for place in places]
+
+
+def units(cases: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str, list[int]]]:
+    """Cases, each for one target, with the places of those of its launches of which the compiler is told something
+    that no earlier one told it."""
     from benchmarks import kernel_space
 
-    return [(kernel_space.key(launch), look(launch, target)) for launch in case.launches(target)]
+    seen = set()
+    for case, target in cases:
+        fresh = []
+        for place, launch in enumerate(case.launches(target)):
+            if (unit := (kernel_space.key(launch), target)) not in seen:
+                seen.add(unit)
+                fresh.append(place)
+        if fresh:
+            yield case, target, fresh
 
 
 def by_pairs(op: str) -> Iterator[tuple[Any, str]]:
@@ -101,24 +118,19 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
-    cases = [case for op in options.only for case in (every(op) if options.whole else by_pairs(op))][
-        part - 1 :: parts
-    ]
+    cases = (case for op in options.only for case in (every(op) if options.whole else by_pairs(op)))
+    chosen = list(units(islice(cases, part - 1, None, parts)))
     counts: dict[str, Any] = dict.fromkeys(COUNTED, 0)
-    seconds, seen = [], set()
+    seconds = []
     with ProcessPoolExecutor(options.processes) as pool:
-        # The next op begins elsewhere in its targets: both processes have long and short ones.
-        for (case, target), found in zip(cases, pool.map(compiled, *zip(*cases, strict=True)), strict=True):
-            for key, finding in found:
-                if (key, target) in seen:
-                    continue
-                seen.add((key, target))
+        for (case, target, _), found in zip(chosen, pool.map(look_at, *zip(*chosen, strict=True)), strict=True):
+            for finding in found:
                 counts["compiled"] += 1
                 seconds.append(finding.seconds)
                 for what, told in finding.wrong.items():
                     counts[what] += 1
                     print(f"{finding.kernel} for {target}: {what}: {told}\n    {case}", flush=True)
-    counts["compile_s"] = median(seconds)
+    counts |= {"compile_s": median(seconds), "all_s": sum(seconds)}
     report("aot", counts, options, units_by_ending({"_s": "s"}, "count"), timed=False)
     return 0
 

@@ -70,13 +70,15 @@ def narrow_accesses(launch: Launch, code: str) -> list[str]:
         "LENGTH" in launch.arguments
     ):
         return []
-    in_a_row = IN_A_ROW
+    in_a_row, lanes = IN_A_ROW, 64 if "amdgcn" in code else 32
     if "matrices" not in launch.arguments and "BLOCK_K" in launch.arguments:  # a block of a product, and its threads
         down = launch.arguments.get("BLOCK_M") or launch.arguments["BLOCK"]
         across = launch.arguments.get("BLOCK_N") or launch.arguments["BLOCK"]
-        in_a_row = min(IN_A_ROW, down * across // (32 * launch.options["num_warps"]))
+        inner = launch.arguments["BLOCK_K"]
+        least = min(down * across, down * inner, inner * across)  # of the result, and of both factors
+        in_a_row = min(IN_A_ROW, max(1, least // (lanes * launch.options["num_warps"])))
     if name == "quantize_topk":  # a small block has fewer for each thread of a warp
-        in_a_row = min(IN_A_ROW, launch.arguments["BLOCK"] // (32 * launch.options["num_warps"]))
+        in_a_row = min(IN_A_ROW, max(1, launch.arguments["BLOCK"] // (lanes * launch.options["num_warps"])))
     wanted = {
         argument: min(WIDEST, in_a_row * _BYTES[str(launch.arguments[argument].dtype).removeprefix("torch.")])
         for argument in launch.given

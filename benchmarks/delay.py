@@ -211,6 +211,7 @@ TRIALS = {
     "16 workers, 2 bits, K 2, Muon's momentum 0.9": sixteen(muon={"momentum": 0.9}),
     "16 workers, 2 bits, K 2, outer nu 0.7, rate 2": sixteen(region=quasi_hyperbolic(0.7, 2.0)),
     "16 workers, 2 bits, K 2, inner momentum 0.99, nu 0.9": sixteen(muon=SLOW),
+    "16 workers, 2 bits, K 2, servers' state in bf16": sixteen(server_state="bf16"),
     "16 workers, 2 bits, K 2, momenta averaged": sixteen(learner=sharing_momenta),
 }
 

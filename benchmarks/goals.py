@@ -57,7 +57,6 @@ PARTS = (
         ),
     ),
     Part("monitoring", (Goal("overhead_ratio"),)),
-    Part("server", (Goal("speedup_over_torch"), Goal("vs_memcpy"))),
     Part(
         "servers",
         (
@@ -68,6 +67,7 @@ PARTS = (
             Goal("recovery_s_per_gb"),
         ),
     ),
+    Part("exchange", (Goal("worker_ns_per_parameter"), Goal("growth"))),
     Part("snapshots", (Goal("memory_share"), Goal("stall_of_state_share"))),
     Part("codec", (Goal("int4.encode_vs_memcpy"), Goal("int4.decode_vs_memcpy"), Goal("topk2.encode_vs_memcpy"))),
     Part("kernels", (Goal("outer_update.vs_memcpy"), Goal("merge.vs_memcpy"), Goal("adam_step.vs_memcpy"))),

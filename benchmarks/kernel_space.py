@@ -61,7 +61,7 @@ def factors() -> dict[str, Settings]:
         "dequantize_topk": {**sparse, "accumulate": FLAG},
         "add_decoded": {"name": dense, **coded, "base": LOW_PRECISION, "out": LOW_PRECISION, **sizes},
         "outer_update": {"moves": FLAG, "momentum": FLAG, "accumulates": FLAG, **sizes},
-        "merge": {"pending": FLAG, **sizes},
+        "merge": {"ledger": FLAG, **sizes},
         "adam": {"grad": LOW_PRECISION, "out": (None, *LOW_PRECISION), "ahead": FLAG, "commit": FLAG, **sizes},
         "rotate": {
             "states": LOW_PRECISION,
@@ -155,6 +155,8 @@ def _outer_update(moves: bool, momentum: bool, accumulates: bool, numel: int) ->
 
 
 def _adam(grad: torch.dtype, out: torch.dtype | None, ahead: bool, commit: bool, numel: int) -> None:
+    if out is None and (ahead or not commit):
+        return  # `dispatch` refuses it: nothing would be written
     new = None if out is None else _meta(numel, out)
     states = (_meta(numel) for _ in range(3))
     triton_ops.adam(*states, _meta(numel, grad), new, ADAM, NEXT if ahead else None, commit)
@@ -200,9 +202,7 @@ _CALLS: dict[str, Any] = {
     "outer_update": lambda moves, momentum, accumulates, numel, tail: _outer_update(
         moves, momentum, accumulates, numel + tail
     ),
-    "merge": lambda pending, numel, tail: triton_ops.merge(
-        *(_meta(numel + tail) for _ in range(3)), _meta(numel + tail) if pending else None, 0.25
-    ),
+    "merge": lambda ledger, numel, tail: triton_ops.merge(*(_meta(numel + tail) for _ in range(3)), ledger, 0.25),
     "adam": lambda grad, out, ahead, commit, numel, tail: _adam(grad, out, ahead, commit, numel + tail),
     "rotate": _rotate,
     "orthogonalize": _orthogonalize,

@@ -26,7 +26,7 @@ NEXT = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=11)
 OPS: dict[str, tuple[int, Callable]] = {
     "outer_update": (28, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], t[2], t[3], OUTER)),
     "average": (12, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], None, None, AVERAGE)),
-    "merge": (20, lambda ops, t, grad, low: ops.merge(t[0], t[1], t[2], t[3], 0.25)),
+    "merge": (20, lambda ops, t, grad, low: ops.merge(t[0], t[1], t[2], True, 0.25)),
     "adam_step": (28, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, None, True)),
     "adam_step_look_ahead": (28, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, NEXT, True)),
     "adam_estimate": (16, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, None, False)),

@@ -40,7 +40,7 @@ RATIO = dict.fromkeys(("ratio", "_low", "_high"), "ratio")
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"pairs": 2})
+    parser = command_line(__doc__, quick={"pairs": 1})
     parser.add_argument("--pairs", type=int, default=12, help="jobs timed with and without the outer loop")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
     parser.add_argument("--own-loop", action="store_true", help="of a plain torch loop with geotrain.OuterLoop")

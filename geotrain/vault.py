@@ -17,6 +17,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig
 from geotrain.layout import Layout, Piece, gather, numel, scatter
+from geotrain.narrow import narrow, widened
 from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender, to_bytes
 from geotrain.outer.messages import Answer, Join, PieceWeights, UpdatePart
@@ -47,11 +48,13 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Apply:
-    """Let the rule take in the member's update of this fragment. It is decoded now if it was not."""
+    """Let the rule take in the member's update of this fragment. It is decoded now if it was not. version: of the
+    weights, with it."""
 
     member: str
     sequence: int
     fragment: int
+    version: int
     told: Told
 
 
@@ -125,13 +128,16 @@ class _Known:
 class Vault:
     """name: of the server. pieces: those that it has. up, down: codecs of the links to members.
     above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
-    newest global weights for workers that evaluate them (4 bytes a parameter).
+    newest global weights for workers that evaluate them (2 bytes a parameter). narrow: whether momenta and residuals
+    are kept in bf16 between updates.
     """
 
     def __init__(
         self, name: str, layout: Layout, pieces: Sequence[Piece], rule: Rule, up: Codec, down: CodecConfig,
-        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, narrow: bool = False,
     ) -> None:  # fmt: skip
+        self.kept = torch.bfloat16 if narrow else torch.float32  # dtype of residuals, and of what the rule can narrow
+        self.narrow = getattr(rule, "narrow", ()) if narrow else ()
         self.name, self.layout, self.pieces, self.rule, self.up, self.down = name, layout, pieces, rule, up, down
         self._own = {piece.index: piece for piece in pieces}
         self._of = [tuple(p for p in pieces if p.fragment == f.index) for f in layout.fragments]  # by fragment
@@ -142,7 +148,7 @@ class Vault:
         self._decoded = ("", 0)  # member and sequence of the update that they are
         self._spare: list[Tensor] = []  # buffers that hold nothing; each has room for the largest piece
         self.members: dict[str, _Known] = {}
-        self.newest: dict[int, Tensor] | None = {} if validates else None  # global weights, for validation
+        self.newest: dict[int, Tensor] | None = {} if validates else None  # global weights, bf16, for validation
         self.copy: dict[int, Tensor] = {}  # those that a worker evaluates at present
         self.residuals: dict[int, Tensor] = {}  # what coding has kept back on the way up so far
         self.in_flight: dict[int, bytes] = {}  # payloads whose answer has not come yet
@@ -194,9 +200,10 @@ class Vault:
                 if any(piece.index not in decoded for piece in self._of[order.fragment]):
                     list(self._decode(Decode(order.member, order.sequence, (order.fragment,))))
                 for piece in self._of[order.fragment]:
-                    v = self.vectors[piece.index]
+                    v, delta = self.vectors[piece.index], self._deltas[piece.index][: piece.numel]
                     self.will_change(*v.all())
-                    self.rule.apply(v, order.member, self._deltas[piece.index][: piece.numel], order.told)
+                    with widened(v, self.narrow, self.name, order.version, piece.index) as wide:
+                        self.rule.apply(wide, order.member, delta, order.told)
             case Freeze():
                 self._freeze(order)
             case Forget():
@@ -282,15 +289,18 @@ class Vault:
         rule: RegionRule = self.rule  # type: ignore[assignment]
         v = self.vectors[piece.index]
         self.will_change(*v.all())
-        delta, residual = rule.progress(v, order.told), None
+        delta, stream = rule.progress(v, order.told), (self.name, 0, order.sequence, piece.index)
+        residual = None
         if self.up_codec.error_feedback:
             if piece.index not in self.residuals:
-                self.residuals[piece.index] = torch.zeros_like(delta)
-            residual = self.residuals[piece.index]
-            self.will_change(residual)
+                self.residuals[piece.index] = torch.zeros_like(delta, dtype=self.kept)
+            self.will_change(self.residuals[piece.index])
+            residual = self.residuals[piece.index].float()  # itself, where it is kept in fp32
         try:
-            seed = rounding_seed(self.name, 0, order.sequence, piece.index)
-            return to_bytes(self.up_codec.encode(delta, residual=residual, seed=seed).payload)
+            payload = self.up_codec.encode(delta, residual=residual, seed=rounding_seed(*stream)).payload
+            if residual is not None and self.kept == torch.bfloat16:
+                narrow(residual, self.residuals[piece.index], "residual", *stream)
+            return to_bytes(payload)
         except NonFiniteError:
             parameter = self.layout.not_finite(piece.fragment, delta, piece.start)
             what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
@@ -303,7 +313,7 @@ class Vault:
             self.will_change(self.downlink.mirror[i])
         vector = self.downlink.decode(self._came.pop(i), piece.numel)
         if self.newest is not None:
-            self.newest[i] = vector.clone()  # the vector may be the mirror, which goes on changing
+            self.newest[i] = vector.bfloat16()
         if first:
             self.vectors[i] = Vectors(vector.clone())
             rule.begin(self.vectors[i])
@@ -330,7 +340,7 @@ class Vault:
 
     def copied(self, member: str, part: int, piece: int) -> bytes:
         """The copied weights that this part holds."""
-        held = gather(self.copy[piece].float(), self._member(member).joins[part].holds[piece])
+        held = gather(self.copy[piece], self._member(member).joins[part].holds[piece])
         return to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload)
 
     # -- for a vault in a process of its own

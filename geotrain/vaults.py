@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from geotrain.layout import Layout, LayoutError
+from geotrain.older_states import state_as_now
 from geotrain.outer.codec import Codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.member import Member
@@ -102,7 +102,7 @@ class Vaults:
     ) -> dict[str, Any]:
         """The counterpart of `state`, from a server's whole state. Returns of `meta["sent"]` what is usable: what
         has lost a tensor is not loaded. Raises LayoutError when the state is cut otherwise."""
-        tensors = {as_now(name): tensor for name, tensor in tensors.items()}
+        tensors = state_as_now(tensors)
         for piece in layout.pieces if meta["fragments"] else ():
             x = tensors.get(f"piece.{piece.index}.x")
             if x is None or x.numel() != piece.numel:
@@ -148,18 +148,6 @@ def sent_tensors(name: str, saved: dict[str, Any]) -> set[str]:
     """The tensors of what a member was sent. saved: its part of a server's state."""
     held = {f"held.{name}.{piece}" for piece, _, _ in saved["marks"]}
     return held | {f"answer.{name}.{s}.{piece}" for s, _, frozen in saved["answers"] for piece, _, _ in frozen}
-
-
-# In states of older versions, whose fragments are one piece each: fragment.3.x, in_flight.12.3.
-_OLDER = ((re.compile(r"fragment\.(?=\d)"), "piece."), (re.compile(r"in_flight\.\d+\.(?=\d)"), "in_flight."))
-
-
-def as_now(tensor: str) -> str:
-    """The name that a tensor of a state, perhaps of an older version, has now."""
-    for older, now in _OLDER:
-        if older.match(tensor):
-            return older.sub(now, tensor, count=1)
-    return tensor
 
 
 # -------------------------------------------------------------------------- in processes of their own

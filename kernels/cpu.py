@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from sysconfig import get_config_var
@@ -20,7 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_SHIFT, Spec
-from geotrain.kernels.steps import AdamStep, Annealing, Coefficients, OuterStep
+from geotrain.kernels.steps import (
+    AdamStep,
+    Annealing,
+    Beginnings,
+    Coefficients,
+    Endings,
+    OuterStep,
+    Pairs,
+    StageVectors,
+)
+
+EXTEND_ROOM = 1 << 20
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -50,10 +62,10 @@ _OuterJob = _struct(
 )
 _MergeJob = _struct(
     "merge_job",
-    (_pointer, "weights base incoming sent"),
+    (_pointer, "weights base incoming"),
     (_long, "numel"),
     (_float, "keep alpha"),
-    (_int, "threads"),
+    (_int, "ledger threads"),
 )
 _AdamStep = _struct("adam_step", (_float, "grad_scale beta1 rest1 beta2 rest2 root_scale eps rate shrink"))
 _AdamJob = _struct(
@@ -77,6 +89,22 @@ _AnnealJob = _struct(
     (ctypes.c_double, "heat cool"),
     (_int, "stages replicas devices first_power last_power"),
 )
+_TransportJob = _struct(
+    "transport_job",
+    (_pointer, "vectors sizes rank most found masks"),
+    (_int, "count classes never"),
+)
+_ExtendJob = _struct(
+    "extend_job",
+    (_pointer, "vectors sizes used last edges stage label_stage label_path one two found"),
+    (ctypes.c_double, "limit"),
+    (_int, "count classes labels first room"),
+)
+_PossibleJob = _struct(
+    "possible_job",
+    (_pointer, "vectors sizes used last spare over part alive"),
+    (_int, "classes labels merges rest replicas uses_all"),
+)
 _FUNCTIONS = {  # name: (job, result)
     "quantize": (_CodecJob, _int),
     "dequantize": (_CodecJob, None),
@@ -86,6 +114,9 @@ _FUNCTIONS = {  # name: (job, result)
     "adam": (_AdamJob, None),
     "rotate": (_RotateJob, None),
     "anneal": (_AnnealJob, ctypes.c_double),
+    "transport": (_TransportJob, None),
+    "extend": (_ExtendJob, _int),
+    "possible": (_PossibleJob, None),
 }
 
 
@@ -170,10 +201,10 @@ def outer_update(
     _run("outer_update", **vectors, numel=weights.numel(), **vars(step))
 
 
-def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, alpha: float) -> None:
+def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: float) -> None:
     """As `reference.merge`."""
-    vectors = _tensors(weights=weights, base=base, incoming=incoming, sent=sent)
-    _run("merge", **vectors, numel=weights.numel(), keep=1 - alpha, alpha=alpha)
+    vectors = _tensors(weights=weights, base=base, incoming=incoming)
+    _run("merge", **vectors, numel=weights.numel(), keep=1 - alpha, alpha=alpha, ledger=ledger)
 
 
 def adam(
@@ -245,8 +276,54 @@ def anneal(
     spare = np.empty(placed + how.stages, dtype=np.int32)
     arrays: dict[str, NDArray[Any]] = {"gradient": gradient, "activation": activation, "compute": compute}
     arrays |= {"work": work, "order": order, "best": best, "spare": spare}
-    cost = _run("anneal", **{name: array.ctypes.data for name, array in arrays.items()}, devices=devices, **vars(how))
+    cost = _run("anneal", **_addresses(**arrays), devices=devices, **vars(how))
     return float(cost), best
+
+
+def transport(
+    vectors: NDArray[np.int32], sizes: NDArray[np.int32], rank: NDArray[np.int32], most: NDArray[np.int32], never: int
+) -> NDArray[np.int32]:
+    """As `dispatch.transport`."""
+    found = np.empty((len(vectors), len(vectors)), dtype=np.int32)
+    masks = np.empty(2 * len(vectors), dtype=np.uint32)
+    arrays = _addresses(vectors=vectors, sizes=sizes, rank=rank, most=most, found=found, masks=masks)
+    _run("transport", **arrays, count=len(vectors), classes=len(sizes), never=never)
+    return found
+
+
+def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[Pairs]:
+    """As `dispatch.extend`."""
+    room = max(EXTEND_ROOM, len(stages.vectors))
+    one, two, found = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32), np.empty(1, dtype=np.int32)
+    arrays = _addresses(**vars(stages), **vars(labels), one=one, two=two, found=found)
+    count, classes = stages.vectors.shape
+    first, ends = 0, len(labels.last)
+    while first < ends:
+        where = {"count": count, "classes": classes, "labels": ends, "first": first, "room": room}
+        first = _run("extend", **arrays, limit=limit, **where)
+        yield one[: found[0]].copy(), two[: found[0]].copy()
+
+
+def possible(
+    vectors: NDArray[np.int32],
+    sizes: NDArray[np.int32],
+    used: NDArray[np.int32],
+    last: NDArray[np.int32],
+    spare: NDArray[np.float64],
+    what: Endings,
+) -> NDArray[np.bool_]:
+    """As `dispatch.possible`."""
+    alive = np.empty(len(last), dtype=np.bool_)
+    counts = {"classes": len(sizes), "labels": len(last), "merges": len(what.over)}
+    shape = {"rest": what.rest, "replicas": what.replicas, "uses_all": what.uses_all}
+    arrays = _addresses(vectors=vectors, sizes=sizes, used=used, last=last, spare=spare, alive=alive)
+    _run("possible", **arrays, **_addresses(part=what.part, over=what.over), **counts, **shape)
+    return alive
+
+
+def _addresses(**arrays: NDArray[Any]) -> dict[str, int]:
+    """The caller keeps the arrays alive until the kernel is done."""
+    return {name: array.ctypes.data for name, array in arrays.items()}
 
 
 def _run(name: str, **fields: Any) -> Any:

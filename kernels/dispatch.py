@@ -6,6 +6,7 @@ Every op gives the same bits from each of them, but `orthogonalize`: matrix prod
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -13,10 +14,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geotrain.kernels import cpu, reference, reference_anneal
+from geotrain.kernels import cpu, reference, reference_anneal, reference_transport
 from geotrain.kernels.layout import GRIDS, SQUARES_BLOCK, Spec
-from geotrain.kernels.steps import QUINTIC, AdamStep, Annealing, Coefficients, OuterStep
+from geotrain.kernels.steps import (
+    QUINTIC,
+    AdamStep,
+    Annealing,
+    Beginnings,
+    Coefficients,
+    Endings,
+    OuterStep,
+    Pairs,
+    StageVectors,
+)
 
+MAX_CLASSES = 16  # of `transport`, as in csrc/transport.c
 LOW_PRECISION = (torch.float32, torch.bfloat16)
 
 
@@ -107,12 +119,13 @@ def outer_update(
     _pick(weights).outer_update(weights, delta, momentum, accumulator, step)
 
 
-def merge(weights: Tensor, base: Tensor, incoming: Tensor, alpha: float, sent: Tensor | None = None) -> None:
-    """base = (1−α)·sent + α·incoming ; weights = base − (sent − weights); all fp32. Without `sent`: the weights."""
+def merge(weights: Tensor, base: Tensor, incoming: Tensor, alpha: float, ledger: bool) -> None:
+    """base = (1−α)·s + α·incoming ; weights = base − (s − weights); all fp32. s: what `base` holds before; without
+    the ledger, the weights."""
     if not weights.numel():
         return
-    _check("merge", weights, {"weights": weights, "base": base, "incoming": incoming, "sent": sent})
-    _pick(weights).merge(weights, base, incoming, sent, alpha)
+    _check("merge", weights, {"weights": weights, "base": base, "incoming": incoming})
+    _pick(weights).merge(weights, base, incoming, ledger, alpha)
 
 
 def adam_step(
@@ -214,6 +227,55 @@ def anneal(
         )
     library = reference_anneal if cpu.library() is None else cpu
     return library.anneal(gradient, activation, compute, order, how)
+
+
+def transport(
+    vectors: NDArray[np.int32], sizes: NDArray[np.int32], rank: NDArray[np.int32], most: NDArray[np.int32], never: int
+) -> NDArray[np.int32]:
+    """(V, V) the least rank of links with which each device of one stage has one of its own of the other; `never`
+    where that is above what either allows, or where together they need more devices than there are.
+
+    vectors: (V, K) devices of each class; sizes: (K,) of the classes, at most 16; rank: (K, K) symmetric, 0 to
+    `never`; most: (V,) the highest rank allowed, below `never`.
+    """
+    for name, array, shape in (
+        ("vectors", vectors, (len(most), len(sizes))),
+        ("sizes", sizes, (len(sizes),)),
+        ("rank", rank, (len(sizes), len(sizes))),
+        ("most", most, (len(most),)),
+    ):
+        if array.shape != shape or array.dtype != np.int32 or not array.flags.c_contiguous:
+            raise ValueError(f"geotrain.kernels: transport: {name} must be int32 of shape {shape}, contiguous")
+    if len(sizes) > MAX_CLASSES:
+        raise ValueError(f"geotrain.kernels: transport: {len(sizes)} classes; at most {MAX_CLASSES}")
+    library = reference_transport if cpu.library() is None else cpu
+    return library.transport(vectors, sizes, rank, most, never)
+
+
+def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[Pairs]:
+    """(beginning, stage) of each stage that there are devices for, and with which a beginning's dearest stage and
+    four times its edges remain below the limit (s). In parts, sorted by beginning and stage."""
+    library = reference_transport if cpu.library() is None else cpu
+    return library.extend(stages, labels, limit)
+
+
+def possible(
+    vectors: NDArray[np.int32],
+    sizes: NDArray[np.int32],
+    used: NDArray[np.int32],
+    last: NDArray[np.int32],
+    spare: NDArray[np.float64],
+    what: Endings,
+) -> NDArray[np.bool_]:
+    """(n,) whether a beginning can end with edges that take less than spare (n,) seconds above the cheapest link
+    each.
+
+    vectors: (V, K) stages; sizes: (K,) of the classes; used: (n, K); last: (n,) its last stage. Where a part of the
+    cluster has not as many devices left as stages like the last would use, an edge that leaves the part must
+    follow, and where no single change of the stages uses them, two.
+    """
+    library = reference_transport if cpu.library() is None else cpu
+    return library.possible(vectors, sizes, used, last, spare, what)
 
 
 def _pick(tensor: Tensor) -> ModuleType:

@@ -233,14 +233,14 @@ def outer_update(
     weights.sub_(change)
 
 
-def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, alpha: float) -> None:
+def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: float) -> None:
     """A region adopts global weights, in place on fp32 `weights` x and `base` (docs/algorithms.md, the ledger).
 
-    base = (1−α)·s + α·incoming ;  x = base − (s − x), where s is `sent`: the weights when the last update left, so
-    that what was committed since stays. Without `sent`, s = x: the published rule.
+    base = (1−α)·s + α·incoming ;  x = base − (s − x), where s is what `base` holds before: the weights when the last
+    update left, so that what was committed since stays. Without the ledger, s = x: the published rule.
     """
-    start = weights if sent is None else sent
-    pending = None if sent is None else sent - weights
+    start = base if ledger else weights
+    pending = base - weights if ledger else None
     base.copy_(_f(1 - alpha) * start + _f(alpha) * incoming)
     weights.copy_(base if pending is None else base - pending)
 

@@ -1,9 +1,13 @@
-"""The coefficients of the update kernels: pure numbers, computed in double precision, applied in fp32."""
+"""What kernels are told beside tensors: coefficients of updates, computed in double precision and applied in fp32,
+and what the search of placements works on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 # (a, b, c) of each Newton–Schulz iteration σ ← aσ + bσ³ + cσ⁵ that `orthogonalize` makes, in order.
 Coefficients = Sequence[tuple[float, float, float]]
@@ -70,3 +74,43 @@ class Annealing:
     seed: int
     first_power: int
     last_power: int
+
+
+@dataclass(frozen=True)
+class StageVectors:
+    """Stages as counts of devices by class. vectors: (V, K) int32; sizes: (K,) int32, of the classes; edges: (V, V)
+    float64 seconds, inf where two stages cannot follow each other; stage: (V,) float64 seconds of each."""
+
+    vectors: NDArray[np.int32]
+    sizes: NDArray[np.int32]
+    edges: NDArray[np.float64]
+    stage: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Beginnings:
+    """Of placements. used: (n, K) int32 devices by class; last: (n,) int32, the last stage; label_stage, label_path:
+    (n,) float64, seconds of the dearest stage and of all edges."""
+
+    used: NDArray[np.int32]
+    last: NDArray[np.int32]
+    label_stage: NDArray[np.float64]
+    label_path: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Endings:
+    """What is to follow a beginning: `rest` stages of `replicas` devices, of all devices left if uses_all.
+
+    part: (M, K) int32, into which parts of the cluster links above a time divide the classes, for M times from the
+    dearest down; over: (M,) float64, seconds by which each time is above the cheapest link.
+    """
+
+    part: NDArray[np.int32]
+    over: NDArray[np.float64]
+    rest: int
+    replicas: int
+    uses_all: bool
+
+
+Pairs = tuple[NDArray[np.int32], NDArray[np.int32]]

@@ -36,12 +36,12 @@ def outer_update_kernel(
 
 
 @triton.jit
-def merge_kernel(weights, base, incoming, sent, numel, keep, alpha, ELEMENTS: tl.constexpr, PENDING: tl.constexpr):
+def merge_kernel(weights, base, incoming, numel, keep, alpha, ELEMENTS: tl.constexpr, LEDGER: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = at < numel
     x, g = tl.load(weights + at, mask=mask), tl.load(incoming + at, mask=mask)
-    if PENDING:
-        s = tl.load(sent + at, mask=mask)
+    if LEDGER:
+        s = tl.load(base + at, mask=mask)
         merged = keep * s + alpha * g
         x = merged - (s - x)
     else:
@@ -64,13 +64,13 @@ def outer_update(
         )  # fmt: skip
 
 
-def merge(weights: Tensor, base: Tensor, incoming: Tensor, sent: Tensor | None, alpha: float) -> None:
+def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: float) -> None:
     """As `reference.merge`."""
     for part in aligned_parts(weights.numel()):
         count = part.stop - part.start
         merge_kernel[(triton.cdiv(count, ELEMENTS),)](
-            *_cut(part, weights, base, incoming, sent), count, 1 - alpha, alpha,
-            ELEMENTS=ELEMENTS, PENDING=sent is not None, enable_fp_fusion=False,
+            *_cut(part, weights, base, incoming), count, 1 - alpha, alpha,
+            ELEMENTS=ELEMENTS, LEDGER=ledger, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.jit_locks import build_folder, release_stale_locks
-from geotrain.launch.rank_environment import address_to, library_settings, rank_environment
+from geotrain.launch.rank_environment import address_to, capability_here, library_settings, rank_environment
 from geotrain.net.worker_client import ServerForgot
 from geotrain.outer.messages import Refused
 
@@ -81,6 +81,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             ranks_here=max(host.slots for host in worker.hosts),
             tensor_parallel=setup.parallel.tensor,
             overlaps_steps=run.acco is not None,
+            capability=capability_here(os.environ),
             deterministic=setup.precision.deterministic_mode,
         )
     )

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 import psutil
 
 from geotrain.config import ConfigError
+from geotrain.launch.host_facts import read_gpus, visible
 
+BLACKWELL = (10, 0)  # the lowest compute capability of its kind
 # What Slurm and Open MPI call torch's variables; the other launchers set torch's own.
 RANK_VARIABLES = {
     "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
@@ -51,22 +53,27 @@ def library_settings(
     ranks_here: int,
     tensor_parallel: int,
     overlaps_steps: bool,
+    capability: tuple[int, int] | None = None,
     deterministic: bool = False,
 ) -> dict[str, str]:
     """Settings of CUDA, torch and gloo that are not in `env`.
 
     cores: that this process may use. ranks_here: the worker's on this machine, which share them. overlaps_steps:
-    whether the run uses ACCO. deterministic: `precision.deterministic_mode`. MASTER_ADDR in `env` decides which
-    network interface the ranks meet over. Raises ConfigError if `env` contradicts what is asked for.
+    whether the run uses ACCO. capability: of the devices here (`capability_here`). deterministic:
+    `precision.deterministic_mode`. MASTER_ADDR in `env` decides which network interface the ranks meet over. Raises
+    ConfigError if `env` contradicts what is asked for.
     """
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),  # torch's default is all cores, for every rank
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # less memory is lost between blocks of changing sizes
     }
-    # With a single queue the device starts kernels in the order of their launch, so Megatron-core's tensor-parallel
-    # collectives start before the compute that hides them. With ACCO, collectives of another thread would stand in
-    # that queue before compute and hold it up; so there CUDA keeps its default of several queues.
-    if tensor_parallel > 1 and not overlaps_steps:
+    # Before Blackwell, with a single queue the device starts kernels in the order of their launch, so Megatron-core's
+    # tensor-parallel collectives start before the compute that hides them. With ACCO, collectives of another thread
+    # would stand in that queue before compute and hold it up; so there CUDA keeps its default of 8 queues. Blackwell
+    # keeps the order without that: there more streams than queues would wait for each other for nothing.
+    if capability is not None and capability >= BLACKWELL:
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    elif tensor_parallel > 1 and not overlaps_steps:
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     # gloo takes the address that this machine's name resolves to, which on many systems nobody else can reach.
     if (master := env.get("MASTER_ADDR")) and (interface := interface_to(master)) is not None:
@@ -75,6 +82,15 @@ def library_settings(
         wanted |= DETERMINISTIC
         _check_deterministic(env)
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def capability_here(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """The lowest compute capability of the GPUs that this process may see, as `nvidia-smi` tells it: CUDA must not be
+    asked, since it then reads its settings. None: there are none, or nobody knows."""
+    if env.get("DS_ACCELERATOR") == "cpu":
+        return None
+    gpus = visible(read_gpus()[0], env.get("CUDA_VISIBLE_DEVICES"))
+    return min((gpu.capability for gpu in gpus if gpu.capability), default=None)
 
 
 def _check_deterministic(env: Mapping[str, str]) -> None:

@@ -23,8 +23,8 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "staging"},
-    {"outer", "vault", "vaults", "vault_machine", "optimizers"},
+    {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "expert_order", "staging"},
+    {"outer", "vault", "vaults", "vault_machine", "lent", "narrow", "older_states", "optimizers"},
     {
         "inner",
         "acco",
@@ -153,7 +153,7 @@ def test_outer_is_pure() -> None:
     """State machines know no clock, socket, disk or thread."""
     banned = {"time", "datetime", "socket", "threading", "concurrent", "asyncio", "pathlib", "os", "random"}
     for name, path in sources():
-        if name.startswith(("outer", "vault")):
+        if name.startswith(("outer", "vault", "lent", "narrow")):
             used = {imported.split(".")[0] for imported in imports(path)} & (banned | {"subprocess"})
             assert not used, f"geotrain.{name} imports {used}"
 

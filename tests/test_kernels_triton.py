@@ -122,7 +122,7 @@ def test_what_is_launched_lies_in_the_space():
                 launched(lambda m=matrices: triton_ops.orthogonalize(m, QUINTIC[:2]))
     for look_ahead, commit, out in ((STEP, True, torch.zeros(40)), (None, False, torch.zeros(40).bfloat16())):
         launched(lambda a=look_ahead, c=commit, o=out: triton_ops.adam(x, x, x, o, o, STEP, a, c))
-    launched(lambda: triton_ops.merge(x, x, x, None, 0.25))
+    launched(lambda: triton_ops.merge(x, x, x, False, 0.25))
     for heads, size in ((1, 64), (9, 128)):
         for dtype in (torch.float32, torch.bfloat16):
             states, angles = torch.zeros(4, 2, heads, size, dtype=dtype), torch.zeros(4, size // 2)

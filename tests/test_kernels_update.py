@@ -12,7 +12,7 @@ from geotrain.kernels import AdamStep, OuterStep, cpu, dispatch, reference
 from geotrain.kernels.layout import Spec
 from geotrain.outer.rules.halos import delayed_nesterov
 from geotrain.outer.rules.region_momentum import momentum_average
-from geotrain.outer.rules.rule import average, merge
+from geotrain.outer.rules.rule import average
 from geotrain.outer.rules.sync import nesterov
 
 ROOT = Path(__file__).parent.parent
@@ -77,12 +77,12 @@ def test_averaging_is_a_step_without_momentum():
 def test_a_merge_keeps_what_was_committed_since_the_last_update_left():
     torch.manual_seed(0)
     sent, incoming, later = torch.randn(400), torch.randn(400), torch.randn(400)
-    x, base = sent - later, torch.zeros(400)
-    merge(x, base, incoming, 0.25, sent)
+    x, base = sent - later, sent.clone()
+    kernels.merge(x, base, incoming, 0.25, ledger=True)
     torch.testing.assert_close(base, 0.75 * sent + 0.25 * incoming)
     torch.testing.assert_close(base - x, later)
     x = sent - later
-    merge(x, base, incoming, 0.25)  # as published: a part of it is forgotten
+    kernels.merge(x, base, incoming, 0.25, ledger=False)  # as published: a part of it is forgotten
     torch.testing.assert_close(x, 0.75 * (sent - later) + 0.25 * incoming)
     assert torch.equal(x, base)
 

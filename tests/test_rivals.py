@@ -1,12 +1,14 @@
 """The benchmark beside rivals: all train the same samples at the same rate, and what its marks are read as."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.rivals.__main__ import add_times, judged
+from benchmarks.rivals import __main__ as main
+from benchmarks.rivals.__main__ import add_times, command, judged
 from benchmarks.rivals.methods import OUTER, TITLES
 from benchmarks.rivals.report import cells
 from benchmarks.rivals.runs import Setting, figures, processor_figures, time_to
@@ -98,3 +100,38 @@ def test_what_exchanges_every_step_has_its_loss_from_a_run_without_a_slow_link()
     )
     assert cells(found["ddp"], "20_mbit")[-2:] == ["2.0000", "15.0"]
     assert set(OUTER) <= set(TITLES)
+
+
+def call(*arguments: str) -> argparse.Namespace:
+    found: argparse.Namespace = command().parse_args(["--methods", "torchft-diloco", "ours", *arguments])
+    return found
+
+
+def test_a_part_that_fails_is_told_and_the_next_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str]] = []
+
+    def run(method: str, folder: Path, *_: Any) -> dict[str, Any]:
+        done.append((method, folder.name))
+        if method == "ours" and len(done) < 3:
+            raise FileNotFoundError("no such trainer")
+        return {"loss": 2.0, "step_ms": 1.0}
+
+    def fault(method: str, what: str, *_: Any) -> dict[str, Any]:
+        done.append((method, what))
+        return {"lost_s.eu": 0.0, "lost_s.us": 1.0}
+
+    monkeypatch.setattr(main, "OWN", tmp_path)
+    monkeypatch.setattr(main, "prepare", lambda *_: tmp_path)
+    monkeypatch.setattr(main, "repeated", run)
+    monkeypatch.setattr(main, "faulted", fault)
+    found = main.measure(tmp_path, call("--minutes", "0"), tmp_path, "")
+    assert not done and found["ours"]["20_mbit"] == found["ours"]["kill"] == {"fault": main.LEFT_OUT}
+    first = main.measure(tmp_path, call("--faults", "cut"), tmp_path, "")
+    assert first["ours"]["20_mbit"]["fault"] == "FileNotFoundError: no such trainer"
+    assert first["torchft-diloco"]["20_mbit"]["loss"] == 2.0 and first["ours"]["cut"]["lost_s.us"] == 1.0
+    again = main.measure(tmp_path, call("--faults", "cut", "--go-on"), tmp_path, "")
+    assert again["ours"]["20_mbit"]["loss"] == 2.0
+    whole = [("torchft-diloco", "torchft-diloco-20_mbit"), ("ours", "ours-20_mbit")]
+    assert done == [*whole, ("torchft-diloco", "cut"), ("ours", "cut"), whole[1]]
+    missing = main.measure(tmp_path, call("--faults"), None, "pip: no network")
+    assert missing["torchft-diloco"]["20_mbit"] == {"fault": "pip: no network"} and done[-1] == whole[1]

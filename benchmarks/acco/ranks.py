@@ -41,8 +41,8 @@ LONG = Size(384, 3, 928, 128, 8, 4)  # 5.1 M; few wide layers: most of a core's 
 
 @dataclass(frozen=True)
 class Job:
-    """What the two ranks are to do. hold_s: least seconds of a micro-batch. slower: how many times as long it takes
-    rank 1. bf16: compute in it, and otherwise in fp32.
+    """What the two ranks are to do. hold_s: least seconds of a micro-batch, in part waited. slower: how many times as
+    long it takes rank 1. bf16: compute in it, and otherwise in fp32.
 
     folder: of a long run's checkpoints and of the points of its curve so far; one that was cut off goes on there."""
 
@@ -256,6 +256,8 @@ class Rank:
     def hidden(self) -> dict[str, list[float]]:
         """Seconds of a step in every round, with ZeRO-1's communication after the compute, beside it, and without."""
         engine = self.engine("zero1", 10_000)
+        self.compute_s(engine)
+        self.wait_in_layers(engine)
         optimizer = engine.optimizer
         launch = optimizer._launch
         buckets = {bucket: bucket._ranks for bucket in optimizer._forward}
@@ -284,6 +286,15 @@ class Rank:
                 found[name].append(self.timed(way, 3))
             optimizer.wait_for_weights()
         return {name: seconds[1:] for name, seconds in found.items()}
+
+    def wait_in_layers(self, engine: Any) -> None:
+        """Divide the pause after each micro-batch among its layers: a third in forward, the rest in backward, where a
+        layer's gradients come after it."""
+        layers = engine.module.decoder.layers
+        third_s, self.pause_s = self.pause_s / 3 / len(layers), 0.0
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: time.sleep(third_s))
+            layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * third_s))
 
     def timed(self, step: Callable[[], None], steps: int) -> float:
         import torch.distributed as dist

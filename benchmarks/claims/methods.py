@@ -50,7 +50,9 @@ class Method:
 
     @property
     def base(self) -> OuterConfig:
-        return load_run(ROOT / f"configs/runs/baselines/{self.run_file}.json").outer
+        """Without a reserve: no link is cut but in one world, which states one of its own."""
+        outer = load_run(ROOT / f"configs/runs/baselines/{self.run_file}.json").outer
+        return outer.model_copy(update={"lease_reserve": 0})
 
     def outer(self, settings: Settings, environment: Environment, steps: int) -> OuterConfig:
         """The outer loop with these settings, for a run of so many steps of all workers."""

@@ -62,6 +62,8 @@ class Job:
         outer = r.outer.model_dump(by_alias=True, mode="json")
         outer["fragments"].pop("piece_elements")  # models of studies are smaller than a piece
         outer.pop("state_device")  # which changes no bit
+        if outer["server_state"] == "fp32":  # as all was before there was a choice
+            outer.pop("server_state")
         later = {"until", "warmup_share"}  # left out where None: rows from before there were any keep their keys
         mine = {name: v for name, v in asdict(self).items() if v is not None or name not in later}
         parts = (VERSION, mine, outer, repr(r.world), repr(r.study), standard_library().digest)

@@ -25,6 +25,7 @@ from geotrain.outer.messages import (
     LiftQuarantine,
     MemberSilent,
     PieceDelta,
+    Recall,
     Refused,
     Release,
     RunComplete,
@@ -132,6 +133,7 @@ class Messages:
             UpdateRejected("b", "1", "why"),
             LiftQuarantine("b"),
             RunComplete(),
+            Recall(),
         ]
         samples += [rpc.Pull("a", "1", 0, 1, (0,), 1.0), rpc.AskLease("a", "1", LeaseRequest("a", 1), 1.0)]
         samples += [rpc.SayLeave("a", "1", 0, 1), rpc.Beat("a", "1", 0), rpc.Resume("a", "1", 0, 7)]

@@ -1,5 +1,5 @@
 """The step of one worker over all GPUs of this machine: ZeRO-1 and ACCO, peak memory against the estimate; on one
-GPU, the same model in a plain PyTorch loop.
+GPU, the same model in a plain PyTorch loop, as transformers has it and as torchtitan does where that is installed.
 
 As a program it is one rank of several: python -m benchmarks.gpu.step RUN.json STEPS ANSWER.json
 """
@@ -66,7 +66,7 @@ def measure(run: RunConfig, steps: int) -> dict[str, float]:
     zero1 = timed(plain, steps)
     overlapped = timed(run, steps)
     parallel.shut_down()
-    torch_s = plain_step_s(run, steps) if ranks == 1 else 0.0
+    loops = plain_step_s(run, steps) if ranks == 1 else {}
     tokens = run.samples_per_step * run.data.sequence_length
     flops = tokens * training_flops_per_token(run.architecture, run.data.sequence_length)
     worker = WorkerConfig(name="here", hosts=(HostConfig(host="localhost", slots=ranks),))
@@ -81,8 +81,8 @@ def measure(run: RunConfig, steps: int) -> dict[str, float]:
         "tflops_per_rank": flops / zero1["step_s"] / ranks / 1e12,
         "estimated_bytes": estimated,
     }
-    if torch_s:
-        found |= {"torch_step_s": torch_s, "vs_torch": torch_s / zero1["step_s"]}
+    for name, seconds in loops.items():
+        found |= {f"{name}_step_s": seconds, f"vs_{name}": seconds / zero1["step_s"]}
     if zero1["peak_bytes"]:
         found |= {"peak_bytes": zero1["peak_bytes"], "memory_over_estimate": zero1["peak_bytes"] / estimated}
     return found
@@ -123,27 +123,38 @@ def timed(run: RunConfig, steps: int) -> dict[str, float]:
     return {"step_s": statistics.median(times[WARM_STEPS:]), "peak_bytes": peak}
 
 
-def plain_step_s(run: RunConfig, steps: int) -> float:
-    """Seconds of the median step of a plain PyTorch loop: transformers' model of the run's shape, fp32 weights under
-    autocast to bf16, torch's fused AdamW, gradients clipped; as many tokens, none of them padded."""
+def plain_step_s(run: RunConfig, steps: int) -> dict[str, float]:
+    """Seconds of the median step of a plain PyTorch loop, by whose model it is: fp32 weights under autocast to bf16,
+    torch's fused AdamW, gradients clipped; as many tokens, none of them padded."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks.gpu import titan
     from benchmarks.throughput import torch_step
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = AutoConfig.for_model(**run.model.config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(device)
+    length, config = run.data.sequence_length, AutoConfig.for_model(**run.model.config)
+
+    def of_transformers() -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        return model.to(device)
+
+    makers = {"torch": of_transformers}
+    if titan.installed():
+        makers["torchtitan"] = lambda: titan.Titan(run.architecture, length, device)
     micro = int(run.deepspeed["train_micro_batch_size_per_gpu"])
-    shape = run.samples_per_step // micro, micro, run.data.sequence_length + 1
-    batches = list(torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device))
-    step, times = torch_step(model.train(), batches), []
-    for _ in range(WARM_STEPS + steps):
-        begin = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
-            step()  # ends with the loss on the host
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[WARM_STEPS:])
+    shape = run.samples_per_step // micro, micro, length + 1
+    drawn = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for name, make in makers.items():
+        step, times = torch_step(make().train(), list(drawn.to(device))), []
+        for _ in range(WARM_STEPS + steps):
+            begin = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16):
+                step()  # ends with the loss on the host
+            times.append(time.perf_counter() - begin)
+        found[name] = statistics.median(times[WARM_STEPS:])
+    return found
 
 
 def run_file(folder: Path, model: Path, sequence: int, micro_batch: int, micro_batches: int, ranks: int) -> Path:

@@ -56,7 +56,7 @@ LINGER_S = 0.3  # stopped servers are given this long to catch up before a job i
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"pairs": 2, "regions": 4, "hours": 1.0})
+    parser = command_line(__doc__, quick={"pairs": 1, "regions": 4, "hours": 1.0})
     parser.add_argument("--pairs", type=int, default=24, help="jobs timed with and without monitoring")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
     parser.add_argument("--regions", type=int, default=64)

@@ -1,10 +1,11 @@
 """How cheap any placement can be at best: proven lower bounds on the cost of `geotrain.plan.placement.cost`.
 
 The complete search of `plan.placement.exact` over classes of devices raises `quick_bound`: if no placement lies
-below a threshold, the threshold is a bound, and if one does, the cheapest of them is. Thresholds rise towards the
-cost of the placement that was found, each with more work than the one before, so the search ends with a proof that
-this placement is optimal, with the optimum over classes, or where the work allowed is spent, with the last threshold
-that was proven. Where devices are too unlike to give few classes, the most alike are joined."""
+below a threshold, the threshold is a bound, and if one does, the cheapest of them is. The first threshold is a little
+below the cost that was found; it falls where most of what is left of the work did not do, and rises where it did. So
+the search ends with a proof that this placement is optimal, with the optimum over classes, or where the work allowed
+is spent, with the last threshold that was proven. Where devices are too unlike to give few classes, the most alike
+are joined."""
 
 from __future__ import annotations
 
@@ -16,41 +17,59 @@ from scipy.spatial.distance import squareform
 
 from geotrain.plan.placement.classes import MAX_CLASSES, Classes, classes_of, like_classes
 from geotrain.plan.placement.cost import Ints, Problem, compute_bound, link_bound
-from geotrain.plan.placement.exact import ThresholdSearch, TooMuchWorkError
-from geotrain.plan.placement.search import ROUNDING
+from geotrain.plan.placement.exact import ROUNDING, BandSearch, TooMuchWorkError, bands
 
-RUNGS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97, 1.0)  # thresholds tried, between the quick bound and the known cost
+FIRST = 0.955  # of the known cost is tried first; then all of it, or halves of what is left below
+SHARE = 0.75  # of the work that is left, for each threshold
+NEAR = 0.01  # thresholds that are less than that share of the known cost apart are not told apart
 MAX_LIKE_VECTORS = 100_000
-MAX_JOINED_VECTORS = 2_000  # where classes are joined anyway, few serve nearly as well
+MAX_JOINED_VECTORS = 12_000  # the more, the less unlike devices are joined, but the sooner the work is spent
 OBSERVERS = 128  # devices whose view decides which devices are the likest
 
 
-def lower_bound(problem: Problem, known_s: float, max_work: int = 60_000_000) -> float:
+def lower_bound(problem: Problem, known_s: float, max_work: int = 600_000_000) -> float:
     """A proven lower bound (s) on the cost of every placement, at most `known_s`, the cost of one that was found.
 
     Within 1e-9 of known_s when that placement is proven optimal. max_work: of all thresholds together, see
-    `cheapest_below`; the default is some ten seconds.
+    `BandSearch`; the default is some ten seconds.
     """
     proven, compute = link_bound(problem), compute_bound(problem)
     target = (known_s - compute) * (1 - ROUNDING)
     if proven >= target:
         return min(proven + compute, known_s)
     classes = like_classes(problem, MAX_LIKE_VECTORS) or joined_classes(problem)
-    quick, left = proven, max_work
-    for rung in RUNGS:  # each takes a few times the work of the one before
-        threshold = quick + rung * (target - quick)
-        if threshold <= proven:
-            continue
-        search = ThresholdSearch(classes, problem.stages, threshold, left)
-        try:
-            optimum = search.run()
-        except TooMuchWorkError:
+    high, left = target, max_work  # what took too much, or the target
+    while left > 1:
+        near = high - proven < NEAR * target or proven >= FIRST * target
+        if near and high < target:
             break
-        left = search.work_left
-        proven = max(proven, optimum.total_s * (1 - ROUNDING) if optimum else threshold)
-        if optimum:
+        threshold = high if near else (proven + high) / 2 if high < target else FIRST * target
+        allowed = int(SHARE * left)
+        optimum, unused = _cheapest_below(classes, problem.stages, threshold, allowed)
+        left -= allowed - max(unused, 0)
+        if unused >= 0:
+            proven = max(proven, optimum)
+            if near or optimum < threshold:
+                break
+        elif near:
             break
+        else:
+            high = threshold
     return min(proven + compute, known_s)
+
+
+def _cheapest_below(classes: Classes, stages: int, threshold: float, work: int) -> tuple[float, int]:
+    """What the cheapest placement costs (s), or the threshold if that is less; and the work that is left, below 0
+    where it did not do and the first figure says nothing."""
+    cheapest = threshold
+    for band in bands(classes, stages, threshold):
+        search = BandSearch(classes, stages, cheapest, work, band)
+        try:
+            found = search.run()
+        except TooMuchWorkError:
+            return cheapest, -1
+        cheapest, work = found.total_s * (1 - ROUNDING) if found else cheapest, search.work_left
+    return cheapest, work
 
 
 def joined_classes(problem: Problem) -> Classes:

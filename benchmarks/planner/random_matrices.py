@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,7 @@ from geotrain.plan.placement.search import search
 SHAPES = ((4, 6), (8, 4), (6, 6), (6, 8), (8, 8))  # stages, replicas
 EACH = 10
 RIVAL_TIMES = 10.0
-BOUND_WORK = 30_000_000  # see `lower_bound`: some five seconds
+BOUND_WORK = 300_000_000  # see `lower_bound`: some three seconds
 GIGABYTES = {"gradient_gigabytes": 0.65, "activation_gigabytes": 0.47}  # of DT-FM's task
 
 
@@ -127,15 +128,16 @@ def problem_of(kind: str, number: int) -> Problem:
     return KINDS[kind].draw(rng, *SHAPES[number % len(SHAPES)])
 
 
-def measure_matrix(matrix: tuple[str, int]) -> dict[str, float]:
-    """One of them: costs of the search and of the rival, the bound, and seconds of processor time."""
+def measure_matrix(matrix: tuple[str, int], times: float, work: int) -> dict[str, float]:
+    """One of them: costs of the search and of the rival, the bound, and seconds of processor time. times: the rival's
+    time, over the search's; work: of the bound."""
     problem = problem_of(*matrix)
     began = time.process_time()
     cost = search(problem, 0).total_s
     took = time.process_time() - began
-    rival, rival_took = anneal_for(problem, RIVAL_TIMES * took, cost, seed=matrix[1])
+    rival, rival_took = anneal_for(problem, times * took, cost, seed=matrix[1])
     began = time.process_time()
-    bound = lower_bound(problem, min(cost, rival), BOUND_WORK)
+    bound = lower_bound(problem, min(cost, rival), work if KINDS[matrix[0]].regions else work // 3)
     return {
         "cost": cost,
         "over_annealing": round(cost / rival, 9),  # costs by differences differ in their last bits
@@ -146,12 +148,14 @@ def measure_matrix(matrix: tuple[str, int]) -> dict[str, float]:
     }
 
 
-def measure(each: int = EACH, processes: int = 2) -> dict[str, Any]:
+def measure(quick: bool, processes: int = 2) -> dict[str, Any]:
     """The worst and the median of all, and the same by kind. median_gap: of the kinds with up to 12 regions of
     devices that are alike; median_gap_of_all: of all kinds."""
-    chosen = list(matrices(each))
+    chosen = list(matrices(1 if quick else EACH))
+    times, work = (1.0, BOUND_WORK // 30) if quick else (RIVAL_TIMES, BOUND_WORK)
     with ProcessPoolExecutor(processes) as pool:
-        found = dict(zip(chosen, pool.map(measure_matrix, chosen), strict=True))
+        of_each = pool.map(measure_matrix, chosen, repeat(times), repeat(work))
+        found = dict(zip(chosen, of_each, strict=True))
     by_kind = {kind: [f for (k, _), f in found.items() if k == kind] for kind in KINDS}
     of_regions = [f["gap"] for kind, group in by_kind.items() if KINDS[kind].regions for f in group]
     detail = {

@@ -3,6 +3,7 @@
     python -m benchmarks.rivals                      about ten minutes
     python -m benchmarks.rivals --quick              a minute, to see that it works
     python -m benchmarks.rivals --full               two rates, three orders of the data, longer: intervals; hours
+    python -m benchmarks.rivals --go-on              what is missing: an earlier call was ended, or its time was over
     python -m benchmarks.rivals --docs               renews docs/comparison.md and results.csv
 
 The rivals are the real packages, which it installs into an environment of their own (build/rivals), pinned in
@@ -25,7 +26,11 @@ is of a run without a slow link, and their seconds to a loss are computed from b
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -33,34 +38,46 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.claims.report import replace_block
-from benchmarks.common import BUSY, command_line, others_share, report, spread
+from benchmarks.common import BUSY, CommandLine, command_line, others_share, report, spread
 from benchmarks.rivals.methods import OUTER, TITLES
 from benchmarks.rivals.report import markdown, unit
 from benchmarks.rivals.runs import Setting, faulted, losses, prepare, time_to, train
-from benchmarks.rivals.site import environment
+from benchmarks.rivals.site import OWN, environment
 from benchmarks.rivals.task import LOCAL_STEPS
+from geotrain.files import write_whole
 
 SLOW, FAST = 0.02, 0.2  # Gbit/s
 RTT_MS = 100.0
 EVERY_STEP = {"ddp": (8, 2), "powersgd": (24, 6)}  # that exchange in every step: steps over the link, of them untimed
 NO_LINK = (10.0, 0.2)  # Gbit/s, ms: of the run that tells their loss
 FAULTED = ("torchft-diloco", "hivemind", "ours")
+FAULTS = ("kill", "cut")
+ENDLESS = 4096 * LOCAL_STEPS  # steps of a run in which faults are watched; it is ended long before
+LEFT_OUT = "left out, since the time was over: --go-on measures it"
+METHODS_DIGEST = hashlib.sha256(json.dumps(OUTER, sort_keys=True).encode()).hexdigest()[:12]
 QUICK = {"rounds": 2, "alone_steps": 12, "gbps": [FAST], "methods": ["torchft-diloco", "ours"], "faults": []}
 
 
-def main() -> None:
+def command() -> CommandLine:
     parser = command_line(__doc__, quick=QUICK)
     parser.add_argument("--methods", nargs="+", default=list(TITLES), choices=list(TITLES))
     parser.add_argument("--gbps", nargs="+", type=float, default=[SLOW], help="rates of the link")
     parser.add_argument("--rounds", type=int, default=5, help=f"of {LOCAL_STEPS} steps of each worker")
     parser.add_argument("--alone-steps", type=int, default=40, help="without communication, before and after")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the data, and start weights")
-    parser.add_argument("--faults", nargs="*", default=["kill", "cut"], choices=["kill", "cut"])
+    parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no further part is begun")
+    parser.add_argument("--patience-s", type=float, default=120.0, help="within which a run must begin, and end")
+    parser.add_argument("--go-on", action="store_true", help="take up what an earlier call has measured")
     parser.add_argument("--full", action="store_true", help="two rates, three seeds, ten rounds")
     parser.add_argument("--docs", action="store_true", help="renew docs/comparison.md, and record")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = command().parse_args()
     if options.full:
-        options.seeds, options.rounds, options.gbps = 3, 10, [SLOW, FAST]
+        options.seeds, options.rounds, options.gbps, options.minutes = 3, 10, [SLOW, FAST], 600.0
     options.record |= options.docs
     rivals, why_not = environment()
     with tempfile.TemporaryDirectory(prefix="geotrain-rivals-") as scratch:
@@ -73,33 +90,74 @@ def main() -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace, rivals: Path | None, why_not: str) -> dict[str, Any]:
+    """All parts, whole runs first. What is not begun when the time is over is left out, and said to be."""
     data = prepare(folder, options.seeds)
-    steps = options.rounds * LOCAL_STEPS
-    whole = Setting(0.0, RTT_MS, steps, steps, options.alone_steps)
-    found: dict[str, Any] = {}
-    for method in options.methods:
-        if method not in OUTER and rivals is None:
-            found[method] = {"environment": {"fault": why_not}}
-            continue
-        mine: dict[str, Any] = {}
-        for gbps in options.gbps:
-            setting = replace(whole, gbps=gbps)
-            if method in EVERY_STEP:
-                few, first = EVERY_STEP[method]
-                setting = replace(setting, steps=few, first=first)
-            at = f"{round(1000 * gbps)}_mbit"
-            mine[at] = repeated(method, folder / f"{method}-{at}", data, setting, options.seeds, rivals)
-        if method in EVERY_STEP and options.gbps:
-            setting = Setting(*NO_LINK, steps, steps, options.alone_steps)
-            mine["no_link"] = repeated(method, folder / f"{method}-no-link", data, setting, options.seeds, rivals)
-        for what in options.faults if method in FAULTED else ():
-            # So many steps that it is still training when all was seen.
-            setting = replace(whole, gbps=max(options.gbps), steps=400 * LOCAL_STEPS, alone_steps=0)
-            mine[what] = faulted(method, what, folder / f"{method}-{what}", data, setting, rivals)
-            tell(method, what, mine[what])
-        found[method] = mine
+    kept, begin_s = Kept(OWN / "parts.json", options.go_on), time.monotonic()
+    found: dict[str, Any] = {method: {} for method in options.methods}
+    for method, name, setting in parts(options):
+        key = f"{method} {name} {replace(setting, patience_s=0.0)} {options.seeds} {METHODS_DIGEST}"
+        if key not in kept.parts:
+            if method not in OUTER and rivals is None:
+                found[method][name] = {"fault": why_not}
+                continue
+            if time.monotonic() - begin_s > 60 * options.minutes:
+                found[method][name] = {"fault": LEFT_OUT}
+                continue
+            kept.keep(key, one_part(method, name, folder, data, setting, options, rivals))
+        found[method][name] = kept.parts[key]
     add_times(found)
     return found | judged(found)
+
+
+def parts(options: argparse.Namespace) -> Iterator[tuple[str, str, Setting]]:
+    """(method, part, how it is run): "20_mbit", "no_link", "kill", "cut"."""
+    steps = options.rounds * LOCAL_STEPS
+    whole = Setting(0.0, RTT_MS, steps, steps, options.alone_steps, patience_s=options.patience_s)
+    for gbps in options.gbps:
+        for method in options.methods:
+            few, first = EVERY_STEP.get(method, (steps, 0))
+            yield method, f"{round(1000 * gbps)}_mbit", replace(whole, gbps=gbps, steps=few, first=first)
+    for method in options.methods if options.gbps else ():
+        if method in EVERY_STEP:
+            yield method, "no_link", replace(whole, gbps=NO_LINK[0], rtt_ms=NO_LINK[1])
+    for what in options.faults:
+        for method in options.methods:
+            if method in FAULTED:  # so many steps that it is still training when all was seen
+                yield method, what, replace(whole, gbps=max(options.gbps), steps=ENDLESS, alone_steps=0)
+
+
+def one_part(
+    method: str, name: str, folder: Path, data: Path, setting: Setting, options: argparse.Namespace,
+    rivals: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Its figures, or {"fault": why there are none}: what fails is told, and the others go on."""
+    own = folder / f"{method}-{name}"
+    try:
+        if name in FAULTS:
+            found = faulted(method, name, own, data, setting, rivals)
+            tell(method, name, found)
+            return found
+        return repeated(method, own, data, setting, options.seeds, rivals)
+    except Exception as error:  # whatever it was, it is this part's
+        found = {"fault": f"{type(error).__name__}: {error}"[-300:]}
+        tell(method, name, found)
+        return found
+
+
+class Kept:
+    """Parts that an earlier call has measured: it may have been ended, or its time was over. go_on: whether they
+    count."""
+
+    def __init__(self, path: Path, go_on: bool) -> None:
+        self.path = path
+        self.parts: dict[str, dict[str, Any]] = {}
+        if go_on and path.exists():
+            self.parts = json.loads(path.read_text())
+
+    def keep(self, key: str, part: dict[str, Any]) -> None:
+        """What failed is kept for this call only: the next one tries it again."""
+        self.parts[key] = part
+        write_whole(self.path, json.dumps({k: v for k, v in self.parts.items() if "fault" not in v}))
 
 
 def repeated(

@@ -19,7 +19,7 @@ from geotrain.data.corpus import documents
 from geotrain.export import export_run
 
 TEXT_BYTES, VALIDATION_SAMPLES, VALIDATED_AT_ONCE = 4_000_000, 512, 64
-RUN_S, CLOSE_S, JOIN_S = 600.0, 60.0, 120.0
+CLOSE_S = 60.0
 AFTER_S = 10.0  # what is watched after a fault is over
 CUT_S = 20.0
 
@@ -35,6 +35,7 @@ class Setting:
     schedule_steps: int
     alone_steps: int
     first: int = 0
+    patience_s: float = 120.0
 
 
 def prepare(folder: Path, seeds: int) -> Path:
@@ -59,14 +60,14 @@ def train(method: str, folder: Path, data: Path, setting: Setting, seed: int, ri
     folder.mkdir()
     with site(folder, setting.gbps, setting.rtt_ms) as place:
         start_trainers(place, task_of(method, folder, data, setting, seed, place), rivals)
-        if fault := wait_until(place, lambda: _told(folder, "begin"), RUN_S):
+        if fault := wait_until(place, lambda: _told(folder, "begin"), setting.patience_s):
             return {"fault": fault}
         before = place.processor_s()
-        if fault := wait_until(place, lambda: _told(folder, "end"), RUN_S):
+        if fault := wait_until(place, lambda: _told(folder, "end"), setting.patience_s):
             return {"fault": fault}
         after = place.processor_s()
         used = {name: after[name] - before.get(name, 0.0) for name in after}
-        if fault := wait_until(place, lambda: _told(folder, "closed"), RUN_S):
+        if fault := wait_until(place, lambda: _told(folder, "closed"), setting.patience_s):
             return {"fault": fault}
         if method in OUTER and (fault := wait_until(place, lambda: not _serving(place), CLOSE_S)):
             return {"fault": fault}
@@ -162,7 +163,9 @@ def faulted(
     folder.mkdir()
     with site(folder, setting.gbps, setting.rtt_ms) as place:
         start_trainers(place, task_of(method, folder, data, setting, 0, place), rivals)
-        if fault := wait_until(place, lambda: all(_steps(folder, r) >= 1.5 * LOCAL_STEPS for r in REGIONS), RUN_S):
+        if fault := wait_until(
+            place, lambda: all(_steps(folder, r) >= 1.5 * LOCAL_STEPS for r in REGIONS), setting.patience_s
+        ):
             return {"fault": fault}
         at_s = time.monotonic()
         if what == "cut":
@@ -173,7 +176,7 @@ def faulted(
             place.kill(*victims)
             for name in victims:
                 place.again(name, *(("--resume",) if name.startswith("server") else ()))
-            if fault := wait_until(place, lambda: _is_back(folder, REGIONS[1]), JOIN_S):
+            if fault := wait_until(place, lambda: _is_back(folder, REGIONS[1]), setting.patience_s):
                 return {"fault": fault}
         over_s = time.monotonic()
         if fault := wait_until(place, lambda: time.monotonic() > over_s + AFTER_S, 2 * AFTER_S):

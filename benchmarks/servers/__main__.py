@@ -1,11 +1,12 @@
 """Real servers, with sockets, journal and disk, of a model of half a billion parameters.
 
-    python -m benchmarks.servers [--parameters 0.5e9] [--rounds 4] [--folder DIR] [--record]
+    python -m benchmarks.servers [--parameters 0.5e9] [--rounds 4] [--folder DIR] [--record] [--rates]
 
 One region and a global server as processes (`geotrain serve`), and two workers of two ranks each that push noise:
 bf16 inside the region, int4 up and down, K 2. Each round updates every fragment of each worker, one update after
 another, and waits until what goes up has come down. Between the updates of a round, a vector as long as the fragment
-is copied. The last line printed is one JSON object:
+is copied. No round begins after four minutes. `--rates` writes what was measured into the product, for `geotrain
+dry-run` and `simulate`, and renews the table of docs/operations.md. The last line printed is one JSON object:
 
 region_bytes_per_parameter, global_bytes_per_parameter
                      the most resident memory of each process (without mapped files), snapshots included
@@ -13,6 +14,8 @@ at_rest              the same when all is answered and nothing is under way
 update_vs_memcpy     seconds from the first byte that is pushed to the last byte of the answer, over those of copying
                      the update's fp32 vector once; median over the updates of large fragments, and its 95 % interval
 ns_per_parameter     of an update: from end to end; processor time of each server; and of each stage, on one thread
+simulated_over_measured
+                     ns of an update as the simulator counts them, from this run's stages, over those measured
 stall_at_snapshot    the longest update while snapshots of both servers are written, over the median one
 recovery_s_per_gb    of the region's server, killed with -9: seconds until it listens again, less those of a server
                      without a state, over the snapshot's size
@@ -32,7 +35,7 @@ from statistics import median
 import torch
 
 from benchmarks.common import command_line, report, spread, units_by_ending
-from benchmarks.servers import stages, worker
+from benchmarks.servers import rates, stages, worker
 from benchmarks.servers.world import (
     REGION,
     WORKERS,
@@ -47,14 +50,23 @@ from geotrain.layout import layout_of
 from geotrain.net import rpc
 from geotrain.net.operator_client import command
 
-UNITS = {"_mb_s": "MB/s", "_per_gb": "s/GB", "per_parameter": "bytes", "memcpy": "ratio", "snapshot": "ratio"}
+UNITS = {
+    "_mb_s": "MB/s",
+    "_per_gb": "s/GB",
+    "per_parameter": "bytes",
+    "memcpy": "ratio",
+    "snapshot": "ratio",
+    "measured": "ratio",
+}
 QUIET_S = 600.0
+ROUNDS_S = 240.0
 
 
 def main() -> None:
     parser = command_line(__doc__, quick={"parameters": 2e7, "rounds": 2})
     parser.add_argument("--parameters", type=float, default=0.5e9)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="servers-", dir=options.folder))
@@ -65,6 +77,8 @@ def main() -> None:
         for server in servers:
             server.kill()
         shutil.rmtree(folder, ignore_errors=True)
+    if options.rates:
+        rates.renew(figures, options.note or "python -m benchmarks.servers")
     unit = units_by_ending(UNITS)
     note = f"{figures['parameters'] / 1e6:.0f} M parameters"
     report("servers", figures, options, lambda metric: "ns" if metric.startswith("ns_") else unit(metric), note)
@@ -94,7 +108,10 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
         took_s: float = pipe.recv()
         return took_s
 
+    began = time.monotonic()
     for number in range(rounds + 1):
+        if number > 1 and time.monotonic() - began > ROUNDS_S:
+            break
         for fragment, size in enumerate(sizes):
             for pipe in pipes:
                 took_s = update(pipe, fragment)
@@ -126,6 +143,8 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
     region.kill()
     recovered_s, size_gb = region.start(resume=True), state_bytes(region) / 1e9
     recovery = max(0.0, recovered_s - min(began_s[REGION], recovered_s)) / size_gb
+    by_stage = stages.measure(folder, max(sizes))
+    end_to_end = median(took / size * 1e9 for took, _, size in updates if size in large)
     return {
         "parameters": layout.numel,
         "region_bytes_per_parameter": peak[REGION] / layout.numel,
@@ -133,12 +152,13 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
         "at_rest": {f"{name}_bytes_per_parameter": value for name, value in at_rest.items()},
         **spread("update_vs_memcpy", [took / copied for took, copied, size in updates if size in large]),
         "ns_per_parameter": {
-            "end_to_end": median(took / size * 1e9 for took, _, size in updates if size in large),
+            "end_to_end": end_to_end,
             "memcpy": median(copied / size * 1e9 for _, copied, size in updates if size in large),
             "processor_of_the_region": processor[REGION],
             "processor_of_the_global_server": processor["global"],
-            **stages.measure(folder, max(sizes)),
+            **by_stage,
         },
+        "simulated_over_measured": rates.simulated_ns(by_stage) / end_to_end,
         "stall_at_snapshot": max(stalls),
         "recovery_s_per_gb": recovery,
         "snapshot_gb": size_gb,

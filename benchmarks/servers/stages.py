@@ -76,7 +76,8 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         with stage("decode_and_norm"):
             vault.obey(Decode("w", number, (0,)))
         with stage("rule"):
-            vault.obey(Apply("w", number, 0, rule.on_delta(counts, "w", 1)[0]))
+            told, _ = rule.on_delta(counts, "w", 1)
+            vault.obey(Apply("w", number, 0, counts.version, told))
         with stage("answer"):
             vault.obey(Freeze("w", number, 0, counts.version))
         answer = vault.members["w"].answers[number][0, 0]

@@ -50,6 +50,11 @@ class Worker:
 
     def update(self, fragment: int) -> float:
         """Seconds from the first byte that is pushed to the last one of the answer, of all ranks."""
+        return self.timed(fragment)[1]
+
+    def timed(self, fragment: int) -> tuple[float, float]:
+        """Seconds from the first byte that is pushed until the server has all on its disk, and to the last byte of
+        the answer."""
         cut = self.cuts[fragment]
         parts = [
             UpdatePart(
@@ -64,11 +69,12 @@ class Worker:
         answers = [client.pull(self.sequence, (fragment,)) for client in self.clients]
         for done in pushed:
             done.result(600)
+        pushed_s = time.perf_counter() - begin
         weights = [answer.result(600).weights for answer in answers]
         took_s = time.perf_counter() - begin
         self.versions[fragment] = weights[0][0].version
         self.sequence += 1
-        return took_s
+        return pushed_s, took_s
 
 
 def main(pipe: Connection, run_path: Path, name: str, address: str) -> None:

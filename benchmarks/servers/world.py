@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,28 @@ from geotrain.launch.check import free_ports
 from geotrain.net.server_host import LISTENING
 
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
-LAYER = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
-LAYER_NUMEL = 4 * 1024**2 + 3 * 1024 * 4096
-FRAGMENTS = 5  # of layers; the embedding is one more
+WIDTH = 1024
+FRAGMENTS = 15  # of layers; the embedding is one more
 START_S = 600.0  # a server writes its first weights to the disk before it listens
 
 
-def write_files(folder: Path, parameters: float) -> Path:
-    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it."""
-    layers = max(FRAGMENTS, round(parameters / LAYER_NUMEL / FRAGMENTS) * FRAGMENTS)
+def write_files(
+    folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers"
+) -> Path:
+    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it;
+    momenta and residuals are kept in bf16.
+
+    workers: the names of each region's; None: REGION with WORKERS."""
+    of_regions = workers or {REGION: WORKERS}
+    width = min(WIDTH, 64 * max(1, round((parameters / FRAGMENTS / 16) ** 0.5 / 64)))
+    layer_numel = 16 * width**2  # attention's four matrices, and three of four times the width
+    layers = max(FRAGMENTS, round(parameters / layer_numel / FRAGMENTS) * FRAGMENTS)
     model = {
-        "model_type": "llama",
-        "vocab_size": 4096,
-        "num_hidden_layers": layers,
-        "tie_word_embeddings": True,
-        **LAYER,
-    }
+        "model_type": "llama", "vocab_size": 4096, "num_hidden_layers": layers, "tie_word_embeddings": True,
+        "hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 8, "num_key_value_heads": 8,
+    }  # fmt: skip
     run = {
-        "name": "servers", "folder": str(folder / "run"), "model": {"config": {**model, **LAYER}},
+        "name": name, "folder": str(folder / "run"), "model": {"config": model},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
         "deepspeed": {
             "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
@@ -44,24 +49,25 @@ def write_files(folder: Path, parameters: float) -> Path:
         "outer": {
             "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
             "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
-            "fragments": {"layers_per_fragment": layers // FRAGMENTS},
+            "fragments": {"layers_per_fragment": layers // FRAGMENTS}, "server_state": "bf16",
         },
         "checkpoint": {"keep": 1, "every_minutes": 1e4},
         "monitor": {"sample_s": 2.0},
     }  # fmt: skip
-    ports = free_ports(2)
+    ports = free_ports(1 + len(of_regions))
     hosts = [{"host": "localhost", "slots": RANKS}]
     cluster = {
-        "name": "servers", "global_server": {"host": "127.0.0.1", "port": ports[0]},
+        "name": name, "global_server": {"host": "127.0.0.1", "port": ports[0]},
         "regions": [
             {
-                "name": REGION, "server": {"host": "127.0.0.1", "port": ports[1]},
-                "workers": [{"name": name, "hosts": hosts} for name in WORKERS],
+                "name": region, "server": {"host": "127.0.0.1", "port": port},
+                "workers": [{"name": worker, "hosts": hosts} for worker in names],
             }
+            for port, (region, names) in zip(ports[1:], of_regions.items(), strict=True)
         ],
     }  # fmt: skip
-    for name, content in (("run", run), ("cluster", cluster)):
-        (folder / f"{name}.json").write_text(json.dumps(content))
+    for file, content in (("run", run), ("cluster", cluster)):
+        (folder / f"{file}.json").write_text(json.dumps(content))
     return folder / "run.json"
 
 

@@ -75,13 +75,18 @@ OUTER = {
     **{link: {"name": "fp32"} for link in ("up", "down", "local")},
 }
 
-QUICK = {"seeds": 1, "rounds": 2, "alone_s": 1.0, "settings": ["blocking_fp32", "streaming_overlap_4bit"]}
+QUICK = {
+    "seeds": 1, "rounds": 2, "local_steps": 16, "first_rounds": 2, "alone_s": 1.0,
+    "settings": ["blocking_fp32", "streaming_overlap_4bit"],
+}  # fmt: skip
 
 
 def main() -> None:
     parser = command_line(__doc__, quick=QUICK)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each worker; the first is not timed")
+    parser.add_argument("--local-steps", type=int, default=LOCAL_STEPS, help="of a job")
+    parser.add_argument("--first-rounds", type=int, default=FIRST_ROUNDS, help="of the run before all others")
     parser.add_argument("--alone-s", type=float, default=3.0, help="seconds without communication between runs")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     options = parser.parse_args()
@@ -96,12 +101,16 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
     found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in options.settings}
     folders: dict[str, list[Path]] = {name: [] for name in options.settings}
     with site(folder) as place:
-        first = run_file(folder, SETTINGS["streaming_overlap_4bit"], FIRST_SEED, FIRST_ROUNDS, FIRST_LOCAL_STEPS)
+        first = run_file(
+            folder, SETTINGS["streaming_overlap_4bit"], FIRST_SEED, options.first_rounds, FIRST_LOCAL_STEPS
+        )
         place.prepare(folder / "first", first)
         place.end(folder / "first", place.train(folder / "first"))
         print(f"the first run's loss: {loss(folder / 'first'):.4f}", flush=True)
         runs = [(seed, name, folder / f"{name}-{seed}") for seed, name in order(options.settings, options.seeds)]
-        files = [run_file(folder, SETTINGS[name], seed, options.rounds) for seed, name, _ in runs]
+        files = [
+            run_file(folder, SETTINGS[name], seed, options.rounds, options.local_steps) for seed, name, _ in runs
+        ]
         place.prepare(runs[0][2], files[0])
         before = place.alone(options.alone_s)
         for i, (seed, name, own) in enumerate(runs):
@@ -110,7 +119,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
                 place.prepare(runs[i + 1][2], files[i + 1])
             place.end(own, seen)
             after = place.alone(options.alone_s)
-            result = figures(seen, before, after, parameters(own))
+            result = figures(seen, before, after, parameters(own), options.local_steps)
             found[name].append(result)
             folders[name].append(own)
             print(f"{name} seed {seed}:", ", ".join(f"{k} {median(v):.4g}" for k, v in result.items()), flush=True)
@@ -135,9 +144,7 @@ def prepare_text(folder: Path) -> None:
     prepare_files([str(corpus)], folder / "data", None, None, True, VALIDATION_SHARE)
 
 
-def run_file(
-    folder: Path, outer: dict[str, Any], seed: int, rounds: int, local_steps: int = LOCAL_STEPS
-) -> dict[str, Any]:
+def run_file(folder: Path, outer: dict[str, Any], seed: int, rounds: int, local_steps: int) -> dict[str, Any]:
     """The quickstart's run with this benchmark's model, sizes and outer loop."""
     run = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
     config = json.loads((ROOT / "configs/models/llama-tiny.json").read_text()) | MODEL
@@ -167,12 +174,12 @@ def parameters(folder: Path) -> int:
 
 
 def figures(
-    seen: dict[str, Seen], before: dict[str, Any], after: dict[str, Any], parameter_count: int
+    seen: dict[str, Seen], before: dict[str, Any], after: dict[str, Any], parameter_count: int, local_steps: int
 ) -> dict[str, list[float]]:
     """Of one run: the values of each figure. before, after: of the workers without communication."""
     parts = list(seen.values())
     jobs = len(parts[0].jobs) - 1
-    all_reduce_bytes = jobs * LOCAL_STEPS * 4 * parameter_count
+    all_reduce_bytes = jobs * local_steps * 4 * parameter_count
     alone = {r: {key: mean((before[r][key], after[r][key])) for key in before[r]} for r in seen}
 
     def exposed_s(job: dict[str, float]) -> float:

@@ -227,9 +227,12 @@ def _receive(control: Connection, kind: str, within_s: float) -> Any:
 
 
 def _peak(events: Path, part: Seen) -> int:
-    """The most bytes within one second, in one direction, from the end of the first job on."""
+    """The most bytes within one second, in one direction, from the end of the first job on. A server tells of its
+    link every few seconds: where none of these spans lies whole after that, those that end after it count, with what
+    came before."""
     said = [json.loads(line) for line in events.read_text().splitlines()]
     traffic = [event for event in said if event["event"] == "LinkTraffic"]
     begin_s = part.began_s + PEAK_AFTER_S
     counted = [e for e in traffic if e["time_s"] - e["seconds"] >= begin_s]
-    return max(max(e["peak_up_bytes_per_s"], e["peak_down_bytes_per_s"]) for e in counted)
+    counted = counted or [e for e in traffic if e["time_s"] >= part.began_s]
+    return max((max(e["peak_up_bytes_per_s"], e["peak_down_bytes_per_s"]) for e in counted), default=0)

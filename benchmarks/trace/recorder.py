@@ -113,6 +113,8 @@ class Recorder(TorchDispatchMode):
         if name == "aten::masked_select" and on_device(given):  # of a map of tokens and experts
             self.waits.append((self.phase, "masked_select"))  # for how many there are
             result = given[0].new_empty(self.routed)
+        elif name == "aten::nonzero_static":  # which "meta" lacks
+            result = given[0].new_empty(kwargs["size"], given[0].dim(), dtype=torch.int64)
         elif self._reads_back(name, given, kwargs):
             if not kwargs.get("non_blocking"):
                 self.waits.append((self.phase, "copy to the host"))

@@ -15,9 +15,12 @@ from geotrain.launch.site_processes import ssh_hosts
 from geotrain.launch.terminal import size, table_of
 from geotrain.layout import Layout, layout_of
 from geotrain.outer.codec import make_codec
+from geotrain.outer.messages import GLOBAL
 from geotrain.parallelism.checks import accumulation_steps
 from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
+from geotrain.plan.model.server_rates import MEASURED
+from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
 from geotrain.plan.model.work import Work
 
 
@@ -51,11 +54,11 @@ class LinkNeeds:
 
 @dataclass(frozen=True)
 class Needs:
-    """server_bytes: memory of one server."""
+    """servers: by name, the global one's first."""
 
     parameters: int
     fragments: tuple[tuple[str, int], ...]
-    server_bytes: int
+    servers: dict[str, ServerNeeds]
     workers: tuple[WorkerNeeds, ...]
     links: tuple[LinkNeeds, ...]
 
@@ -100,8 +103,18 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         seconds = [None if gbps is None else 8 * size_bytes / gbps / 1e9 for size_bytes in (up, down)]
         links.append(LinkNeeds(region.name, up, down, steps, *seconds))
     fragments = tuple((f.name, f.numel) for f in layout.fragments)
-    # A server holds its weights, its rule's momentum and accumulator, all fp32.
-    return Needs(layout.numel, fragments, 3 * 4 * layout.numel, tuple(workers), tuple(links))
+    return Needs(layout.numel, fragments, servers(run, cluster, layout), tuple(workers), tuple(links))
+
+
+def servers(run: RunConfig, cluster: ClusterConfig, layout: Layout) -> dict[str, ServerNeeds]:
+    """What each server of the run needs, by name."""
+    outer, regions = run.outer, cluster.serving
+    members = sum(len(region.workers) for region in regions) if outer.flat else len(regions)
+    places = {GLOBAL: place_of("global", outer, members, run.monitor.validate_every_samples is not None)}
+    for region in () if outer.flat else regions:
+        validates = run.monitor.validate_every_samples is not None
+        places[region.name] = place_of("region", outer, len(region.workers), validates)
+    return {name: server_needs(place, outer, layout, run.checkpoint.keep) for name, place in places.items()}
 
 
 def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: bool = False) -> bool:
@@ -152,10 +165,8 @@ def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> in
 
 
 def show(found: Needs, console: Console) -> None:
-    console.print(
-        f"{found.parameters:,} parameters in {len(found.fragments)} fragment(s); "
-        f"each server holds about {size(found.server_bytes)}"
-    )
+    console.print(f"{found.parameters:,} parameters in {len(found.fragments)} fragment(s)")
+    show_servers(found, console)
     memory = [
         {"worker": w.name, "region": w.region, "ranks": str(w.ranks), "layout": w.layout}
         | {"parameters/rank": f"{w.parameters_per_rank:,}"}
@@ -175,6 +186,23 @@ def show(found: Needs, console: Console) -> None:
     console.print("\none exchange with the global server", table_of(links), sep="\n")
     first = found.workers[0]
     console.print(f"\none exchange inside a region: {size(first.delta_bytes)} up, {size(first.answer_bytes)} down")
+
+
+def show_servers(found: Needs, console: Console) -> None:
+    rows = [
+        {"server": name, "holds": size(sum(n.kept.values())), "comes and goes": size(sum(n.passing.values()))}
+        | {"bytes/parameter": f"{n.memory_bytes / found.parameters:.1f}"}
+        | {"snapshot": size(n.snapshot_bytes), "disk": size(n.disk_bytes)}
+        | {"an update": seconds(n.update_s), "sending up": seconds(n.send_s) if n.send_s else "–"}
+        | {"recovery": seconds(n.recovery_s), "with its journal": seconds(n.recovery_s + n.replay_s)}
+        for name, n in found.servers.items()
+    ]
+    console.print("\nservers, at most; times of one thread", table_of(rows, left=("server",)), sep="\n")
+    console.print(f"rates: {MEASURED.hardware}; {MEASURED.note}")
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 600 else f"{value / 60:.3g} min"
 
 
 def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> None:

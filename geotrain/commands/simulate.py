@@ -17,6 +17,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.layout import Layout, active_parameter_count, canonical_parameters
+from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.predict import predict
 from geotrain.simulate.spec import WorldSpec, world_of_cluster
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -57,14 +58,20 @@ def step_seconds(run: RunConfig, cluster: ClusterConfig, tflops: float) -> dict[
 
 
 def simulate(
-    run_path: str | Path, cluster_path: str | Path, *, picture: Path | None = None, **asked: Any
+    run_path: str | Path,
+    cluster_path: str | Path,
+    *,
+    picture: Path | None = None,
+    server_rates: ServerRates | None = MEASURED,
+    **asked: Any,
 ) -> dict[str, Any]:
     """Hours, utilization and bytes for each link, as plain JSON data; see `told` for people.
 
-    asked: further arguments of `question`. picture: where to draw it (.png, .svg or .pdf).
+    asked: further arguments of `question`. server_rates: what a server's work costs; None: nothing.
+    picture: where to draw it (.png, .svg or .pdf).
     Raises ConfigError, UnsupportedModelError.
     """
-    report = _timing(*question(run_path, cluster_path, **asked))
+    report = _timing(*question(run_path, cluster_path, **asked), server_rates)
     if picture is not None:
         from geotrain.commands.simulate_picture import draw
 
@@ -123,14 +130,17 @@ def told(report: dict[str, Any]) -> str:
             f"  {name:24s} {link['gigabytes']:12.1f} GB in {link['messages']} messages, "
             f"busy {100 * link['busy']:5.1f} %"
         )
-    return "\n".join(lines)
+    busy = ", ".join(f"{name} {100 * server['busy']:.1f} %" for name, server in report["servers"].items())
+    return "\n".join([*lines, f"servers' one thread, busy: {busy}"])
 
 
-def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, Any]:
+def _timing(
+    run: RunConfig, outer: OuterConfig, spec: WorldSpec, rates: ServerRates | None = MEASURED
+) -> dict[str, Any]:
     steps = run.data.train_samples // run.samples_per_step
     share = min(1.0, MAX_JOBS * outer.local_steps / steps)
     layout = Layout(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
-    world = VirtualWorld(spec, timing_task(outer, layout, round(steps * share), run.samples_per_step))
+    world = VirtualWorld(spec, timing_task(outer, layout, round(steps * share), run.samples_per_step, rates))
     found = world.run()
     trained = found["committed_steps"]
     if not trained:
@@ -152,6 +162,7 @@ def _timing(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> dict[str, An
         "goodput": found["goodput"],
         "lost_updates": round(found["lost_updates"] * scale),
         "workers": workers,
+        "servers": {name: {"busy": busy_s / found["seconds"]} for name, busy_s in found["servers"].items()},
         "links": {
             name: {
                 "gigabytes": usage["sent_bytes"] * scale / 1e9,

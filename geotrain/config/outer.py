@@ -49,7 +49,11 @@ class RegionMomentumConfig(AsyncConfig):
     """Momentum in the region, where no wide-area delay is in its loop; plain averaging at the top."""
 
     name: Literal["region_momentum"]
-    gain: Annotated[float, Field(ge=0)] = Field(1.0, description="c: weight of the momentum beside the delta.")
+    gain: Annotated[float, Field(ge=0)] = Field(
+        1.0,
+        description="c: weight of the momentum beside the delta; less in runs so short that the "
+        "momentum averages over fewer than 20 updates.",
+    )
     momentum_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.1, description="Share of the run that the momentum averages over; the decay per update follows from it."
     )
@@ -201,8 +205,10 @@ class OuterConfig(Block):
     levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
     local_steps: PositiveInt = Field(8, description="H: inner steps between deltas, at speed 1.")
     scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")
-    lease_reserve: Annotated[int, Field(ge=0)] = Field(
-        0, description="Jobs of each worker whose data a region keeps in reserve, to train on while it is cut off."
+    lease_reserve: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Jobs of each worker whose data a region keeps in reserve, to train on while it is cut off; "
+        "auto: for a minute, by the worker's own steps, and at most a fiftieth of its jobs in the run.",
     )
     up: CodecConfig = Field(
         Bf16Config(name="bf16"),
@@ -222,6 +228,10 @@ class OuterConfig(Block):
         "or on the host, to which masters cross for each delta while training waits. auto: where the masters are.",
     )
 
+    server_state: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Momenta and residuals of servers between updates; bf16: half their memory."
+    )
+
     @property
     def flat(self) -> bool:
         """Whether workers speak to the global server themselves, without region servers between."""
@@ -238,15 +248,18 @@ class OuterConfig(Block):
         """Refuse settings that have no effect beside others. Defaults pass, since the file that a run writes into its
         folder states every setting."""
         rule, idle = self.rule, list[str]()
+        reserve = self.differing("lease_reserve") if self.lease_reserve else []  # 0 was the default once
         if self.flat:
             of_regions = ("updates_per_send", "merge_alpha", "ledger", "region", "gain", "momentum_share")
             idle = [
                 *(f"rule.{key}" for key in rule.differing(*of_regions)),
-                *self.differing("local", "lease_reserve"),
+                *self.differing("local"),
+                *reserve,
+                *(self.differing("server_state") if isinstance(rule, RegionMomentumConfig) else ()),
             ]
             why = "levels = 1, where workers speak to the global server and no region server stands between"
         elif rule.synchronous:
-            idle, why = self.differing("lease_reserve"), "rule 'sync', whose rounds are dealt with every worker there"
+            idle, why = reserve, "rule 'sync', whose rounds are dealt with every worker there"
         if idle:
             raise ValueError(f"{', '.join(idle)}: without effect with {why}; leave out what does nothing")
         if not isinstance(self.down, Fp32Config) and self.down.differing("error_decay"):

@@ -376,6 +376,8 @@ def config_digest(run: RunConfig) -> str:
         shared["data"].pop(key)
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")
+    if not run.outer.differing("server_state"):
+        shared["outer"].pop("server_state")
     if not run.outer.fragments.differing("piece_elements"):
         shared["outer"]["fragments"].pop("piece_elements")
     if run.data.curriculum is None:

@@ -190,6 +190,10 @@ class GeoEngine(DeepSpeedEngine):
             result.read()
         return result
 
+    def allreduce_and_copy(self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
+        if max(dist.get_world_size(dp_group), dp_world_size or 1) > 1:  # else it would copy; lone experts are scaled
+            super().allreduce_and_copy(bucket, dp_group, dp_world_size)
+
     def _begin_step(self, schedule_step: int) -> float:
         """Set the learning rate of this step and return it."""
         if self.lr_scheduler is not None:
@@ -218,10 +222,8 @@ class GeoEngine(DeepSpeedEngine):
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
     def settle(self) -> None:
-        """Wait until the masters hold every step. Call it before reading or writing what `shards` gives.
-
-        With ACCO its last step is still under way when `train_step` returns.
-        """
+        """Wait until the masters hold every step: with ACCO the last is under way when `train_step` returns. Call it
+        before reading or writing what `shards` gives."""
         self._wait_for_readers()
 
     def read_until(self, wait: Callable[[], None]) -> None:

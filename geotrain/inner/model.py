@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
 from geotrain.context_parallel import ContextAttention, Parts, use_own_positions
+from geotrain.expert_order import permuted
 from geotrain.families import family_of
 from geotrain.gated_silu import GatedSilu
 from geotrain.inner import latent_attention, platform
@@ -36,7 +37,7 @@ with platform.quiet_imports():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -45,12 +46,9 @@ with platform.quiet_imports():
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-if not hasattr(
-    moe_utils, "te_general_gemm"
-):  # Megatron-core 0.16 asks whether it is None, but defines it with TE only
-    moe_utils.te_general_gemm = None
-
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16 asks, but has it with TE only
 rope_utils._apply_rotary_pos_emb_bshd = rotated
+token_dispatcher.permute = permuted
 
 Recompute = Literal["none", "selective", "full"]
 PLAIN = PrecisionConfig()

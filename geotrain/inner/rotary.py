@@ -28,8 +28,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        gradient = gradient if gradient.stride(3) == 1 else gradient.contiguous()
+        gradient = gradients[0] if gradients[0].stride(3) == 1 else gradients[0].contiguous()
         return kernels.rotate(gradient, *ctx.saved_tensors, inverse=True), None, None
 
 
@@ -44,7 +43,7 @@ def rotated(
     [sequence, 1, 1, head_dim], of which the second half repeats the first. What has another form, as latent attention
     has, is left to Megatron-core."""
     other_form = rotary_interleaved or multi_latent_attention or mscale != 1.0 or freqs.shape[-1] != t.shape[-1]
-    if other_form or t.device.type not in ("cpu", "cuda"):  # on "meta" nothing is computed, only traced
+    if other_form:
         return _of_megatron(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
     tables = getattr(freqs, "_cosine_and_sine", None)
     if tables is None:  # once for all layers: Megatron-core hands them the same tensor

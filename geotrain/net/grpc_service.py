@@ -365,7 +365,7 @@ class GrpcService:
         if beat.metrics:
             finite = [(name[:40], float(value)) for name, value in beat.metrics.items() if isfinite(value)]
             self.beats[beat.member] = dict(finite[: rpc.MAX_METRICS])  # bounded, because another machine sent them
-        return wire.pack(rpc.Ack(member.sequence, self.server.over))
+        return wire.pack(rpc.Ack(member.sequence, self.server.over, self.server.recalls(beat.member)))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
         return json.dumps(self.status()).encode()

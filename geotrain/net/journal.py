@@ -36,6 +36,8 @@ CONTINUED = b"GeoTrnJ+"
 PAIR = struct.Struct("<QQ")
 CRC = struct.Struct("<I")
 LENGTH = struct.Struct("<I")
+# A segment may grow to so many times the model's size in fp32, but always to so many bytes, before a snapshot is due.
+JOURNAL_PER_STATE, MIN_JOURNAL_BYTES = 8, 256 << 20
 SEGMENT_HEAD_BYTES = len(MAGIC) + PAIR.size + CRC.size
 RECORD_HEAD_BYTES = PAIR.size + CRC.size
 SUFFIX = ".journal"

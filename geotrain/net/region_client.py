@@ -28,6 +28,7 @@ from geotrain.outer.messages import (
     Leave,
     Message,
     NotJoined,
+    Recall,
     Refused,
     Release,
     RunComplete,
@@ -199,11 +200,14 @@ class RegionClient:
         return (request.worker, request.job) not in waiting
 
     async def _run_beats(self) -> None:
+        leases = self.server.leases
         while True:
             await asyncio.sleep(rpc.REGION_BEAT_S)
             ack = await self._persist(partial(self.link.beat, 0, self.metrics()))
             if ack.over and not self.server.over:
                 await self._tell(RunComplete())
+            if ack.recalled and await self.server_thread.read(lambda: any(map(leases.spare, leases.held))):
+                await self._tell(Recall())
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:

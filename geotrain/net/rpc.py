@@ -64,11 +64,12 @@ class Ack:
     """The server has received and recorded the call.
 
     applied: the last update of this member that is part of the server's weights. over: all data of the run has been
-    trained and is part of the global weights.
+    trained and is part of the global weights. recalled: the member, a region, is to give back its reserve of data.
     """
 
     applied: int
     over: bool = False
+    recalled: bool = False
 
 
 @dataclass(frozen=True)

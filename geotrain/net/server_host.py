@@ -41,7 +41,7 @@ from geotrain.net.deadlines import within
 from geotrain.net.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
 from geotrain.net.fragment_bytes import FragmentBytes
 from geotrain.net.grpc_service import GrpcService
-from geotrain.net.journal import JournalFull
+from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
 from geotrain.net.recovery import Recovered, Stopped, begin_snapshot, finish_snapshot
 from geotrain.net.region_client import RegionClient
 from geotrain.net.sampler import Sampler
@@ -59,8 +59,6 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_RETRY_S = 30.0
 LAST_WRITE_S = 600.0  # how long a snapshot waits until the one before is written
-MIN_JOURNAL_BYTES = 256 << 20
-JOURNAL_PER_STATE = 8  # a journal segment may grow to so many times the model's size in fp32
 TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
 LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snapshot's copy
 FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits longer for its servers

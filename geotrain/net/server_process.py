@@ -83,7 +83,9 @@ def region_server(run: RunConfig, cluster: ClusterConfig, region: str, vaults: i
     updates = updates_in_run(*samples, run.outer.local_steps, len(workers), len(all_workers))
     rule = region_rule(run.outer.rule, workers, updates)
     validates = run.monitor.validate_every_samples is not None
-    return RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates, vaults)
+    server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates, vaults)
+    server.leases.jobs_each = updates / len(workers)
+    return server
 
 
 def serve_global(

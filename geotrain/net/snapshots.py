@@ -36,7 +36,7 @@ from geotrain.pieces import deal
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
-DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 KINDS = {name: dtype for dtype, name in DTYPES.items()}
 DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)  # what damage can look like

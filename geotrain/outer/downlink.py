@@ -75,8 +75,10 @@ class WeightsSender(_Mirror):
         and in order, or the two mirrors differ; for a member that lost one, `matches` is false.
         """
         what = f"weights of piece {piece}"
-        self.before[piece] = self.marks.get(piece, 0)
+        was_whole, self.before[piece] = not self.before.get(piece), self.marks.get(piece, 0)
         if piece in self.mirror:
+            if was_whole:  # the mirror is still the memory of that payload
+                self.mirror[piece] = self.mirror[piece].clone()
             mirror, seed = self.mirror[piece], rounding_seed(version, piece)
             # The codec encodes anchor − values, so this is the change: weights now minus what the receiver has.
             payload = self.codec.encode(mirror, anchor=held, seed=seed, what=what).payload
@@ -85,7 +87,7 @@ class WeightsSender(_Mirror):
         whole = PieceWeights(piece, version, to_bytes(self.plain.encode(held, what=what).payload))
         if not self.changes:
             return whole
-        self.mirror[piece] = held.clone()
+        self.mirror[piece] = from_bytes(whole.payload).view(held.dtype)  # not copied before the next change
         return self._note(whole)
 
 

@@ -53,7 +53,8 @@ class GlobalServer(Server):
         members = tuple(self._workers_of)
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
-        super().__init__(GLOBAL, role, identity, layout, rule, members, config.up, config.down, config.limits, vaults)
+        codecs, narrow = (config.up, config.down), config.server_state == "bf16"
+        super().__init__(GLOBAL, role, identity, layout, rule, members, *codecs, config.limits, vaults, narrow=narrow)
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
@@ -127,6 +128,9 @@ class GlobalServer(Server):
         """Whether the worker gets no new lease and leaves after those it holds: the run stops, or it is drained."""
         return self.stopping or any(worker in self._workers_of[name] for name in self.draining)
 
+    def recalls(self, member: str) -> bool:
+        return self.paused or self.stopping or member in self.draining
+
     def lease_is_due(self, worker: str) -> bool:
         return not self.paused or self.leaves(worker)
 
@@ -178,6 +182,7 @@ class GlobalServer(Server):
         super().begin_again()
         # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
         self.book.dismissed.clear()
+        self.book.shorten()
         self.paused = self.stopping = False
         self.draining.clear()
 

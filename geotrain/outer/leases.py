@@ -143,6 +143,16 @@ class LeaseBook:
                 del self.returned[next(iter(self.returned))]  # the oldest
         self.pool.sort()
 
+    def shorten(self) -> None:
+        """The run is resumed, perhaps with fewer samples than were handed out before: what came back beyond so many
+        is not trained."""
+        surplus = self.next_start - self.train_samples
+        while surplus > 0 and self.pool:
+            start, samples = self.pool.pop()
+            if samples > surplus:
+                self.pool.append((start, samples - surplus))
+            surplus -= samples
+
     def held_by(self, workers: tuple[str, ...]) -> dict[int, Lease]:
         """The open leases of these workers, by their numbers."""
         return {lease.lease: lease for worker in workers for lease in self._held.get(worker, {}).values()}
@@ -318,71 +328,6 @@ def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) 
         return inf
     steps = max(lease.steps + (validation_steps if lease.validate else 0) for lease in leases)
     return max(LEAST_PATIENCE_S, PATIENCE * steps * step_s)
-
-
-class LentLeases:
-    """What a region answers for to the global server, until it goes up as trained: the leases of its workers."""
-
-    def __init__(self, workers: tuple[str, ...]) -> None:
-        self.held: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
-        # Worker → lease number → lease that went back while its present life counted as dead. It may train it all the
-        # same: it was only cut off, or has not heard of it.
-        self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
-        self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
-
-    def of(self, worker: str) -> dict[int, Lease]:
-        """Those that the worker holds, by their numbers."""
-        return {lease.lease: lease for lease in self.held[worker].values()}
-
-    def give_back(self, worker: str, below: int | None = None) -> tuple[int, ...]:
-        """What the worker holds goes back to the global server: all of it, or that of jobs below this one. Returns
-        the numbers."""
-        held = self.held[worker]
-        back = {lease.lease: lease for lease in list(held.values()) if below is None or lease.job < below}
-        self.given_back[worker] = dict([*self.given_back[worker].items(), *back.items()][-RETURNED_KEPT:])
-        for lease in back.values():
-            del held[lease.job]
-        return tuple(back)
-
-    def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:
-        """Strike off what the worker says it has trained, as far as it was its own."""
-        mine = self.given_back[worker] | self.of(worker)
-        trained = [mine[number] for number in dict.fromkeys(numbers) if number in mine]
-        for lease in trained:
-            if self.given_back[worker].pop(lease.lease, None) is None:
-                del self.held[worker][lease.job]
-            self.up[lease.lease] = lease
-        return trained
-
-    def are_committed(self, numbers: tuple[int, ...]) -> None:
-        """The global server has taken the update with their training."""
-        for number in numbers:
-            self.up.pop(number, None)
-
-    def take_back(self, numbers: Collection[int]) -> set[str]:
-        """Their training is lost: they are held again, to be trained again. Returns the workers."""
-        lost = [self.up.pop(number) for number in sorted(numbers) if number in self.up]
-        for lease in lost:
-            self.held[lease.worker][lease.job] = lease
-        return {lease.worker for lease in lost}
-
-    def state(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        tables = {"leases": self.held, "given_back": self.given_back, "up": {"": self.up}}
-        return {
-            name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
-            for name, table in tables.items()
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """The counterpart of `state`."""
-        for table in (*self.held.values(), *self.given_back.values()):
-            table.clear()
-        for lease in (Lease(*saved) for saved in state["leases"]):
-            self.held[lease.worker][lease.job] = lease
-        for lease in (Lease(*saved) for saved in state.get("given_back", ())):  # older snapshots have none
-            self.given_back[lease.worker][lease.lease] = lease
-        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state.get("up", ()))}
 
 
 class Validations:

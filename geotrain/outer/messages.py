@@ -295,9 +295,16 @@ class RunComplete:
     will not come back."""
 
 
+@dataclass(frozen=True)
+class Recall:
+    """The run is paused, or this region is to leave: the data that none of its workers has asked for goes back to the
+    global server, which says so by its answers to heartbeats."""
+
+
 Message = (
     Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
     | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
+    | Recall
 )  # fmt: skip
 
 

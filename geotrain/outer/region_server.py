@@ -7,6 +7,7 @@ loses neither an acknowledged worker's update nor the numbering of what it sent 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout
+from geotrain.lent import LentLeases
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
-from geotrain.outer.leases import LentLeases
 from geotrain.outer.member import MOST_LEASES, mean_metrics
 from geotrain.outer.messages import (
     GLOBAL,
@@ -30,6 +31,7 @@ from geotrain.outer.messages import (
     Message,
     OperatorCommand,
     PieceDelta,
+    Recall,
     Refused,
     Release,
     RunComplete,
@@ -50,8 +52,7 @@ class RegionServer(Server):
     """Applies its workers' deltas as its rule says and sends the region's own progress to the global server: with the
     asynchronous rules each delta at once, and progress after every K of them.
 
-    workers: its members. validates: whether to keep a copy of the newest global weights for workers that evaluate
-    them (4 bytes a parameter).
+    workers: its members. validates: whether workers evaluate the global weights, of which it keeps a copy then.
     """
 
     rule: RegionRule
@@ -62,16 +63,15 @@ class RegionServer(Server):
     ) -> None:  # fmt: skip
         super().__init__(
             name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits, vaults,
-            (config.up, config.down), validates,
+            (config.up, config.down), validates, config.server_state == "bf16",
         )  # fmt: skip
         self.global_versions = [0] * len(layout.fragments)
         self.sequence = 0  # of the last update sent up
         # Sequence → update whose answer has not come yet, without its payloads, which are in the vaults.
         self.in_flight: dict[int, UpdatePart] = {}
-        self.leases = LentLeases(workers)
-        self.reserve = config.lease_reserve
+        self.leases = LentLeases(workers, config, rule.in_rounds)
+        self.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
-        self.reserved_to = dict.fromkeys(workers, 0)  # worker → last job asked for in its present life
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
         # Fragments whose newest global weights the vaults have kept for validation, since this process began.
         self.newest: set[int] | None = set() if validates else None
@@ -108,6 +108,10 @@ class RegionServer(Server):
             case Validated():
                 self.copy_weights(None)
                 self._sends.append(Send(GLOBAL, message))
+                return None
+            case Recall():
+                for name in self.members:
+                    self._release(self.leases.recall(name))
                 return None
             case RunComplete():  # workers that died are not waited for any more, since nothing is left to train
                 self._over = True
@@ -230,9 +234,9 @@ class RegionServer(Server):
             self._forget(name)
             member.owed.clear()
             if not self.rule.in_rounds:
-                self.leases.give_back(name)
+                self.leases.give_back(name, self.leases.of(name))
             self.wanted[name].clear()
-            self.reserved_to[name] = 0
+            self.leases.forget(name)
         if held:
             self._sends.append(Send(GLOBAL, Release(held)))
         self._events.append(StartedOver(reason))
@@ -295,18 +299,17 @@ class RegionServer(Server):
         if lease is None:
             self.wanted[worker].add(job)
             self._sends.append(Send(GLOBAL, request))
-        for ahead in range(max(job, self.reserved_to[worker]) + 1, min(job + self.reserve, last) + 1):
+        for ahead in self.leases.ask(worker, job, last, self.members[worker].step_s):
             self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
-            self.reserved_to[worker] = ahead
         return lease
 
     def _on_lease(self, lease: Lease | Finished) -> None:
         """The reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
-        counts as dead, or has done this job."""
-        worker = self._member(lease.worker)
-        done = lease.job < self.next_job(lease.worker)
+        counts as dead, has done this job, or would not come to it."""
+        worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
+        done = lease.job < next_job
         if isinstance(lease, Lease) and lease.lease not in self._answered_for():
-            if worker.away or done:
+            if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
             self.leases.held[lease.worker][lease.job] = lease
@@ -329,9 +332,11 @@ class RegionServer(Server):
 
     def _begin_life(self, join: Join) -> None:
         """The data of jobs that its former life had not begun stays here: the link may be slow, or cut just now."""
-        self.wanted[join.member].clear()
-        self._give_back(join.member, below=self.next_job(join.member))
-        self.leases.given_back[join.member].clear()  # its former life trained them, if anyone
+        name, first = join.member, self.next_job(join.member)
+        self.wanted[name].clear()
+        self.leases.asked.pop(name, None)
+        self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
+        self.leases.given_back[name].clear()  # its former life trained them, if anyone
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -418,12 +423,14 @@ class RegionServer(Server):
 
     def _release_leases(self, name: str) -> None:
         """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
-        # A reserve is asked for in order again: who leaves, as a job finds no data, would keep those of later ones.
-        self.reserved_to[name] = 0
-        self._give_back(name)
+        self.leases.forget(name)
+        self._give_back(name, self.leases.of(name))
 
-    def _give_back(self, name: str, below: int | None = None) -> None:
-        if untrained := () if self.rule.in_rounds else self.leases.give_back(name, below):
+    def _give_back(self, name: str, leases: Collection[int]) -> None:
+        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
+
+    def _release(self, untrained: tuple[int, ...]) -> None:
+        if untrained:
             self._sends.append(Send(GLOBAL, Release(untrained)))
 
     def _send_what_is_due(self) -> None:

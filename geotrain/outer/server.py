@@ -84,12 +84,12 @@ class Server(Membership):
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
         members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig, vaults: int | FarVaults,
-        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, narrow: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(identity, layout, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        settings = layout, self.up, self.down, above, validates
+        settings = layout, self.up, self.down, above, validates, narrow
         self.vaults = Vaults.here(name, rule, vaults, *settings) if isinstance(vaults, int) else vaults
         # Number and versions of the global weights that a worker evaluates at present. The vaults keep a copy.
         self.frozen: tuple[int, list[int]] | None = None
@@ -135,6 +135,10 @@ class Server(Membership):
     @abstractmethod
     def finished(self) -> bool:
         """Whether this server has nothing left to do and may end."""
+
+    def recalls(self, member: str) -> bool:
+        """Whether this member, a region, is to give back the data that no worker has asked for."""
+        return False
 
     @property
     def lost_updates(self) -> int:
@@ -408,7 +412,7 @@ class Server(Membership):
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
                 told, names = self.rule.on_delta(state, name, first.weight)
-                self.vaults.obey(Apply(name, first.sequence, fragment, told))
+                self.vaults.obey(Apply(name, first.sequence, fragment, state.version, told))
             self.answer_members(names, fragment)
         self.vaults.obey(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)

@@ -28,6 +28,7 @@ from geotrain.outer.region_server import RegionServer
 from geotrain.outer.server import Server
 from geotrain.simulate.clock import Clock, Promise
 from geotrain.simulate.links import VirtualNetwork, Way
+from geotrain.simulate.server_work import ServerWork
 from geotrain.simulate.sizes import LinkSizes
 
 
@@ -98,9 +99,11 @@ class VirtualClient:
 
     def _arrived(self, part: UpdatePart, applied: Promise[None]) -> None:
         if self.alive:
-            self.node.on_message(self, part)
-            self.on_delivered(part.leases)
-            applied.keep(None)
+            self.node.on_message(self, part, partial(self._taken, part, applied))
+
+    def _taken(self, part: UpdatePart, applied: Promise[None]) -> None:
+        self.on_delivered(part.leases)
+        applied.keep(None)
 
     def _keep_lease(self, lease: Lease | Finished) -> None:
         if lease.job in self.leases:
@@ -108,10 +111,10 @@ class VirtualClient:
 
 
 class Node:
-    """A server and its members' connections to it."""
+    """A server and its members' connections to it. work: its time."""
 
-    def __init__(self, server: Server, sizes: LinkSizes) -> None:
-        self.server, self.sizes = server, sizes
+    def __init__(self, server: Server, sizes: LinkSizes, work: ServerWork) -> None:
+        self.server, self.sizes, self.work = server, sizes, work
         self.uplinks: dict[str, VirtualClient] = {}
         self._parked: dict[tuple[str, int], VirtualClient] = {}  # answers that are not due yet
         self._of_joins: list[Send] = []
@@ -123,8 +126,27 @@ class Node:
         welcome: Welcome = handled.reply
         return welcome
 
-    def on_message(self, uplink: VirtualClient | None, message: Message) -> None:
-        """A message has come over this connection of a member; None: from the server above."""
+    def on_message(
+        self, uplink: VirtualClient | None, message: Message, taken: Callable[[], None] = lambda: None
+    ) -> None:
+        """A message has come over this connection of a member; None: from the server above. taken: called when it has
+        been handled, unless the member dies before."""
+        self.work.on(message, self._fragments(message), self._if_there, uplink, message, taken)
+
+    def _if_there(self, uplink: VirtualClient | None, message: Message, taken: Callable[[], None]) -> None:
+        if uplink is None or uplink.alive:
+            self._handle(uplink, message)
+            taken()
+
+    def _fragments(self, message: Message) -> tuple[int, ...]:
+        match message:
+            case UpdatePart():
+                return self.server.layout.fragments_of([delta.piece for delta in message.deltas])
+            case Answer():
+                return self.server.layout.fragments_of([weights.piece for weights in message.weights])
+        return ()
+
+    def _handle(self, uplink: VirtualClient | None, message: Message) -> None:
         handled = self.server.handle(message)
         if uplink is not None and isinstance(handled.reply, Lease | Finished):
             uplink.granted(handled.reply)
@@ -166,13 +188,14 @@ class GlobalNode(Node):
     server: GlobalServer
 
     def __init__(
-        self, server: GlobalServer, sizes: LinkSizes, applied: Callable[[], None], ended: Callable[[], None]
-    ) -> None:
-        super().__init__(server, sizes)
+        self, server: GlobalServer, sizes: LinkSizes, work: ServerWork, applied: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:  # fmt: skip
+        super().__init__(server, sizes, work)
         self.applied, self.ended = applied, ended
 
-    def on_message(self, uplink: VirtualClient | None, message: Message) -> None:
-        super().on_message(uplink, message)
+    def _handle(self, uplink: VirtualClient | None, message: Message) -> None:
+        super()._handle(uplink, message)
         if isinstance(message, UpdatePart):
             self.applied()
         elif isinstance(message, Leave) and self.server.finished:
@@ -184,8 +207,8 @@ class RegionNode(Node):
 
     server: RegionServer
 
-    def __init__(self, server: RegionServer, sizes: LinkSizes, uplink: VirtualClient) -> None:
-        super().__init__(server, sizes)
+    def __init__(self, server: RegionServer, sizes: LinkSizes, work: ServerWork, uplink: VirtualClient) -> None:
+        super().__init__(server, sizes, work)
         self.uplink = uplink
         uplink.on_lease = partial(self.on_message, None)
 
@@ -199,11 +222,13 @@ class RegionNode(Node):
         if send.to != GLOBAL:
             super().send(send)
         elif isinstance(message, UpdatePart):
-            self.uplink.push(message)
-            fragments = self.server.layout.fragments_of([d.piece for d in message.deltas])
-            self._ask_for_weights(message.sequence, fragments)
+            self.work.to_send(self._fragments(message), self._send_up, message)
         else:
             self.uplink.say(message)
+
+    def _send_up(self, update: UpdatePart) -> None:
+        self.uplink.push(update)
+        self._ask_for_weights(update.sequence, self._fragments(update))
 
     def _ask_for_weights(self, sequence: int, fragments: tuple[int, ...]) -> None:
         self.uplink.pull(sequence, fragments).then(partial(self.on_message, None))

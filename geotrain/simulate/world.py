@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from torch import Tensor
 from geotrain.config import OuterConfig, codec_config
 from geotrain.layout import Layout
 from geotrain.outer.global_server import GlobalServer
+from geotrain.outer.messages import GLOBAL
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server import Identity
+from geotrain.plan.model.server_rates import ServerRates
+from geotrain.plan.model.servers import place_of
 from geotrain.simulate.clock import Clock, VirtualProcess
 from geotrain.simulate.links import Ring, Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, VirtualClient
+from geotrain.simulate.server_work import ServerSeconds, ServerWork
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.timed import TimedGlobalServer, TimedRegionServer
@@ -34,7 +38,8 @@ class VirtualTask:
 
     outer: of the state machines. sizes: what its messages weigh. layout, start: the tensors that the servers hold.
     train_samples: the run's length. learner: makes the part of a worker that learns. tensors: whether they are of the
-    model's size (not so in timing only). momentum_decay: of an update, where a study states it.
+    model's size (not so in timing only). momentum_decay: of an update, where a study states it. server_rates: what a
+    server's work costs; None: nothing.
     """
 
     outer: OuterConfig
@@ -48,9 +53,12 @@ class VirtualTask:
     region_server: type[RegionServer] = RegionServer
     tensors: bool = True
     momentum_decay: float | None = None
+    server_rates: ServerRates | None = None
 
 
-def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step: int) -> VirtualTask:
+def timing_task(
+    outer: OuterConfig, model: Layout, steps: int, samples_per_step: int, server_rates: ServerRates | None = None
+) -> VirtualTask:
     """Timing only: a fragment is one number on the servers, and travels with its true size.
 
     model: the real model's layout; no tensor of it is made. steps: inner steps of all workers together.
@@ -67,6 +75,7 @@ def timing_task(outer: OuterConfig, model: Layout, steps: int, samples_per_step:
         TimedGlobalServer,
         TimedRegionServer,
         tensors=False,
+        server_rates=server_rates,
     )
 
 
@@ -107,7 +116,8 @@ class VirtualWorld:
         server = task.global_server(self.identity, task.layout, task.outer, names, *samples)
         server.set_weights([v.clone() for v in task.start])
         # When all have left, the clock forgets the deaths and returns that were still to come.
-        self.top = GlobalNode(server, task.sizes.wide, self._applied, self.clock.end)
+        members = len(spec.workers) if task.outer.flat else len(spec.regions)
+        self.top = GlobalNode(server, task.sizes.wide, self._work("global", members), self._applied, self.clock.end)
         if spec.speeds_known:
             for worker in spec.workers:
                 self.top.server.book.note_speed(worker.name, worker.step_s)
@@ -153,6 +163,7 @@ class VirtualWorld:
             "global_versions": [f.version for f in self.top.server.fragments],
             "lost_updates": sum(node.server.lost_updates for node in self.regions.values()),
             "links": {name: asdict(u) for name, u in usage.items() if u.messages},
+            "servers": {name: node.work.busy_s for name, node in {GLOBAL: self.top, **self.regions}.items()},
             "events": self.clock.events,
         }
 
@@ -168,6 +179,11 @@ class VirtualWorld:
         link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
         return Star(links, link_of, spec.seed, spec.trunk, spec.home)
 
+    def _work(self, role: Literal["region", "global"], members: int) -> ServerWork:
+        sizes = self.task.sizes
+        place = place_of(role, sizes.config, members)
+        return ServerWork(self.clock, ServerSeconds.of(place, sizes, self.task.server_rates))
+
     def _build_region(self, region: RegionSpec) -> None:
         name, workers = region.name, tuple(w.name for w in region.workers)
         task, every = self.task, len(self.spec.workers)
@@ -175,9 +191,9 @@ class VirtualWorld:
         updates = updates_in_run(*samples, task.outer.local_steps, len(workers), every)
         rule = region_rule(task.outer.rule, workers, updates, task.momentum_decay)
         server = task.region_server(name, self.identity, task.layout, task.outer, rule, workers)
-        server.incarnation = f"{name}-1"
+        server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
-        node = self.regions[name] = RegionNode(server, task.sizes.local, uplink)
+        node = self.regions[name] = RegionNode(server, task.sizes.local, self._work("region", len(workers)), uplink)
         self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
         self.clock.at(0.0, node.start)
 

@@ -11,10 +11,10 @@ typedef struct {
 
 typedef struct {
     float *weights, *base;
-    const float *incoming, *sent; /* sent or NULL */
+    const float *incoming;
     int64_t numel;
     float keep, alpha; /* 1 − α, α */
-    int32_t threads;
+    int32_t ledger, threads;
 } merge_job;
 
 typedef struct {
@@ -55,11 +55,11 @@ CLONES void outer_chunk(const outer_job *job, int64_t begin, int64_t end) {
 
 CLONES void merge_chunk(const merge_job *job, int64_t begin, int64_t end) {
     float *restrict x = job->weights, *restrict base = job->base;
-    const float *restrict incoming = job->incoming, *restrict sent = job->sent;
+    const float *restrict incoming = job->incoming;
     const float keep = job->keep, alpha = job->alpha;
-    if (sent) {
+    if (job->ledger) {
         for (int64_t i = begin; i < end; i++) {
-            const float pending = sent[i] - x[i], merged = keep * sent[i] + alpha * incoming[i];
+            const float sent = base[i], pending = sent - x[i], merged = keep * sent + alpha * incoming[i];
             base[i] = merged;
             x[i] = merged - pending;
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from geotrain.config import ParallelConfig
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
+    SEQUENCE,
     architecture,
     assemble,
     canonical_weights,
@@ -69,6 +71,27 @@ FOUR: list[Layout] = [
     ("llama", 1, 2, False, 1, "none"),
     ("qwen2", 2, 2, False, 1, "none"),
 ]
+
+
+def reduced_by_one_rank() -> list[int]:
+    import torch.distributed as dist
+
+    engine = start(LLAMA, ParallelConfig(), deepspeed_block(0))
+    sizes, reduce = [], dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", noted):
+        train(engine, range(1))
+    stop(engine)
+    return sizes
+
+
+def test_who_has_no_replicas_reduces_no_gradients() -> None:
+    (sizes,) = run_world(1, reduced_by_one_rank)
+    assert sizes and max(sizes) <= 2 * SEQUENCE, "numbers of a micro-batch's tokens are the most"
 
 
 @pytest.mark.slow

@@ -66,10 +66,16 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         )
 
         assert geotrain("pause", folder).stdout == "paused\n"
-        time.sleep(1.0)  # jobs that are under way take two steps
-        quiet = [updates(folder, site) for site in ("eu", "us")]
-        time.sleep(1.0)
-        assert [updates(folder, site) for site in ("eu", "us")] == quiet
+        quiet: list[int] = []
+
+        def at_rest() -> bool:
+            nonlocal quiet
+            quiet = [updates(folder, site) for site in ("eu", "us")]
+            time.sleep(1.0)
+            return [updates(folder, site) for site in ("eu", "us")] == quiet
+
+        # Regions hear of it by their next heartbeats; their workers then finish the job in hand and the next.
+        assert until(at_rest, 60.0)
         assert LiveRun(folder).see().headline.startswith("paused; ")
         assert "paused; " in geotrain("status", folder, "--once").stdout
         assert geotrain("resume", folder).stdout == "running\n"

@@ -7,18 +7,29 @@ import os
 import subprocess
 import sys
 from socket import AF_INET
+from typing import Any
 
 import psutil
 import pytest
 
 from geotrain.config import ConfigError
-from geotrain.launch.rank_environment import address_to, interface_to, library_settings, rank_environment
+from geotrain.launch import rank_environment as module
+from geotrain.launch.host_facts import parse_gpus
+from geotrain.launch.rank_environment import (
+    address_to,
+    capability_here,
+    interface_to,
+    library_settings,
+    rank_environment,
+)
 
 TOLD = """
 import json, os, sys
 from geotrain.launch import rank_environment as r
 assert "torch" not in sys.modules
-os.environ.update(r.library_settings(os.environ, cores=2, ranks_here=2, tensor_parallel=1, overlaps_steps=False))
+given = dict(cores=2, ranks_here=2, tensor_parallel=1, overlaps_steps=False)
+os.environ.update(r.library_settings(os.environ, capability=r.capability_here(os.environ), **given))
+assert "torch" not in sys.modules, "the probe must not import it"
 import torch
 print(json.dumps([torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"]]))
 """
@@ -36,17 +47,34 @@ def test_the_only_device_that_a_task_sees_is_its_first(visible: str | None, loca
     assert rank_environment(env)["LOCAL_RANK"] == local
 
 
-def settings(env: dict[str, str], tensor: int = 1, acco: bool = False, cores: int = 13) -> dict[str, str]:
-    return library_settings(env, cores=cores, ranks_here=4, tensor_parallel=tensor, overlaps_steps=acco)
+def settings(env: dict[str, str], tensor: int = 1, acco: bool = False, **others: Any) -> dict[str, str]:
+    asked = {"cores": 13, "ranks_here": 4, **others}
+    return library_settings(env, tensor_parallel=tensor, overlaps_steps=acco, **asked)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "acco", "connections"), [(1, False, None), (2, False, "1"), (2, True, None), (1, True, None)]
-)
-def test_cuda_has_one_queue_where_tensor_ranks_hide_their_collectives(
-    tensor: int, acco: bool, connections: str | None
+SMI = {  # of nvidia-smi, a GPU a line
+    (8, 0): "NVIDIA A100-SXM4-80GB, 580.95.05, 81920, 4, Default, 8.0",
+    (9, 0): "NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default, 9.0",
+    (10, 0): "NVIDIA B200, 580.95.05, 183359, 4, Default, 10.0",
+    None: "NVIDIA X, 580.95.05, 81559, 4, Default, [N/A]",
+}
+
+
+@pytest.mark.parametrize("capability", SMI)
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("acco", [False, True])
+def test_the_device_decides_how_many_queues_cuda_has(
+    capability: tuple[int, int] | None, tensor: int, acco: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert settings({}, tensor, acco).get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+    """32 on Blackwell; before it one, where tensor ranks hide their collectives."""
+    lines = "\n".join(f"{i}, GPU-{i}, {SMI[capability]}" for i in range(8))
+    monkeypatch.setattr(module, "read_gpus", lambda: (parse_gpus(lines, ""), ""))
+    assert capability_here({"CUDA_VISIBLE_DEVICES": "2,3"}) == capability_here({}) == capability
+    assert capability_here({"DS_ACCELERATOR": "cpu"}) is capability_here({"CUDA_VISIBLE_DEVICES": ""}) is None
+    told = settings({}, tensor, acco, capability=capability).get("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert told == ("32" if capability == (10, 0) else "1" if tensor > 1 and not acco else None)
+    mine = {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in settings(mine, tensor, acco, capability=capability)
 
 
 def test_ranks_share_the_cores_and_what_the_user_says_stands() -> None:

@@ -20,6 +20,7 @@ from tests.support.net_worlds import first_weights, outer, same, tiny_layout
 
 TENSORS = {
     "fragment.0.x": torch.arange(100_000.0),
+    "piece.1.aux.momentum": torch.arange(5.0).bfloat16(),
     "in_flight.3.0": torch.arange(7, dtype=torch.uint8),
     "none": torch.empty(0),
 }

@@ -11,7 +11,18 @@ from geotrain.config import codec_config
 from geotrain.outer.events import Joined
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.member import MOST_LIVES
-from geotrain.outer.messages import Finished, LeaseRequest, Leave, MemberSilent, Refused, Release, Welcome
+from geotrain.outer.messages import (
+    Finished,
+    Lease,
+    LeaseRequest,
+    Leave,
+    MemberSilent,
+    OperatorCommand,
+    Recall,
+    Refused,
+    Release,
+    Welcome,
+)
 from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded, weights_of
 
 
@@ -272,6 +283,116 @@ def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need()
     for join in world.workers["a"][1].joins(world.identity, "life-3"):
         world.tell("eu", join)
     assert world.tell("eu", LeaseRequest("a", 2)) is None and asked() == [2, 3, 4]
+
+
+def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_most():
+    world = make(config(lease_reserve="auto", local_steps=8), train_samples=1 << 20)
+    region = world.regions["eu"]
+
+    def asked(job: int, step_s: float) -> list[int]:
+        region.leases.held["a"].clear()
+        region.leases.forget("a")
+        world.up["eu"].clear()
+        world.tell("eu", LeaseRequest("a", job, step_s))
+        return [message.job for message in world.up["eu"]]
+
+    assert asked(1, 0.5) == [1]  # of how many jobs, nobody has said
+    region.leases.jobs_each = 500.0
+    assert [len(asked(1, step_s)) - 1 for step_s in (100.0, 8.0, 2.5, 0.8, 0.001)] == [1, 1, 3, 10, 10]
+    region.leases.jobs_each = 75.0
+    assert asked(1, 0.8) == [1, 2]
+
+
+def test_a_paused_region_gives_back_what_its_workers_have_not_asked_for():
+    """And its reserve is there again after it: each sample is in one place throughout."""
+    world = make(config(lease_reserve=4), train_samples=640)
+    region = world.regions["eu"]
+
+    def delivered() -> list[int]:
+        """All that waits goes up. Returns the jobs that were asked for."""
+        said = [world.deliver("eu") for _ in list(world.up["eu"])]
+        return [message.job for message in said if isinstance(message, LeaseRequest)]
+
+    world.tell("eu", LeaseRequest("a", 1))
+    world.deliver("eu")
+    world.deliver("eu")
+    world.tell("eu", LeaseRequest("a", 2))  # one job ahead, as workers do; the reserve's are on their way
+    world.tell("eu", Recall())
+    assert list(region.leases.held["a"]) == [1, 2] and delivered() == [3, 4, 5, 6]
+    world.top.handle(OperatorCommand("pause"))
+    assert world.top.recalls("eu")
+    world.tell("eu", Recall())
+    (released,) = world.up["eu"]
+    assert isinstance(released, Release) and len(released.leases) == 4
+    restored = saved_and_loaded(world, "eu")  # what was asked for outlives the process
+    assert [restored.leases.spare("a"), restored.leases.asked] == [(), {"a": 2}]
+    delivered()
+    assert {lease.job for lease in world.top.book.open.values()} == {1, 2}
+    world.tell("eu", LeaseRequest("a", 3))
+    waiting = list(world.up["eu"])
+    assert delivered() == [3, 4, 5, 6, 7] and list(region.leases.held["a"]) == [1, 2]  # the run is paused
+    world.top.handle(OperatorCommand("resume"))
+    assert not world.top.recalls("eu")
+    world.up["eu"].extend(waiting)  # a region's client asks until it gets a reply
+    delivered()
+    assert world.down["a"].job == 3 and list(region.leases.held["a"]) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
+    """A lease was asked for before a recall, and comes after it: that of an earlier job has gone back."""
+    world = make(config(lease_reserve=2, local_steps=2), train_samples=6)
+    world.tell("eu", LeaseRequest("a", 1))
+    late = world.up["eu"].pop()
+    while world.up["eu"]:
+        world.deliver("eu")
+    world.tell("eu", Recall())
+    world.up["eu"].appendleft(late)
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert world.regions["eu"].leases.held["a"].keys() == {1} and len(world.top.book.open) == 1
+    world.tell("eu", LeaseRequest("a", 2))
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert world.regions["eu"].leases.held["a"].keys() == {1, 2, 3}
+
+
+def test_a_run_that_is_resumed_with_fewer_samples_than_were_handed_out_trains_no_more():
+    world = make(config(lease_reserve=6, local_steps=2), train_samples=100)
+    world.tell("eu", LeaseRequest("a", 1))
+    while world.up["eu"]:
+        world.deliver("eu")
+    world.push("a", random_deltas(world, 1), (world.regions["eu"].leases.held["a"][1].lease,))
+    world.top.handle(OperatorCommand("stop"))
+    world.tell("eu", Recall())
+    world.tell("eu", Leave("a"))
+    world.settle("eu")
+    assert world.top.book.committed_samples == 2 and sum(size for _, size in world.top.book.pool) == 12
+    tensors, meta = world.top.state()
+    shorter = make(config(local_steps=2), train_samples=10).top
+    shorter.load(tensors, meta)
+    shorter.begin_again()
+    assert sum(size for _, size in shorter.book.pool) == 8 and shorter.book.next_start == 14
+    granted = [shorter.handle(LeaseRequest("b", job)).reply for job in range(1, 6)]
+    assert [type(reply) for reply in granted] == [Lease] * 4 + [Finished]
+
+
+@pytest.mark.parametrize("command", [OperatorCommand("drain", "eu"), OperatorCommand("stop")])
+def test_a_region_that_is_to_leave_gives_back_its_reserve_and_others_train_it(command: OperatorCommand):
+    world = make(config(lease_reserve=8, local_steps=2), train_samples=10)
+    world.tell("eu", LeaseRequest("a", 1))
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert not world.top.book._left()  # eu has all of the run's data
+    world.top.handle(command)
+    assert world.top.recalls("eu") and world.top.recalls("us") == world.top.stopping
+    world.tell("eu", Recall())
+    world.tell("eu", LeaseRequest("a", 2))
+    while world.up["eu"]:
+        world.deliver("eu")
+    assert world.down["a"] == Finished("a", 2)
+    assert [lease.job for lease in world.top.book.open.values()] == [1]
+    reply = world.top.handle(LeaseRequest("b", 1)).reply
+    assert isinstance(reply, Finished if world.top.stopping else Lease)
 
 
 def test_no_former_life_comes_back_however_many_there_were():

@@ -9,6 +9,7 @@ import torch
 from geotrain.config import MomentumConfig
 from geotrain.outer.messages import Leave
 from geotrain.outer.rules import momentum_decay, updates_in_run
+from geotrain.outer.rules.region_momentum import momentum_gain
 from tests.support.outer_world import FakeWorker, World, config, layout, start_vector, whole
 
 N_TRACE = 60
@@ -99,6 +100,13 @@ def test_halos_equals_its_transcription(ledger, travel):
         np.testing.assert_allclose(region, want_region, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(top, want_top, rtol=2e-5, atol=2e-5)
     assert world.top.fragments[0].version > 5
+
+
+def test_a_momentum_of_few_updates_weighs_less():
+    assert [momentum_gain(1.0, momentum_decay(updates, 0.1)) for updates in (1e4, 205.0)] == [1.0, 1.0]
+    assert momentum_gain(2.0, momentum_decay(100.0, 0.1)) == pytest.approx(1.05, abs=0.01)
+    newest = [momentum_gain(1.0, k) * (1 - k) for k in (momentum_decay(u, 0.1) for u in (1.0, 5.0, 40.0, 205.0))]
+    assert newest == pytest.approx([0.05] * 4, abs=0.003)
 
 
 def test_momentum_rule_equals_its_transcription():

@@ -25,13 +25,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from geotrain.config import LimitsConfig, MomentumConfig, codec_config
+from geotrain.lent import LentLeases
 from geotrain.outer.leases import LeaseBook
 from geotrain.outer.member import Member
 from geotrain.outer.messages import (
     GLOBAL,
+    Lease,
     LiftQuarantine,
     MemberSilent,
     OperatorCommand,
+    Recall,
     RunComplete,
     UpdateRejected,
 )
@@ -50,7 +53,7 @@ GOOD = (10 * ["turn"], 3 * ["ask", "train", "leases", "update", "pull", "leave"]
 STEPS = [
     *(step for steps in GOOD for step in steps),
     *("snapshot", "die", "die half way", "early, then die", "silent", "slow", "region silent", "restart"),
-    *("refuse", "hang", "hang", "offend", "pardon", "pause", "resume", "resume", "drain"),
+    *("refuse", "hang", "hang", "offend", "pardon", "pause", "resume", "resume", "drain", "recall"),
 ]
 RULES = ["halos", "published", "region_momentum", "sync"]
 NESTEROV = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=3)
@@ -159,6 +162,8 @@ class Lives(RuleBasedStateMachine):
                 world.tell(GLOBAL, OperatorCommand(what))
             case "drain":
                 world.drain(place)
+            case "recall":
+                self.recall(place)
 
     def turn(self, name: str) -> None:
         world = self.world
@@ -167,6 +172,23 @@ class Lives(RuleBasedStateMachine):
         world.train(name)
         world.deliver_update(place)
         world.pull(place)
+
+    def recall(self, place: str) -> None:
+        """The region hears that the run is paused: what its workers are at stays, and what they have not asked for
+        goes back."""
+        world, names = self.world, REGIONS[place]
+        for name in names:  # something to recall
+            self.get(name)
+        world.tell(GLOBAL, OperatorCommand("pause"))
+        assert world.top.recalls(place)
+        region = world.region(place)
+        held = {name: region.holds(name).keys() for name in names}
+        world.tell(place, Recall())
+        for name in names:
+            lease = world.workers[name].lease
+            if world.workers[name].alive and isinstance(lease, Lease) and not world.top.rule.in_rounds:
+                assert lease.lease not in held[name] or lease.lease in region.holds(name), "recalled while trained"
+                assert all(other.job <= lease.job for other in region.holds(name).values()), "a reserve is kept"
 
     def get(self, name: str) -> None:
         """A lease in hand, and the answer that it waits for, if they are to be had."""
@@ -250,6 +272,8 @@ FAULTS: dict[str, Any] = {
         RegionServer, "_begin_round_again", lambda region, refused: None
     ),
     "who hangs keeps its leases": patch.object(RegionServer, "patience_s", lambda region, name: math.inf),
+    "a reserve is not recalled": patch.object(LentLeases, "recall", lambda leases, worker: ()),
+    "all is recalled": patch.object(LentLeases, "spare", lambda leases, worker: tuple(leases.of(worker))),
     "who trains slowly loses its leases": patch.object(RegionServer, "patience_s", lambda region, name: 0.0),
 }
 

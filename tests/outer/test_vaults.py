@@ -11,11 +11,11 @@ import torch
 from geotrain.config import codec_config
 from geotrain.layout import LayoutError
 from geotrain.net.recovery import left_out
+from geotrain.older_states import as_now
 from geotrain.outer.downlink import to_bytes
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.outer.server import Server
-from geotrain.vaults import as_now
 from tests.support.outer_world import UPDATES, World, config, halves, make, random_deltas, weights_of
 from tests.support.recorded_world import same_state
 
@@ -95,6 +95,21 @@ def test_a_state_is_taken_up_by_any_number_of_vaults(rule: str) -> None:
         each for each in wanted if isinstance(each, UpdatePart)
     ]
     same_state(calm.top, shaken.top)
+
+
+@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
+def test_nor_where_momenta_and_residuals_are_kept_in_bf16(rule: str) -> None:
+    every: dict[str, Any] = {} if rule == "sync" else {"updates_per_send": 2}
+    settings = config(rule, up=codec_config("int4"), down=codec_config("int8"), server_state="bf16", **every)
+    calm, shaken = (make(settings, cut_a=halves, vaults=n, **PIECES) for n in (1, 2))
+    said, again = ([u for u in each if isinstance(u, UpdatePart)] for each in (play(calm), play(shaken, restarted=3)))
+    assert said == again
+    same_state(calm.top, shaken.top)
+    tensors = {**calm.regions["eu"].state()[0], **{f"top.{k}": t for k, t in calm.top.state()[0].items()}}
+    narrow = {name.split(".")[-1] if "aux" in name else name.split(".")[0] for name, t in tensors.items()
+              if t.dtype == torch.bfloat16}  # fmt: skip
+    of_rule = {"halos": {"momentum", "accumulated"}, "region_momentum": {"momentum"}, "sync": {"momentum"}}
+    assert narrow == {"residual", *of_rule[rule]}
 
 
 def test_pieces_change_nothing_where_each_element_is_coded_by_itself() -> None:
@@ -179,6 +194,9 @@ def test_a_state_of_before_there_were_pieces_is_taken_up() -> None:
     for piece, number in numbers.items():
         older[f"in_flight.{number}.{piece}"] = older.pop(f"in_flight.{piece}")
     assert {as_now(name) for name in older} == set(tensors) != set(older)
+    for piece in numbers:  # what was sent had a vector of its own, and base kept what nobody asks for meanwhile
+        older[f"fragment.{piece}.aux.sent"] = older.pop(f"fragment.{piece}.aux.base")
+        older[f"fragment.{piece}.aux.base"] = torch.full_like(older[f"fragment.{piece}.aux.sent"], torch.nan)
     new = type(region)("eu", world.identity, world.layout, world.config, region.rule, tuple(region.members))
     new.incarnation = region.incarnation
     new.load(older, meta)

@@ -67,7 +67,7 @@ def test_what_moves_memory_takes_its_bytes_at_the_bandwidth() -> None:
     matrices = [(h, q + 2 * kv), (q, h), (h, 2 * f), (f, h), (h, v)]
     moved = sum(3 * 2 * (t * k + k * n + t * n) + (2 + 4 + 4) * k * n for k, n in matrices)
     moved += (1 + 2) * 2 * t * 2 * (q + kv)
-    moved += 2 * t * ((10 + 12) * h + (3 + 5) * f + (12 + 14) * (q + kv) + 2 * q + 2 * (q + 2 * kv)) + t * 104 * 128
+    moved += 2 * t * ((10 + 12) * h + (3 + 5) * f + (2 + 2) * (q + kv) + 2 * q + 2 * (q + 2 * kv)) + t * 16 * 128
     moved += t * v * (2 * 2 + 7 * 4) + 2 * t * 5 * h  # the head
     moved += 2 * t * 3 * h + (2 + 10) * v * h  # the look-up
     assert sum(o.bytes for o in micro_batch(work, 0)) == pytest.approx(moved)

@@ -161,7 +161,8 @@ class Reference:
         s = self.regions[w["r"]]
         if self.rule == "region_momentum":
             s["m"] = 0.9 * s["m"] + 0.1 * d
-            s["x"] = s["x"] - (d + 3.0 * s["m"]) / len(WORKERS[w["r"]])
+            gain = 3.0 / (20 * 0.1)  # the momentum averages over ten updates
+            s["x"] = s["x"] - (d + gain * s["m"]) / len(WORKERS[w["r"]])
         else:
             self.nesterov(s, d, 0.3, 0.5, 3)
         s["cnt"] += 1

@@ -122,13 +122,12 @@ def check_outer_update(ops: ModuleType, step: OuterStep, numel: int, device: str
 
 
 def check_merge(ops: ModuleType, numel: int, device: str = "cpu") -> None:
-    weights, base, incoming, sent = (torch.randn(numel) for _ in range(4))
-    for earlier in (None, sent):
-        want = [t if t is None else t.clone() for t in (weights, base, incoming, earlier)]
-        reference.merge(*want, 0.25)
-        have = [t if t is None else t.to(device, copy=True) for t in (weights, base, incoming, earlier)]
-        ops.merge(*have, 0.25)
-        assert all((a is None) or assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
+    vectors = [torch.randn(numel) for _ in range(3)]
+    for ledger in (False, True):
+        want, have = ([t.to(d, copy=True) for t in vectors] for d in ("cpu", device))
+        reference.merge(*want, ledger, 0.25)
+        ops.merge(*have, ledger, 0.25)
+        assert all(assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
 
 
 def check_rotate(ops: ModuleType, shape: tuple[int, int, int, int], device: str = "cpu") -> None:

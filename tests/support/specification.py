@@ -100,7 +100,8 @@ class Specification:
                     delayed_nesterov(v, delta, self.rule.region)
                 case RegionMomentumConfig():
                     v.momentum = self.decay * v.momentum + (1 - self.decay) * delta
-                    v.x = v.x - (delta + self.rule.gain * v.momentum) / len(self.regions[region])
+                    gain = self.rule.gain / max(1.0, 20 * (1 - self.decay))
+                    v.x = v.x - (delta + gain * v.momentum) / len(self.regions[region])
                 case SyncConfig():
                     assert worker not in v.waiting, "two deltas of one worker in a round"
                     v.waiting[worker] = (delta, 1)

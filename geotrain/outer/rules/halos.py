@@ -34,6 +34,8 @@ def delayed_nesterov(
 class HalosRegion(AsyncRegion):
     """HALoS's local parameter server: delayed Nesterov on every worker's delta."""
 
+    narrow = ("momentum", "accumulated")
+
     def __init__(self, config: HalosConfig) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, config.ledger)
         self.settings = config.region
@@ -53,6 +55,7 @@ class HalosGlobal:
     """
 
     in_rounds = False
+    narrow = ("momentum", "accumulated")
 
     def __init__(self, config: HalosConfig) -> None:
         self.settings = config.global_

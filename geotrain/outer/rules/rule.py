@@ -80,6 +80,7 @@ class Rule(Protocol):
     """What any server asks of its rule.
 
     in_rounds: whether all members are waited for. Each then sends one delta of each fragment a round.
+    narrow, if there is one: auxiliary vectors that each update may round to bf16 (`outer.server_state`).
     """
 
     @property
@@ -129,15 +130,6 @@ def average(x: Tensor, delta: Tensor, weight: float) -> None:
     kernels.outer_update(x, delta, None, OuterStep(from_delta=weight))
 
 
-def merge(x: Tensor, base: Tensor, x_global: Tensor, alpha: float, sent: Tensor | None = None) -> None:
-    """base = (1−α)·sent + α·x_global;  x = base − (sent − x): what was committed since the send stays (the ledger).
-
-    Without `sent`, x = base = (1−α)·x + α·x_global. Changes x and base in place. α weighs the global weights, as in
-    HALoS's code; its help text says the opposite.
-    """
-    kernels.merge(x, base, x_global, alpha, sent)
-
-
 class AsyncRegion(ABC):
     """Applies each worker's delta at once, sends up after K of them, and merges with or without the ledger.
 
@@ -145,8 +137,9 @@ class AsyncRegion(ABC):
 
     Without the ledger (HALoS as published), the answer x_g gives x = (1−α)·x + α·x_g and base = x. What workers
     committed while the update travelled is then in no update that is ever sent: it is lost but for its share of x.
-    With the ledger, sent = x is remembered at the send. On x_g, pending = sent − x, base = (1−α)·sent + α·x_g and
-    x = base − pending, so that what is pending is part of base − x, the next update.
+    With the ledger, sent = x is remembered at the send, in base's memory. On x_g, pending = sent − x,
+    base = (1−α)·sent + α·x_g and x = base − pending, so that what is pending is part of base − x, the next update.
+    α weighs the global weights, as in HALoS's code; its help text says the opposite.
     """
 
     in_rounds = False
@@ -186,9 +179,10 @@ class AsyncRegion(ABC):
         return NOTHING, weight
 
     def progress(self, v: Vectors, told: Told) -> Tensor:
+        delta = v.vector("base") - v.x
         if self.ledger:
-            v.vector("sent").copy_(v.x)
-        return v.vector("base") - v.x
+            v.aux["base"].copy_(v.x)
+        return delta
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
         if not self.ledger:
@@ -199,4 +193,4 @@ class AsyncRegion(ABC):
         return ()  # workers were answered when their deltas were applied
 
     def merge(self, v: Vectors, x_global: Tensor) -> None:
-        merge(v.x, v.vector("base"), x_global, self.alpha, v.vector("sent") if self.ledger else None)
+        kernels.merge(v.x, v.vector("base"), x_global, self.alpha, self.ledger)

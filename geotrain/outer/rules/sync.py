@@ -94,6 +94,8 @@ class SyncRegion(_Sync):
 class SyncGlobal(_Sync):
     """DiLoCo's outer step once all members have sent."""
 
+    narrow = ("momentum",)
+
     def __init__(self, config: SyncConfig, members: tuple[str, ...]) -> None:
         super().__init__(members)
         self.lr, self.momentum = config.lr, config.momentum

@@ -244,12 +244,14 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
     Elements, forward + backward:
 
     - norms 2 and 3 of their width; residual sums 3 hidden sizes each and as many; SwiGLU 3 and 5 of the MLP's width
-    - rotation of queries and keys 12 and 14, which is not fused; the angles of a position, in fp32
+    - rotation of queries and keys 2 and 2 (`inner.rotary`); the angles of a position, in fp32, for each of them; of
+      latent attention, which is Megatron-core's and not fused, 12 and 14
     - q as a copy where a rank has several groups of heads; the gradients of q, k, v put together
     - around the exchange of context ranks: q, k, v put together and taken apart, the output turned
     - of latent attention: queries and keys put together of two parts
     - of experts, for each that a token is sent to: sorted by expert, by rank, and back, 9 hidden sizes each way; the
-      router's input in fp32, and sums; what the router knows of each expert
+      router's input in fp32, and sums; what the router knows of each expert; at every sorting the index
+      of each choice, 64 bits wide, and its weight in fp32
     """
     a, parallel, size = work.architecture, work.parallel, work.bytes_per_weight
     h, tp, cp = a.hidden_size, parallel.tensor, parallel.context
@@ -258,31 +260,32 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
     width = a.active_ffn_size(sparse) / tp
     forward, backward = 10 * whole + 3 * width, 12 * whole + 5 * width
     if a.latent is None:
-        rotated = q + key
+        forward, backward = forward + 2 * (q + key), backward + 2 * (q + key)
+        angles = 8, 8
         forward += 2 * q if a.heads > a.kv_heads > tp else 0
         backward += 2 * (q + key + value)
     else:
         rotated = (a.heads / tp + 1) * a.head_dim
+        angles = 96, 8
         forward += 2 * (q + key)
         backward += 2 * q + 2 * a.heads * (a.latent.plain_dim + a.latent.value_dim) / tp + 4 * key
         latents = (a.latent.query_rank + a.latent.key_value_rank) * whole / h
-        forward, backward = forward + 2 * latents, backward + 3 * latents
-    forward, backward = forward + 12 * rotated, backward + 14 * rotated
+        forward, backward = forward + 2 * latents + 12 * rotated, backward + 3 * latents + 14 * rotated
     if a.qk_norm:
         forward, backward = forward + 2 * (q + key), backward + 3 * (q + key)
     if cp > 1:
         forward += 2 * (q + key + value) + 2 * output
         backward += 2 * (q + key + value) + 4 * output
-    of_experts = 0.0
+    of_experts = choices = 0.0
     if a.experts is not None and sparse:
         sent = 9 * h * a.experts.per_token
         shared = 3 * h if a.experts.shared_ffn_size else 0
         forward, backward = forward + (sent + 6 * h + shared) / tp, backward + (sent + 9 * h + shared) / tp
-        of_experts = a.experts.count / tp
+        of_experts, choices = a.experts.count / tp, a.experts.per_token / tp
     positions = a.head_dim * work.sequence_length / work.micro_tokens
     return (
-        size * forward + 96 * positions + 100 * of_experts,
-        size * backward + 8 * positions + 60 * of_experts,
+        size * forward + angles[0] * positions + 100 * of_experts + 68 * choices,
+        size * backward + angles[1] * positions + 60 * of_experts + 68 * choices,
     )
 
 

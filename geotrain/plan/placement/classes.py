@@ -1,25 +1,22 @@
 """Devices that have equal links to all others form a class, and a stage is then a vector of counts by class.
 
 This makes large clusters small: the devices of one region are mostly interchangeable. The cost of a stage follows
-exactly from its counts. The bottleneck matching of two stages becomes a transport problem between their counts, which
-links of at most t can carry if and only if every set of classes reaches at least as many devices as it has (Hall's
-theorem). Where a class holds unlike devices, a link between two classes is the cheapest one between their members,
-and costs computed on them are lower bounds of the true ones.
+exactly from its counts. The bottleneck matching of two stages becomes a transport problem between their counts
+(`geotrain.kernels.transport`). Where a class holds unlike devices, a link between two classes is the cheapest one
+between their members, and costs computed on them are lower bounds of the true ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from geotrain.kernels import transport
 from geotrain.plan.placement.cost import Floats, Ints, Problem, off_diagonal
 
-MAX_CLASSES = 12  # Hall's condition looks at up to 2^classes sets
+MAX_CLASSES = 12  # without the compiled kernels, 2^classes sets are looked at
 MAX_VECTORS = 12_000
-CHUNK = 4_000_000  # elements of a temporary
 
 
 @dataclass(frozen=True)
@@ -89,52 +86,15 @@ def vector_costs(classes: Classes) -> Floats:
     return np.asarray(np.where(classes.vectors > 0, sums, -np.inf).max(axis=1))
 
 
-def bottlenecks(
-    vectors: Ints, activation_s: Floats, dearest_s: Floats, spend: Callable[[int], None] = lambda work: None
-) -> Floats:
-    """(V, V) bottleneck transport times between stage vectors.
+def bottlenecks(vectors: Ints, sizes: Ints, activation_s: Floats, dearest_s: Floats) -> Floats:
+    """(V, V) bottleneck transport times between stage vectors, one of which follows the other: inf where both
+    together need more devices of a class than there are.
 
-    dearest_s: (V,) descending; the entry (v, w) is inf where it is more than dearest_s of v or of w.
-    spend: told before each pass how many sums it will compare; may raise to stop.
+    dearest_s: (V,); the entry (v, w) is inf where it is more than dearest_s of v or of w.
     """
-    count = len(vectors)
-    found = np.full((count, count), np.inf)
-    for level in np.unique(activation_s[activation_s <= dearest_s[0]]):
-        few = int((dearest_s >= level).sum())
-        sets, reached = hall_sets(activation_s <= level)
-        spend(few * few * len(sets))
-        supply = (vectors[:few] @ sets.T).astype(np.int16)
-        demand = (vectors[:few] @ reached.T).astype(np.int16)
-        step = max(1, CHUNK // (few * len(sets)))
-        for low in range(0, few, step):
-            fits = (supply[low : low + step, None, :] <= demand[None, :, :]).all(axis=2)
-            part = found[low : min(low + step, few), :few]
-            part[fits & (part > level)] = level
-    return found
-
-
-def hall_sets(linked: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Sets of classes, (n, K) 0/1, that Hall's condition must be checked on, and the classes they reach.
-
-    Left out: sets that could grow without reaching more, and unions of sets that reach nothing in common.
-    """
-    k = len(linked)
-    bits = 1 << np.arange(k)
-    reach = (linked * bits).sum(axis=1)
-    masks = np.arange(1 << k)
-    reached, grown = np.zeros_like(masks), np.zeros_like(masks)
-    for c in range(k):
-        reached |= np.where(masks & bits[c], reach[c], 0)
-    for c in range(k):
-        grown |= np.where((reach[c] & ~reached) | (reach[c] == 0), 0, bits[c])
-    keep = (masks > 0) & (grown == masks)
-    for mask in masks[keep]:
-        inside = [c for c in range(k) if mask >> c & 1]
-        joined, wider = 0, int(bits[inside[0]])
-        while wider != joined:
-            joined = wider
-            wider = sum(int(bits[c]) for c in inside if reach[c] & reached[joined])
-        keep[mask] = joined == mask
-    keep[bits[reach == 0]] = True  # nothing is in reach: there must be none
-    chosen = masks[keep]
-    return (chosen[:, None] & bits > 0).astype(np.int64), (reached[chosen][:, None] & bits > 0).astype(np.int64)
+    times = np.unique(activation_s[np.isfinite(activation_s)])
+    rank = np.searchsorted(times, activation_s)  # of inf: all of them
+    most = np.searchsorted(times, dearest_s, side="right") - 1
+    narrow = [np.ascontiguousarray(each, dtype=np.int32) for each in (vectors, sizes, rank, most)]
+    found = transport(narrow[0], narrow[1], narrow[2], narrow[3], len(times))
+    return np.append(times, np.inf)[found]

@@ -9,6 +9,10 @@ that its excess. Some edge of a path has at most half of the excess on either si
 beginning whose excess is at most half of what the threshold allows, and to join beginnings to reversed beginnings
 that use exactly the other devices.
 
+Placements are looked through by *bands*, by how dear their dearest stage is: within a band, dearer stages cannot be
+used, and every path has only what the band's cheapest stage leaves of the threshold. What is left of both together is
+far less than what either leaves alone: bands of cheap stages have few stages, those of dear ones short paths.
+
 Beginnings (*labels*) grow stage by stage. One is dropped when its dearest stage and its path leave too little for the
 stages to come, or when it is dominated: another label used the same devices, ends in the same stage and is nowhere
 worse. The least that the stages to come must cost follows from connected components: edges cheaper than the time at
@@ -26,11 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
-from geotrain.plan.placement.classes import CHUNK, Classes, bottlenecks, vector_costs
+from geotrain.kernels import Beginnings, Endings, StageVectors, extend, possible
+from geotrain.plan.placement.classes import Classes, bottlenecks, vector_costs
 from geotrain.plan.placement.cost import Floats, Ints
 
-MAX_KEPT = 4_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
-SUMS_PER_PAIR = 64  # sums compared for Hall's condition in the time one pair takes
+BANDS, VECTORS_A_BAND = 16, 16  # at most, and at least: few vectors are soon looked through
+MAX_KEPT = 6_000  # stage vectors cheap enough to matter; their edges are a table of that size squared
+# Work is counted in some ten nanoseconds: of an edge between two stages, and of a label that is looked at; of pairs
+# of a label and a stage several take one.
+EDGE_WORK, LABEL_WORK, PAIRS_A_WORK = 8, 16, 8
+CHUNK = 4_000_000  # elements of a temporary
+ROUNDING = 1e-9  # thresholds lie this share below a known cost, so that the cost itself is not "below"
 
 
 class TooMuchWorkError(Exception):
@@ -62,31 +72,59 @@ class _Labels:
         return len(self.last)
 
 
-def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> Optimum | None:
-    """The optimum over classes, or None if it does not lie below the threshold (s).
+def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> tuple[Optimum | None, bool]:
+    """The cheapest over classes that was found below the threshold (s), and whether it is proven that nothing below
+    the threshold is cheaper.
 
-    max_work: pairs of labels and stages looked at. Raises TooMuchWorkError.
+    max_work: about ten nanoseconds each, but counted; a band has at most a third of what is left.
     """
-    return ThresholdSearch(classes, stages, threshold, max_work).run()
+    best, complete, left = None, True, max_work
+    for band in bands(classes, stages, threshold):
+        below = best.total_s * (1 - ROUNDING) if best else threshold
+        search = BandSearch(classes, stages, below, left // 3, band)
+        try:
+            best = search.run() or best
+        except TooMuchWorkError:
+            complete = False
+        left -= left // 3 - max(search.work_left, 0)
+    return best, complete
 
 
-class ThresholdSearch:
-    """See `cheapest_below`. work_left: of max_work."""
+def bands(classes: Classes, stages: int, threshold: float) -> list[tuple[float, float]]:
+    """(least, most) of a placement's dearest stage (s), ascending: together all that cost less than the threshold."""
+    costs = vector_costs(classes)
+    least = float(costs.min())
+    most = threshold - 2 * (stages - 1) * float(classes.activation_s.min()) if stages > 1 else threshold
+    if most <= least:
+        return []
+    ends = np.linspace(least, most, min(BANDS, 1 + int((costs < most).sum()) // VECTORS_A_BAND) + 1)
+    return [(float(low), float(high)) for low, high in pairwise(ends)]
 
-    def __init__(self, classes: Classes, stages: int, threshold: float, max_work: int) -> None:
+
+class BandSearch:
+    """The cheapest placement below a threshold whose dearest stage is at most `band`[1]; one whose dearest stage is
+    cheaper than `band`[0] counts as if it were not. work_left: of max_work, below 0 where that did not do."""
+
+    def __init__(
+        self, classes: Classes, stages: int, threshold: float, max_work: int, band: tuple[float, float]
+    ) -> None:
         self.stages, self.threshold, self.work_left = stages, threshold, max_work
         self.sizes = classes.sizes
         self.uses_all = int(self.sizes.sum()) == stages * int(classes.vectors[0].sum())
         times = classes.activation_s
         self.times = times
-        self.least = float(times.min())
+        self.least = float(times.min()) if stages > 1 else 0.0
         self.base = 2 * (stages - 1) * self.least  # what any path costs, both ways
-        self.merges, self.replicas = _merges(times), int(classes.vectors[0].sum())
+        self.replicas = int(classes.vectors[0].sum())
+        merged_s, self.parts = _merges(times)
+        self.over_s = merged_s - self.least
         cost = vector_costs(classes)
-        self.vectors, self.vectors_f = classes.vectors, classes.vectors.astype(np.float32)
+        kept = np.flatnonzero(cost <= band[1])
+        cost = np.maximum(cost[kept], band[0])
+        self.vectors = classes.vectors[kept]
         order = self._possible(np.arange(len(cost)), self.vectors, stages - 1, (threshold - self.base - cost) / 2)
         order = order[np.argsort(cost[order], kind="stable")]
-        self.vectors, self.vectors_f, self.stage_s = self.vectors[order], self.vectors_f[order], cost[order]
+        self.vectors, self.stage_s = self.vectors[order], cost[order]
 
     def _spend(self, work: int) -> None:
         self.work_left -= work
@@ -98,11 +136,11 @@ class ThresholdSearch:
             return None
         if len(self.vectors) > MAX_KEPT:
             raise TooMuchWorkError
-        self._spend(len(self.vectors) ** 2)
-        dearest = self.least + (self.threshold - self.base - self.stage_s) / 2
-        self.edges = bottlenecks(self.vectors, self.times, dearest, lambda sums: self._spend(sums // SUMS_PER_PAIR))
         if self.stages == 1:
             return Optimum(float(self.stage_s[0]), self.vectors[:1])
+        self._spend(len(self.vectors) ** 2 // 2 * EDGE_WORK)
+        dearest = self.least + (self.threshold - self.base - self.stage_s) / 2
+        self.edges = bottlenecks(self.vectors, self.sizes, self.times, dearest)
         halves = self._halves()
         best: Optimum | None = None
         for placed in range(1, self.stages // 2 + 1):
@@ -111,24 +149,9 @@ class ThresholdSearch:
 
     def _possible(self, last: Ints, used: Ints, rest: int, spare_s: Floats) -> Ints:
         """Which labels can end in time: `rest` edges follow, and may take `spare_s` (n,) more than the least."""
-        alive = np.flatnonzero(spare_s > 0)
-        first = np.zeros(len(spare_s))  # what the dearest edge to come takes above the least
-        for time, parts in reversed(self.merges):
-            over = time - self.least
-            have = (self.vectors_f[last[alive]] @ parts).astype(np.int32)
-            want = ((self.sizes - used[alive]).astype(np.float32) @ parts).astype(np.int32)
-            wrong = (want != rest * have if self.uses_all else want < rest * have).any(axis=1)
-            first[alive] = np.where(wrong & (first[alive] == 0), over, first[alive])
-            dead = first[alive] >= spare_s[alive]
-            ask = np.flatnonzero(~dead & wrong & (first[alive] + over >= spare_s[alive]))
-            for stay in range(rest):  # stages like the last one before the only change
-                then = want[ask] - stay * have[ask]
-                each, over_all = np.divmod(then, rest - stay)
-                enough = ~over_all.any(axis=1) if self.uses_all else each.sum(axis=1) >= self.replicas
-                ask = ask[~enough | (then < 0).any(axis=1)]
-            dead[ask] = True
-            alive = alive[~dead]
-        return alive
+        what = Endings(self.parts, self.over_s, rest, self.replicas, self.uses_all)
+        counts = _narrow(self.vectors), _narrow(self.sizes), _narrow(used), _narrow(last)
+        return np.flatnonzero(possible(*counts, spare_s, what))
 
     def _halves(self) -> list[_Labels]:
         """By number of stages: every beginning that has at most half of a path's dispensable time."""
@@ -136,29 +159,29 @@ class ThresholdSearch:
         first = _Labels(self.vectors, every, self.stage_s, np.zeros(len(every)), every)
         halves = [first[every[:0]], first]
         for placed in range(1, self.stages - 1):
-            labels = halves[placed]
-            bounds = np.flatnonzero(np.diff(labels.last, prepend=-1, append=-1))
-            grown = [self._grow(labels, np.arange(low, high), placed) for low, high in pairwise(bounds)]
+            grown = self._grow(halves[placed], placed)
             halves.append(_undominated(grown) if grown else halves[0])
         return halves
 
-    def _grow(self, labels: _Labels, chosen: Ints, placed: int) -> _Labels:
-        """Append one stage to the chosen labels, which share their last stage."""
-        part = labels[chosen]
-        edge = self.edges[part.last[0]]
-        spare = self.threshold - self.base - 4 * (part.path_s.min() - placed * self.least)
-        following = np.flatnonzero(np.maximum(self.stage_s, part.stage_s.min()) + 4 * edge < spare)
-        self._spend(len(chosen) * len(following) + len(self.vectors))
-        path = part.path_s[:, None] + edge[following]
-        stage = np.maximum(part.stage_s[:, None], self.stage_s[following])
-        one, two = np.nonzero(stage + 4 * (path - placed * self.least) < self.threshold - self.base)
-        last = following[two]
-        used = part.used[one] + self.vectors[last]
-        fits = np.flatnonzero((used <= self.sizes).all(axis=1))
-        one, two = one[fits], two[fits]
-        new = _Labels(used[fits], last[fits], stage[one, two], path[one, two], chosen[one])
-        spare_s = (self.threshold - self.base - new.stage_s) / 2 - (new.path_s - placed * self.least)
-        return new[self._possible(new.last, new.used, self.stages - placed - 1, spare_s)]
+    def _grow(self, labels: _Labels, placed: int) -> list[_Labels]:
+        """Append one stage to each label, in parts."""
+        self._spend(len(labels) * len(self.vectors) // PAIRS_A_WORK)
+        limit = self.threshold - self.base + 4 * placed * self.least  # half of what is dispensable, both ways
+        used, last = _narrow(labels.used), _narrow(labels.last)
+        stages = StageVectors(_narrow(self.vectors), _narrow(self.sizes), self.edges, self.stage_s)
+        grown = []
+        for one, two in extend(stages, Beginnings(used, last, labels.stage_s, labels.path_s), limit):
+            new = _Labels(
+                labels.used[one] + self.vectors[two],
+                two.astype(np.int64),
+                np.maximum(labels.stage_s[one], self.stage_s[two]),
+                labels.path_s[one] + self.edges[labels.last[one], two],
+                one.astype(np.int64),
+            )
+            spare_s = (self.threshold - self.base - new.stage_s) / 2 - (new.path_s - placed * self.least)
+            grown.append(new[self._possible(new.last, new.used, self.stages - placed - 1, spare_s)])
+            self._spend(LABEL_WORK * len(one))
+        return grown
 
     def _join(self, halves: list[_Labels], placed: int, best: Optimum | None) -> Optimum | None:
         """The cheapest below `best` and the threshold that is made of a beginning and a reversed ending."""
@@ -205,16 +228,23 @@ class ThresholdSearch:
         return found
 
 
-def _merges(activation_s: Floats) -> list[tuple[float, NDArray[np.float32]]]:
-    """Ascending times, each with the components of classes, (K, C) 0/1, that only edges of that time or more join."""
-    merges: list[tuple[float, NDArray[np.float32]]] = []
+def _narrow(counts: Ints) -> NDArray[np.int32]:
+    """As kernels take them."""
+    return np.ascontiguousarray(counts, dtype=np.int32)
+
+
+def _merges(activation_s: Floats) -> tuple[Floats, NDArray[np.int32]]:
+    """(M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts being what
+    only edges of that time or more join."""
+    merges: list[tuple[float, NDArray[np.int32]]] = []
     for time in np.unique(activation_s[np.isfinite(activation_s)]):
-        found, label = connected_components(activation_s < time, directed=False)
-        if merges and merges[-1][1].shape[1] == found:
+        found, part = connected_components(activation_s < time, directed=False)
+        if merges and merges[-1][1].max() + 1 == found:
             merges.pop()
         if found > 1:
-            merges.append((float(time), np.eye(found, dtype=np.float32)[label]))
-    return merges
+            merges.append((float(time), part.astype(np.int32)))
+    times, parts = [time for time, _ in reversed(merges)], [part for _, part in reversed(merges)]
+    return np.array(times), np.array(parts, dtype=np.int32).reshape(len(parts), len(activation_s))
 
 
 def _undominated(parts: list[_Labels]) -> _Labels:

@@ -41,14 +41,13 @@ from geotrain.plan.placement.cost import (
     quick_bound,
     table_costs,
 )
-from geotrain.plan.placement.exact import TooMuchWorkError, cheapest_below
+from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
 CHAINS = 8
 HOT, WARM, COLD = 0.03, 0.02, 0.0015  # temperatures, as shares of what links cost
 FIRST_POWERS, LAST_POWER = (2, 3), 5  # the norm's p is 2 to that power
-ROUNDING = 1e-9  # thresholds lie this share below the known cost, so that the cost itself is not "below"
 POLISHED = 4
-MOVES_A_DEVICE, MOST_MOVES = 80_000, 8_000_000
+MOVES_A_DEVICE, LEAST_MOVES, MOST_MOVES = 80_000, 4_000_000, 8_000_000
 IDLE_WINDOWS = 8
 
 
@@ -58,7 +57,7 @@ class Effort:
     classes (see `geotrain.plan.placement.exact`)."""
 
     moves: int
-    exact_work: int = 4_000_000
+    exact_work: int = 10_000_000
 
     def __post_init__(self) -> None:
         if self.moves < 0 or self.exact_work < 0:
@@ -67,8 +66,9 @@ class Effort:
 
 def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
     """The cheapest placement found. Stops at once where it is proven that nothing is cheaper."""
-    # Moves grow with the devices, up to what 1,024 of them allow in well under a minute.
-    effort = effort or Effort(min(MOVES_A_DEVICE * problem.placed, MOST_MOVES))
+    # Moves grow with the devices, from what few of them want whose links are all unlike up to what 1,024 of them
+    # allow in well under a minute.
+    effort = effort or Effort(min(max(MOVES_A_DEVICE * problem.placed, LEAST_MOVES), MOST_MOVES))
     rng = np.random.default_rng(seed)
     floor = quick_bound(problem) * (1 + ROUNDING)
     starts, shape = start_orders(problem), (problem.stages, problem.replicas)
@@ -93,22 +93,19 @@ def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placeme
 def exact_over_classes(problem: Problem, best: Placement, max_work: int) -> tuple[Placement, bool]:
     """The better of `best` and the optimum over classes of devices, and whether nothing can be cheaper.
 
-    Does nothing where there are too many classes, or their search takes too much work.
+    Does nothing where there are too many classes.
     """
     classes = like_classes(problem)
     if classes is None:
         return best, False
     threshold = (best.total_s - compute_bound(problem)) * (1 - ROUNDING)
-    try:
-        optimum = cheapest_below(classes, problem.stages, threshold, max_work)
-    except TooMuchWorkError:
-        return best, False
+    optimum, complete = cheapest_below(classes, problem.stages, threshold, max_work)
     if optimum is not None:
         ready = np.argsort(problem.compute_s, kind="stable")  # the fastest of each class first
         waiting = [list(ready[classes.label[ready] == k]) for k in range(len(classes.sizes))]
         rows = [[waiting[k].pop(0) for k, count in enumerate(v) for _ in range(count)] for v in optimum.vectors]
         best = min(best, placement(problem, arrange(problem, np.array(rows))), key=lambda p: p.total_s)
-    return best, bool((problem.compute_s == problem.compute_s[0]).all())
+    return best, complete and bool((problem.compute_s == problem.compute_s[0]).all())
 
 
 def polish(problem: Problem, orders: Ints) -> Placement:

@@ -1,0 +1,88 @@
+"""How an exchange grows with workers and regions: real processes on this machine, then the simulator."""
+
+from __future__ import annotations
+
+import multiprocessing
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import mean, median
+
+from benchmarks import ROOT
+from benchmarks.claims.methods import OURS
+from benchmarks.environments import one_block, synthetic_world
+from benchmarks.servers import worker
+from benchmarks.servers.world import ServerProcess, write_files
+from geotrain.config import OverlapConfig, load_run
+from geotrain.layout import layout_of
+from geotrain.simulate.links import LinkSpec
+from geotrain.simulate.world import VirtualWorld, timing_task
+
+READY_S, UPDATE_S = 300.0, 300.0
+SIMULATED_NUMEL, STEP_S, LOCAL_STEPS, JOBS = 10**9, 1.0, 32, 400
+GBPS, RTT_S = 1.0, 0.1  # of each region to the global server
+
+
+def real(folder: Path, numel: int, regions: int, workers: int, rounds: int) -> dict[str, float]:
+    """All workers update every fragment at the same time. exchange: ns a parameter from the first byte to the
+    answer's last, mean of the workers, median of the rounds; server: processor time of all servers, of one worker's
+    update."""
+    folder.mkdir(parents=True)
+    names = {f"r{r}": [f"r{r}w{i}" for i in range(workers)] for r in range(regions)}
+    run_path = write_files(folder, numel, names)
+    layout = layout_of(load_run(run_path))
+    with ExitStack() as open_:
+        servers = [ServerProcess(run_path, name) for name in ("global", *names)]
+        for server in servers:
+            open_.callback(server.kill)
+            server.start()
+        pipes = [
+            _started(open_, run_path, name, server.address)
+            for server, of_region in zip(servers[1:], names.values(), strict=True)
+            for name in of_region
+        ]
+        took: list[float] = []
+        before_s = 0.0
+        for number in range(rounds + 1):
+            if number == 1:  # the first warms up
+                before_s, took = sum(server.cpu_s() for server in servers), []
+            took.append(sum(_updated(pipes, fragment) for fragment in range(len(layout.fragments))))
+        spent_s = sum(server.cpu_s() for server in servers) - before_s
+        for pipe in pipes:
+            pipe.send(None)
+    updates = rounds * len(pipes)
+    return {"exchange": 1e9 * median(took) / layout.numel, "server": 1e9 * spent_s / updates / layout.numel}
+
+
+def _started(open_: ExitStack, run_path: Path, name: str, address: str) -> Connection:
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=worker.main, args=(there, run_path, name, address), daemon=True)
+    process.start()
+    open_.callback(process.kill)
+    if not here.poll(READY_S) or here.recv() != "ready":
+        raise RuntimeError(f"worker {name} has no weights after {READY_S:g} s")
+    return here
+
+
+def _updated(pipes: list[Connection], fragment: int) -> float:
+    """Seconds of one fragment's update, of all workers at once, on average."""
+    for pipe in pipes:
+        pipe.send(fragment)
+    for pipe in pipes:
+        if not pipe.poll(UPDATE_S):
+            raise RuntimeError(f"an update is not answered after {UPDATE_S:g} s")
+    return mean(pipe.recv() for pipe in pipes)
+
+
+def simulated(regions: int, workers: int, overlap: bool) -> float:
+    """The share of time in which training stands still, of a billion parameters: links and waiting, no processors."""
+    outer = load_run(ROOT / f"configs/runs/baselines/{OURS}.json").outer
+    outer = outer.model_copy(update={"local_steps": LOCAL_STEPS, "scale_local_steps": False})
+    if overlap:
+        outer = outer.model_copy(update={"overlap": OverlapConfig(steps=LOCAL_STEPS // 4, adopt="rebase")})
+    spec = synthetic_world(regions, workers, STEP_S, LinkSpec(GBPS, RTT_S / 2), spread=1.3)
+    steps = JOBS * LOCAL_STEPS * regions * workers
+    return 1 - float(
+        VirtualWorld(spec, timing_task(outer, one_block(SIMULATED_NUMEL), steps, 1)).run()["utilization"]
+    )

@@ -1,0 +1,135 @@
+"""What `python -m benchmarks.servers` measures, as the product takes it; and the table of docs/operations.md."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import geotrain.plan.model.server_rates as product
+from benchmarks import ROOT
+from benchmarks.claims.report import replace_block, table
+from benchmarks.common import hardware
+from geotrain.config import OuterConfig, RunConfig, parse
+from geotrain.files import whole_file
+from geotrain.layout import layout_of
+from geotrain.plan.model.server_rates import ServerRates
+from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_stages
+
+PAGE = ROOT / "docs/operations.md"
+BYTES = 2  # of a parameter in the benchmark's updates and answers, which are bf16
+OF_BYTE = ("frames_in", "journal_write", "journal_flush", "frames_out")
+OF_PARAMETER = ("decode_and_norm", "rule", "answer", "up_encode", "merge")
+
+WORKERS, REGIONS, GBPS, HOST_BYTES = 2, (4, 16), 10.0, 1e12
+OUTER = {
+    "local_steps": 32, "server_state": "bf16", "up": {"name": "int4"}, "down": {"name": "int4"},
+    "local": {"name": "bf16"}, "fragments": {"layers_per_fragment": 2},
+    "rule": {"name": "region_momentum", "updates_per_send": 2},
+}  # fmt: skip
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LARGE = {"8 B": (4096, 14336, 32, 32), "70 B": (8192, 28672, 80, 64), "405 B": (16384, 53248, 126, 128)}  # Llama 3's
+HEADER = (
+    "model",
+    "server",
+    "memory",
+    "bytes a parameter",
+    "hosts",
+    "disk",
+    "an update",
+    "a send",
+    "link",
+    "recovery",
+)
+
+
+def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerRates:
+    """stages: ns of a parameter, as `stages.measure` gives them."""
+    of_parameter = {stage: stages[stage] for stage in OF_PARAMETER}
+    of_byte = {stage: stages[stage] / BYTES for stage in OF_BYTE}
+    return ServerRates(hardware(), note, of_parameter, of_byte, recovery_s_per_gb)
+
+
+def simulated_ns(stages: dict[str, float]) -> float:
+    """Of a parameter of a worker's update, as the simulator counts it."""
+    place = place_of("region", parse(OuterConfig, OUTER, "outer"), WORKERS)
+    return 1e9 * sum(update_stages(place, BYTES, 1, BYTES, of(stages, 0.0, "")).values())
+
+
+def renew(figures: dict[str, Any], note: str) -> None:
+    rates = of(figures["ns_per_parameter"], figures["recovery_s_per_gb"], note)
+    path = Path(str(product.__file__))
+    head, _, rest = path.read_text().partition("# begin\n")
+    _, _, tail = rest.partition("# end\n")
+    with whole_file(path) as file:
+        file.write(f"{head}# begin\n{literal(rates)}# end\n{tail}")
+    replace_block(PAGE, "servers", markdown(literal_of(literal(rates))))
+
+
+def literal(rates: ServerRates) -> str:
+    """As it stands in the product's source, in three digits."""
+
+    def short(numbers: dict[str, float]) -> str:
+        return json.dumps({name: float(f"{value:.3g}") for name, value in numbers.items()})
+
+    return (
+        f"MEASURED = ServerRates(\n    hardware={json.dumps(rates.hardware)},\n    note={json.dumps(rates.note)},\n"
+        f"    of_parameter={short(rates.of_parameter)},\n    of_byte={short(rates.of_byte)},\n"
+        f"    recovery_s_per_gb={rates.recovery_s_per_gb:.3g},\n)\n"
+    )
+
+
+def literal_of(text: str) -> ServerRates:
+    """The counterpart."""
+    found: dict[str, ServerRates] = {}
+    exec(text, {"ServerRates": ServerRates}, found)
+    return found["MEASURED"]
+
+
+def run_of(model: str) -> RunConfig:
+    config = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    block = {
+        "name": "large", "folder": "large", "outer": OUTER,
+        "model": {"config": config | dict(zip(SHAPE, LARGE[model], strict=True))},
+        "data": {"train": "data", "sequence_length": 4096, "train_samples": 1 << 24},
+        "deepspeed": {
+            "train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        },
+    }  # fmt: skip
+    return parse(RunConfig, block, model)
+
+
+def markdown(rates: ServerRates = product.MEASURED) -> str:
+    """The table. It follows from the formulas and the rates alone, so a test compares it with the page."""
+    rows = []
+    for model in LARGE:
+        run = run_of(model)
+        layout = layout_of(run)
+        places = [place_of("region", run.outer, WORKERS), *(place_of("global", run.outer, n) for n in REGIONS)]
+        for place in places:
+            needs = server_needs(place, run.outer, layout, run.checkpoint.keep, rates)
+            rows.append(_row(model, place.members, needs, layout.numel))
+    return f"{table(rows, HEADER)}\n\nRates: {rates.hardware}; {rates.note}."
+
+
+def _row(model: str, members: int, needs: ServerNeeds, numel: int) -> list[str]:
+    region = needs.role == "region"
+    link_s = 8 * needs.up_bytes / GBPS / 1e9
+    return [
+        model,
+        f"a region's, {members} workers" if region else f"global, {members} regions",
+        f"{needs.memory_bytes / 1e9:,.0f} GB",
+        f"{needs.memory_bytes / numel:.1f}",
+        str(ceil(needs.memory_bytes / HOST_BYTES)),
+        f"{needs.disk_bytes / 1e12:,.1f} TB",
+        f"{needs.update_s:,.0f} s",
+        f"{needs.send_s:,.0f} s" if region else "–",
+        f"{link_s:,.0f} s" if region else "–",
+        f"{needs.recovery_s / 60:,.0f} min",
+    ]
+
+
+if __name__ == "__main__":  # the table alone, after a change of the formulas
+    replace_block(PAGE, "servers", markdown())

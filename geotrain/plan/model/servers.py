@@ -1,0 +1,167 @@
+"""What one server needs: memory, disk, time of an update and of a recovery. The dry run prints it, the simulator
+counts it, docs/operations.md has tables of it; `tests/plan/test_servers.py` holds the bytes against live tensors.
+
+All are for the whole server; its vaults divide what grows with parameters. Times are of one thread of arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from geotrain.config import CodecConfig, OuterConfig
+from geotrain.layout import Layout, Piece, fragments_due
+from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
+from geotrain.outer.codec import make_codec
+from geotrain.outer.downlink import sends_changes
+from geotrain.outer.rules import AsyncRegion, Rule, global_rule, region_rule
+from geotrain.plan.model.server_rates import MEASURED, ServerRates
+
+PROCESS_BYTES = 300 << 20  # Python, torch, gRPC; measured
+
+
+@dataclass(frozen=True)
+class ServerNeeds:
+    """kept: bytes of what it holds all the time, at most, by what it is. passing: of what comes and goes. snapshot:
+    bytes of one. disk: of all snapshots, while one is written, and of the journal.
+
+    update_s: one update of every parameter by one member, from the first byte in to the last byte out. send_s: of a
+    region, what sending all of its progress up and merging the answer costs; up_bytes: of that. recovery_s: from a
+    kill until it listens, with an empty journal; replay_s: besides, with the longest journal.
+    """
+
+    role: Literal["region", "global"]
+    kept: dict[str, int]
+    passing: dict[str, int]
+    snapshot_bytes: int
+    disk_bytes: int
+    update_s: float
+    send_s: float
+    up_bytes: int
+    recovery_s: float
+    replay_s: float
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(self.kept.values()) + sum(self.passing.values())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server stands: its members, their codecs, and those of its link to the global server. validates:
+    whether workers evaluate the global weights."""
+
+    role: Literal["region", "global"]
+    rule: Rule
+    members: int
+    up: CodecConfig
+    down: CodecConfig
+    above: tuple[CodecConfig, CodecConfig] | None = None
+    validates: bool = False
+
+
+def place_of(role: Literal["region", "global"], outer: OuterConfig, members: int, validates: bool = False) -> Place:
+    names = tuple(f"m{i}" for i in range(members))
+    if role == "region":
+        rule = region_rule(outer.rule, names, updates=1e3)
+        return Place(role, rule, members, outer.local, outer.local, (outer.up, outer.down), validates)
+    return Place(role, global_rule(outer.rule, names), members, outer.up, outer.down, None, validates)
+
+
+def server_needs(
+    place: Place, outer: OuterConfig, layout: Layout, snapshots: int, rates: ServerRates = MEASURED
+) -> ServerNeeds:
+    """snapshots: how many are kept (`checkpoint.keep`)."""
+    narrow = outer.server_state == "bf16"
+    numel, pieces, at_once = layout.numel, layout.pieces, _at_once(layout, outer)
+    due = [piece for piece in pieces if piece.fragment in at_once]
+    width = 2 if narrow else 4
+    base = 4 * numel if isinstance(place.rule, AsyncRegion) else 0
+    vectors = 4 * numel + base + width * numel * len(getattr(place.rule, "narrow", ()))
+    changes = sends_changes(place.down)
+    state = {"vectors": vectors, "mirrors of members": 4 * numel * place.members if changes else 0}
+    answer, in_flight = coded(place.down, pieces), 0
+    if place.above is not None:
+        up, down = place.above
+        state["residual"] = width * numel if make_codec(up).error_feedback else 0
+        state["mirror"] = 4 * numel if sends_changes(down) else 0
+        in_flight = coded(up, pieces)
+    coming = in_flight + place.members * answer
+    saved = coming if changes else in_flight
+    if place.rule.in_rounds:
+        # A fragment is on its way up; or n deltas wait for the last one, their senders having adopted their answers.
+        coming = max(in_flight, *(4 * numel * n + (place.members - n) * answer for n in range(place.members)))
+        saved = coming if changes else max(in_flight, 4 * numel * (place.members - 1))
+    snapshot = sum(state.values()) + saved
+    other = {"payloads and answers": coming}
+    if place.validates:
+        other["validation"] = (4 if place.role == "region" else 2) * numel
+    share = max(f.numel for f in layout.fragments) / numel
+    largest = max(piece.numel for piece in pieces)
+    passing = {
+        # A payload's chunks are joined when the last one is here.
+        "arriving": 2 * place.members * coded(place.up, due),
+        "decoding": 4 * largest * len(due),
+        # A vector's difference or mean, and what is kept in 16 bits, in fp32 meanwhile.
+        "computing": 4 * largest * (1 + narrow),
+        "snapshot's copies": int(share * snapshot),
+        "process": PROCESS_BYTES,
+    }
+    journal = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * numel)
+    update_s = sum(update_stages(place, coded(place.up, pieces), numel, coded(place.down, pieces), rates).values())
+    recovery_s = snapshot / 1e9 * rates.recovery_s_per_gb
+    send_s, wide_up = 0.0, 0
+    if place.above is not None:
+        wide_up, wide_down = (coded(codec, pieces) for codec in place.above)
+        beyond = [send_stages(numel, wide_up, rates), merge_stages(numel, wide_down, rates)]
+        send_s = sum(sum(each.values()) for each in beyond)
+    replay_s = journal / max(1, coded(place.up, pieces)) * update_s
+    disk = (snapshots + 1) * snapshot + snapshots * journal
+    return ServerNeeds(
+        place.role, state | other, passing, snapshot, disk, update_s, send_s, wide_up, recovery_s, replay_s
+    )
+
+
+def update_stages(
+    place: Place, in_bytes: float, numel: float, out_bytes: float, rates: ServerRates = MEASURED
+) -> dict[str, float]:
+    """Seconds of a member's update of so many parameters, by stage."""
+    byte, parameter = rates.of_byte, rates.of_parameter
+    answer = parameter["answer"]
+    if sends_changes(place.down):  # it is coded as a region's progress is, and decoded into the mirror
+        answer = parameter["up_encode"] + parameter["decode_and_norm"]
+    ns = {
+        **{stage: byte[stage] * in_bytes for stage in ("frames_in", "journal_write", "journal_flush")},
+        **{stage: parameter[stage] * numel for stage in ("decode_and_norm", "rule")},
+        "answer": answer * numel,
+        "frames_out": byte["frames_out"] * out_bytes,
+    }
+    return {stage: value / 1e9 for stage, value in ns.items()}
+
+
+def send_stages(numel: float, up_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
+    """Seconds of a region's update of so many parameters to the global server, by stage."""
+    ns = {"up_encode": rates.of_parameter["up_encode"] * numel, "frames_out": rates.of_byte["frames_out"] * up_bytes}
+    return {stage: value / 1e9 for stage, value in ns.items()}
+
+
+def merge_stages(numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
+    """Seconds of the answer to it, by stage."""
+    ns = {stage: rates.of_byte[stage] * down_bytes for stage in ("frames_in", "journal_write", "journal_flush")}
+    ns["merge"] = rates.of_parameter["merge"] * numel
+    return {stage: value / 1e9 for stage, value in ns.items()}
+
+
+def coded(codec: CodecConfig, pieces: Sequence[Piece]) -> int:
+    """Bytes of these pieces."""
+    bytes_of = cache(make_codec(codec).encoded_bytes)
+    return sum(bytes_of(piece.numel) for piece in pieces)
+
+
+def _at_once(layout: Layout, outer: OuterConfig) -> set[int]:
+    """The fragments of the largest update."""
+    count = len(layout.fragments)
+    steps = (set(fragments_due(count, outer.local_steps, step)) for step in range(1, outer.local_steps + 1))
+    return max(steps, key=lambda due: sum(layout.fragments[f].numel for f in due))

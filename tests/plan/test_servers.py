@@ -1,0 +1,125 @@
+"""What a server is said to need, against the live tensors of real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks import ROOT
+from benchmarks.servers.rates import PAGE, literal, literal_of, markdown
+from geotrain.commands.dry_run import needs, show
+from geotrain.config import codec_config, load_cluster, load_run
+from geotrain.layout import layout_of
+from geotrain.outer.server import Server
+from geotrain.plan.model.server_rates import MEASURED
+from geotrain.plan.model.servers import place_of, server_needs
+from geotrain.staging import from_bytes
+from tests.support.outer_world import FakeWorker, World, config, layout, random_deltas, start_vector, whole
+
+CONFIGS = ROOT / "configs"
+LAYOUT = layout(1)  # four fragments, of 24, 16, 16 and 8 elements
+EVERY = tuple(range(len(LAYOUT.fragments)))
+# How the names of a state's tensors begin → as what they are counted.
+PARTS = {"residual.": "residual", "mirror.": "mirror", "held.": "mirrors of members"}
+COMING = "payloads and answers"
+
+
+def kept(server: Server) -> dict[str, int]:
+    """Bytes of live tensors and payloads, by part. Each memory counts once: a mirror begins as that of a payload."""
+    found = dict.fromkeys(("vectors", *PARTS.values(), COMING), 0)
+    seen: set[int] = set()
+    for part, tensor in held(server):
+        if tensor.data_ptr() not in seen:
+            found[part] += tensor.nbytes
+            seen.add(tensor.data_ptr())
+    return found
+
+
+def held(server: Server) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in server.state()[0].items():
+        if name.startswith("piece."):
+            yield COMING if ".waiting." in name else "vectors", tensor
+        elif not name.startswith(("answer.", "in_flight.")):
+            yield next(part for head, part in PARTS.items() if name.startswith(head)), tensor
+    for vault in server.vaults.all:  # payloads as they lie in memory, not as the state names some of them
+        yield from ((COMING, from_bytes(payload)) for payload in vault.in_flight.values())
+        for known in vault.members.values():
+            for answer in known.answers.values():
+                yield from ((COMING, from_bytes(weights.payload)) for weights in answer.values())
+
+
+def play(world: World) -> Iterator[int]:
+    """A join, and some rounds in which each worker sends one fragment after another; it stops where most is held.
+    Yields the number of the round."""
+    for worker in world.workers:
+        world.weights(worker, 0, EVERY)
+    yield 0
+    for turn in range(5):
+        for worker, (_, fake) in world.workers.items():
+            for fragment, delta in random_deltas(world, turn).items():
+                fake.job = turn  # rounds are taken in order
+                world.push(worker, {fragment: delta})
+            yield turn  # with the last of them, all fragments are on their way up
+        for region in world.regions:
+            while (sent := world.deliver_up(region)) is not None:
+                yield turn  # the answer is frozen, and not here yet
+                assert sent.member == region
+        yield turn
+        for region, server in world.regions.items():
+            for update in list(server.in_flight.values()):
+                world.deliver_down(region, update)
+        yield turn
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize(("up", "down"), [("fp32", "fp32"), ("bf16", "bf16"), ("int4", "int4"), ("topk2", "int8")])
+@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
+def test_a_servers_memory_is_that_of_its_live_tensors(rule: str, up: str, down: str, state: str) -> None:
+    """Exactly, part by part, of what is kept, at its most."""
+    more = {} if rule == "sync" else {"updates_per_send": 2}
+    settings = config(rule, up=codec_config(up), down=codec_config(down), server_state=state, **more)
+    workers = {"eu": ("a", "b"), "us": ("c", "d")}
+    fakes = {r: [FakeWorker(name, LAYOUT, whole(LAYOUT)) for name in names] for r, names in workers.items()}
+    start = [start_vector()[: f.numel].clone() for f in LAYOUT.fragments]
+    world = World(settings, fakes, start, LAYOUT)
+    servers = {"region": world.regions["eu"], "global": world.top}
+    most: dict[str, dict[str, int]] = {role: {} for role in servers}
+    largest = dict.fromkeys(servers, 0)
+    for turn in play(world):
+        for role, server in servers.items():
+            most[role] = {part: max(size, most[role].get(part, 0)) for part, size in kept(server).items()}
+            if turn:  # before, the first weights lie in a snapshot twice
+                largest[role] = max(largest[role], sum(tensor.nbytes for tensor in server.state()[0].values()))
+    for role, server in servers.items():
+        needs = server_needs(place_of(role, settings, 2), settings, LAYOUT, snapshots=2)
+        assert most[role] == dict.fromkeys(most[role], 0) | needs.kept, role
+        [vault] = server.vaults.all
+        assert largest[role] <= needs.snapshot_bytes <= 1.25 * largest[role]
+        buffers = sum(buffer.nbytes for buffer in (*vault._spare, *vault._deltas.values()))
+        assert buffers == needs.passing["decoding"]
+
+
+def test_the_dry_run_tells_each_servers_needs() -> None:
+    run = load_run(CONFIGS / "runs/1b.json", ["outer.server_state=bf16"])
+    cluster = load_cluster(CONFIGS / "clusters/four-regions-ssh.json")
+    found = needs(run, cluster)
+    assert list(found.servers) == ["global", *(region.name for region in cluster.serving)]
+    lay = layout_of(run)
+    assert found.servers["asia"] == server_needs(
+        place_of("region", run.outer, 1), run.outer, lay, run.checkpoint.keep
+    )
+    output = StringIO()
+    show(found, Console(file=output, width=200))
+    told = " ".join(output.getvalue().split())
+    of_parameter = found.servers["global"].memory_bytes / lay.numel
+    assert f" {of_parameter:.1f} " in told and MEASURED.hardware in told
+
+
+def test_the_page_has_the_table_that_follows_from_the_rates() -> None:
+    """If this fails: `python -m benchmarks.servers.rates`."""
+    assert f"<!-- servers: begin -->\n\n{markdown()}\n\n<!-- servers: end -->" in PAGE.read_text()
+    assert literal_of(literal(MEASURED)) == MEASURED

@@ -1,0 +1,63 @@
+"""The simulator counts a server's time as the formula says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.environments import one_block
+from geotrain.config import OuterConfig
+from geotrain.plan.model.server_rates import ServerRates
+from geotrain.plan.model.servers import merge_stages, place_of, send_stages, update_stages
+from geotrain.simulate.links import LinkSpec
+from geotrain.simulate.sizes import Sizes
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
+from geotrain.simulate.world import VirtualWorld, timing_task
+
+NUMEL, STEPS, H, STEP_S = 10**8, 64, 8, 1.0
+OUTER = OuterConfig.model_validate(
+    {"local_steps": H, "rule": {"name": "region_momentum", "updates_per_send": 2}, "up": {"name": "int4"},
+     "down": {"name": "int4"}, "local": {"name": "bf16"}}
+)  # fmt: skip
+RATES = ServerRates(
+    "none", "made up", {"decode_and_norm": 1, "rule": 2, "answer": 3, "up_encode": 4, "merge": 5},
+    {"frames_in": 1, "journal_write": 2, "journal_flush": 3, "frames_out": 4}, 1.0,
+)  # fmt: skip
+SIZES = Sizes(OUTER, (NUMEL,))
+
+
+def simulated(workers: int, rates: ServerRates | None) -> dict[str, Any]:
+    """One region, over links that take no time."""
+    fast = LinkSpec(gbps=1e9)
+    region = RegionSpec("eu", tuple(WorkerSpec(f"w{i}", STEP_S) for i in range(workers)), fast, fast)
+    task = timing_task(OUTER, one_block(NUMEL), STEPS * workers, 1, rates)
+    return VirtualWorld(WorldSpec((region,)), task).run()
+
+
+def update_s(rates: ServerRates) -> float:
+    stages = update_stages(place_of("region", OUTER, 1), SIZES.local.up[0], NUMEL, SIZES.local.down[0], rates)
+    return sum(stages.values())
+
+
+def test_a_servers_time_is_the_formulas() -> None:
+    found = simulated(1, RATES)
+    of_send = sum(send_stages(NUMEL, SIZES.wide.up[0], RATES).values())
+    of_merge = sum(merge_stages(NUMEL, SIZES.wide.down[0], RATES).values())
+    of_top = update_stages(place_of("global", OUTER, 1), SIZES.wide.up[0], NUMEL, SIZES.wide.down[0], RATES)
+    updates, sends = STEPS // H, STEPS // H // 2
+    merges = sends + 1  # the first weights, too
+    expected = updates * update_s(RATES) + sends * of_send + merges * of_merge
+    assert found["servers"]["eu"] == pytest.approx(expected)
+    assert found["servers"]["global"] == pytest.approx(sends * sum(of_top.values()))
+    assert found["seconds"] > STEPS * STEP_S + updates * update_s(RATES)  # its worker waits for each answer
+
+
+def test_workers_wait_for_each_other_at_a_slow_server_and_not_at_one_that_takes_no_time() -> None:
+    free = simulated(4, None)
+    assert free["servers"] == {"global": 0.0, "eu": 0.0}
+    assert free["seconds"] == pytest.approx(STEPS * STEP_S, rel=1e-3)
+    slow = replace(RATES, of_parameter={stage: 20 * ns for stage, ns in RATES.of_parameter.items()})
+    # Eight rounds of four updates, one after another, take longer than the workers' steps.
+    assert simulated(4, slow)["seconds"] > 32 * update_s(slow) > STEPS * STEP_S
