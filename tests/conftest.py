@@ -6,6 +6,11 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# An example may take any time: what else the machine does is no fault of the code.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 # Small worlds have more ranks than a machine has GPUs, and expect the bits of a CPU; processes that tests start
 # inherit it. Tests marked `gpu` ask torch itself for the device. It is set before anything imports DeepSpeed.

@@ -31,6 +31,7 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 PACKET_BYTES = 65536
 BATCH_PACKETS = 64  # at most so many are read from one device before the others get their turn
@@ -270,10 +271,12 @@ def main(arguments: list[str]) -> None:
     path, *links = arguments
     control = None
     if path != "-":
-        with contextlib.suppress(FileExistsError):
-            os.mkfifo(path, 0o600)
-        # Opened for writing as well, so that it does not end when a writer closes it.
-        control = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        making = f"{path}.{os.getpid()}"
+        os.mkfifo(making, 0o600)
+        # Opened for writing as well, so that it does not end when a writer closes it; and before it has its name, so
+        # that whoever finds it is read.
+        control = os.open(making, os.O_RDWR | os.O_NONBLOCK)
+        Path(making).replace(path)
     directions = []
     for name, first, second, delay in zip(links[::4], links[1::4], links[2::4], links[3::4], strict=True):
         directions.append(Direction(name, int(first), int(second), float(delay), Impairments(0)))
