@@ -221,9 +221,6 @@ class ServerHost:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        except VaultLost:
-            if not self.stop.is_set():
-                raise
         finally:
             try:
                 with whole_file(self.folder / STATUS) as file:  # before the links close, and their bytes are gone

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import typer
 import yaml
 
 from geotrain import cli
+from geotrain.commands.configs import copy_configs
 from geotrain.commands.dry_run import needs
-from geotrain.config import EXIT_FOR_GOOD, ClusterConfig, Topology, load_cluster, load_run, vaults_of
+from geotrain.config import EXIT_FOR_GOOD, Topology, load_cluster, load_run, vaults_of
 from geotrain.launch.check import check_together
 from geotrain.launch.guard import GRACE_S, KILL_DEADLINE_S
 from geotrain.launch.host_rules import SHM_BYTES
@@ -42,6 +44,13 @@ SHIPPED = "us-east"  # the region of region.yaml and worker.yaml
 FILES = load_run(FOLDER / "run.json"), load_cluster(FOLDER / "cluster.json")
 REGIONS = [region.name for region in FILES[1].regions]
 Manifest = dict[str, Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def schemas_are_read_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
+        yield
 
 
 def read(name: str, region: str = SHIPPED) -> list[Manifest]:
@@ -156,6 +165,17 @@ def test_the_files_beside_them_are_a_run_that_its_cluster_can_train() -> None:
     assert str(run.run_folder).startswith(f"{STATE}/") and run.checkpoint_folder.is_relative_to(run.run_folder)
     assert cluster.security is not None and cluster.security.folder == CERTS
     assert all(each.startswith(f"{DATA}/") for each in (*run.data.prefixes, str(run.data.tokenizer)))
+
+
+def test_they_are_packaged_and_copied(tmp_path: Path) -> None:
+    copy_configs(tmp_path / "configs")
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "configs/kubernetes").iterdir()} == files
+    (globs,) = re.findall(r'"geotrain.configs": (\[.*\])', (ROOT / "setup.py").read_text())
+    packaged = {
+        path.name for glob in json.loads(globs) for path in (ROOT / "configs").glob(glob) if path.parent == FOLDER
+    }
+    assert packaged == set(files)
 
 
 @pytest.mark.parametrize("region", REGIONS)
@@ -348,8 +368,8 @@ def test_secrets_and_the_config_map_get_all_files_that_processes_look_for() -> N
 # ------------------------------------------------------------------------------------------ a pod without a cluster
 
 
-# A root folder as a container's: this machine's, with the pod's own /etc/hosts and mounts ("source=target"). No network
-# but loopback, so that nobody else has the port.
+# A root folder as a container's: this machine's, with the pod's own /etc/hosts and mounts ("source=target"). No
+# network but loopback, so that nobody else has the port.
 POD = """
 set -eu
 root=$1 hosts=$2
@@ -385,8 +405,9 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 @pytest.mark.root
-def test_every_server_listens_on_its_services_port_in_a_pod_of_its_own(tmp_path: Path) -> None:
-    """The manifests' own commands, volumes and host aliases, on a small model; then they are told to end."""
+def test_a_server_and_a_vault_listen_in_pods_of_their_own_and_end_when_told(tmp_path: Path) -> None:
+    """The manifests' own commands, volumes, certificates and host aliases, on a small model. The server's vaults
+    are not there: it ends nevertheless."""
     run = json.loads((FOLDER / "run.json").read_text())
     run["model"]["config"] = MODEL
     files, secrets = tmp_path / "run", tmp_path / "certs"
@@ -397,10 +418,9 @@ def test_every_server_listens_on_its_services_port_in_a_pod_of_its_own(tmp_path:
     pods: dict[str, tuple[subprocess.Popen[bytes], int, Path]] = {}
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     try:
-        for name, workload in of_kind(everything(), "Job", "StatefulSet").items():
-            if "-w" in name:
-                continue
-            folder = tmp_path / name
+        workloads = of_kind(everything(), "Job", "StatefulSet")
+        for name in ("geotrain-global", f"geotrain-{SHIPPED}-vault"):  # a name without and one with a dot
+            workload, folder = workloads[name], tmp_path / name
             sources = {RUN: files, CERTS: folder / "certs", STATE: folder / "state"}
             for each in (folder / "root", *list(sources.values())[1:]):
                 each.mkdir(parents=True)

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from geotrain.config import codec_config
+from geotrain.net import server_process
 from geotrain.net.certs import make_certificates
+from geotrain.net.server_host import ServerHost
 from geotrain.net.snapshots import read_weights
+from geotrain.net.vault_sessions import VaultLost
 from tests.support.server_processes import Server, Site
 
 ROLES = ("global", "eu", "global.vault-0", "eu.vault-1")
@@ -83,3 +86,22 @@ def test_a_run_with_vaults_ends_with_the_same_bits(tmp_path: Path, settings: dic
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_a_server_that_is_told_to_end_with_its_vaults_begins_no_new_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it hears first: its own signal, or that a vault's stream has ended."""
+    site, lives = Site(folder(tmp_path, "run"), "sync", 24, vaults=2), []
+
+    class Told(ServerHost):
+        async def run(self) -> None:
+            lives.append(self)
+            if len(lives) == 2:
+                self.stop.set()
+            assert len(lives) < 3
+            raise VaultLost("the stream to vault 1 has ended")
+
+    monkeypatch.setattr(server_process, "ServerHost", Told)
+    assert server_process.serve_global(site.run, site.cluster, site.folder / "global", False) == 0
+    assert len(lives) == 2  # the first was not told
