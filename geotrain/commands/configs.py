@@ -14,5 +14,5 @@ def copy_configs(folder: Path) -> None:
     if folder.exists():  # also one that was written here: its files may have been changed since
         raise ConfigError(f"{folder} is there already; name one that is not")
     with whole_folder(folder, "configs") as new:
-        for kind in ("runs", "models", "clusters", "monitoring", "slurm"):
+        for kind in ("runs", "models", "clusters", "monitoring", "slurm", "kubernetes"):
             shutil.copytree(shipped_configs() / kind, new / kind)

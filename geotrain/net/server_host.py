@@ -173,8 +173,7 @@ class ServerHost:
         listening = self.folder / LISTENING
         try:
             if not self.store.numbers():
-                # Before anybody can be answered. So where there is no snapshot, nothing was ever acknowledged (see
-                # `Journal.replay`).
+                # Before anybody can be answered: without a snapshot nothing was acknowledged (see `Journal.replay`).
                 await self._snapshot()
             port = await self.service.start(address)
             (self.folder / STATUS).unlink(missing_ok=True)
@@ -187,7 +186,8 @@ class ServerHost:
             self.guard.start()
             uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
             await self._until_over()
-            await self._last_snapshot()
+            if self.vaults is None or not self.stop.is_set():  # else vaults may be gone: the journals hold all
+                await self._last_snapshot()
             await self._note_the_end()
             if self.vaults is not None and not self.stop.is_set():
                 await self.server_thread.read(partial(self.vaults.tell_all, rpc.Farewell()))

@@ -264,7 +264,12 @@ def _live(build: Callable[[], Server], begin: Callable[[Server], None], place: S
         events.write(Recovery(recovered.replayed))
         kind = ServerHost if place.role == "global" else RegionServerHost
         uploader = Uploader(recovered.store, mirror, events.write) if mirror is not None else None
-        asyncio.run(kind(recovered, events, place, credentials, monitor, uploader).run())
+        host = kind(recovered, events, place, credentials, monitor, uploader)
+        try:
+            asyncio.run(host.run())
+        except VaultLost:
+            if not host.stop.is_set():  # else both are told to end, and no new life is wanted
+                raise
 
 
 def wait_for_room(folder: Path) -> None:

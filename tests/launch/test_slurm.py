@@ -27,10 +27,12 @@ START_S = 240.0  # until ranks have joined, on a busy machine
 def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> None:
     prepare_text(tmp_path)
     files = write_files(tmp_path, "run", 320, {"eu": [2]}, {"rule": {"name": "halos"}}, min_step_s=0.15)
-    cluster, ports = json.loads(files[1].read_text()), free_ports(3)
+    cluster, ports = json.loads(files[1].read_text()), free_ports(5)
     cluster["global_server"] = {"host": "127.0.0.1", "port": ports[0]}
+    cluster["global_vaults"] = [{"host": "127.0.0.1", "port": ports[3]}]
     (region,) = cluster["regions"]
     region["server"] = {"host": "elsewhere", "port": ports[1]}  # the template puts the job's first node here
+    region["vaults"] = [{"host": "elsewhere", "port": ports[4]}]
     region["workers"][0] |= {
         "launcher": "slurm",
         "launcher_args": "--overlap",
@@ -75,6 +77,7 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
     resolved = json.loads((tmp_path / "run/cluster.json").read_text())["regions"][0]
     node = socket.gethostname().partition(".")[0]
     assert resolved["server"]["host"] == node and resolved["workers"][0]["hosts"][0]["host"] == node
+    assert resolved["vaults"] == [{"host": node, "port": ports[4]}]
     assert "stopped by SIGTERM" in log.read_text()
     # srun was asked for the node before its ranks began, and has looked at it
     assert re.search(rf"note +{node} +no GPU is visible, the cluster file says h100", log.read_text()), (

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, vaults_of
-from geotrain.net import rpc, wire
+from geotrain.net import rpc, server_process, wire
 from geotrain.net.certs import make_certificates, open_channel, trust_between
+from geotrain.net.server_host import ServerHost
 from geotrain.net.snapshots import read_weights
+from geotrain.net.vault_sessions import VaultLost
 from tests.support.server_processes import Server, Site
 
 ROLES = ("global", "eu", "global.vault-0", "eu.vault-1")
@@ -151,3 +153,22 @@ def test_a_region_has_no_vaults_or_as_many_as_the_global_server(tmp_path: Path) 
         parse(ClusterConfig, cluster, "cluster")
     del cluster["regions"][0]["vaults"]
     assert vaults_of(parse(ClusterConfig, cluster, "cluster"), "eu") == ()
+
+
+def test_a_server_that_is_told_to_end_with_its_vaults_begins_no_new_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it hears first: its own signal, or that a vault's stream has ended."""
+    site, lives = Site(folder(tmp_path, "run"), "sync", 24, vaults=2), []
+
+    class Told(ServerHost):
+        async def run(self) -> None:
+            lives.append(self)
+            if len(lives) == 2:
+                self.stop.set()
+            assert len(lives) < 3
+            raise VaultLost("the stream to vault 1 has ended")
+
+    monkeypatch.setattr(server_process, "ServerHost", Told)
+    assert server_process.serve_global(site.run, site.cluster, site.folder / "global", False) == 0
+    assert len(lives) == 2  # the first was not told
