@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from grpc import aio
 
 from geotrain.config import Address
@@ -210,8 +211,11 @@ class VaultHost:
 
     async def _tell_state(self) -> None:
         before: rpc.VaultState | None = None
+        process, rss_bytes = psutil.Process(), 0
         while True:
-            state = rpc.VaultState(self.machine.orders, self.saved, self.journal.segment_bytes)
+            with suppress(OSError, psutil.Error):  # where no file descriptor is free
+                rss_bytes = process.memory_info().rss
+            state = rpc.VaultState(self.machine.orders, self.saved, self.journal.segment_bytes, rss_bytes)
             if state != before:
                 self._out.put_nowait(state)
                 before = state
