@@ -69,7 +69,6 @@ PARTS = (
             Goal("vaults.book_growth", most=1.2),
             Goal("vaults.1.parameters_per_s"),
             Goal("vaults.2.parameters_per_s"),
-            Goal("vaults.4.parameters_per_s"),
         ),
     ),
     Part("exchange", (Goal("worker_ns_per_parameter"), Goal("growth"))),
