@@ -90,6 +90,21 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
     }
 
 
+def vault_lines(statuses: Mapping[str, Status]) -> list[str]:
+    """A line for each server whose vaults are processes of their own."""
+    found = []
+    for site, status in statuses.items():
+        words = [
+            f"{v['vault']} {v['orders']:,} orders, {size(v['rss_bytes'])}, snapshot after {v['saved']:,}"
+            if v["up"]
+            else f"{v['vault']} DOWN"
+            for v in status.get("vaults", ())
+        ]
+        if words and status.get("phase") != "ended":
+            found.append(f"vaults of {site}: {'; '.join(words)}")
+    return found
+
+
 def share_of(top: Status) -> float:
     """The share of the run's samples that are committed. top: the global server's status."""
     return float(top.get("committed_samples", 0)) / max(1, top.get("train_samples", 1))
@@ -151,6 +166,7 @@ def draw(title: str, cluster: ClusterConfig, statuses: Mapping[str, Status], lef
     return Group(
         Text(title if left_s is None or at_rest(top) else f"{title}; {clock(left_s)} left"),
         table,
+        *map(Text, vault_lines(statuses)),
         *([Text(page_line(cluster, page))] if page else []),
     )
 

@@ -72,7 +72,7 @@ def _updated(pipes: list[Connection], fragment: int) -> float:
     for pipe in pipes:
         if not pipe.poll(UPDATE_S):
             raise RuntimeError(f"an update is not answered after {UPDATE_S:g} s")
-    return mean(pipe.recv() for pipe in pipes)
+    return mean(pipe.recv()[1] for pipe in pipes)
 
 
 def simulated(regions: int, workers: int, overlap: bool) -> float:

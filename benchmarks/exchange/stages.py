@@ -74,7 +74,7 @@ def sent(folder: Path, numel: int, rounds: int) -> dict[str, float]:
             server.start()
         worker = Worker(run_path, "w0", servers[1].address)
         total = sum(cut[-1] for cut in worker.cuts)
-        times = [[worker.timed(f) for f in range(len(worker.cuts))] for _ in range(rounds + 1)][1:]
+        times = [[worker.timed(f) for f in worker.every] for _ in range(rounds + 1)][1:]
         for client in worker.clients:
             client.close()
     finally:

@@ -5,8 +5,9 @@
 One region and a global server as processes (`geotrain serve`), and two workers of two ranks each that push noise:
 bf16 inside the region, int4 up and down, K 2. Each round updates every fragment of each worker, one update after
 another, and waits until what goes up has come down. Between the updates of a round, a vector as long as the fragment
-is copied. No round begins after four minutes. `--rates` writes what was measured into the product, for `geotrain
-dry-run` and `simulate`, and renews the table of docs/operations.md. The last line printed is one JSON object:
+is copied. No round begins after four minutes. Then the same in small, with vaults as processes. `--rates` writes what
+was measured into the product, for `geotrain dry-run` and `simulate`, and renews the table of docs/operations.md. The
+last line printed is one JSON object:
 
 region_bytes_per_parameter, global_bytes_per_parameter
                      the most resident memory of each process (without mapped files), snapshots included
@@ -19,12 +20,19 @@ simulated_over_measured
 stall_at_snapshot    the longest update while snapshots of both servers are written, over the median one
 recovery_s_per_gb    of the region's server, killed with -9: seconds until it listens again, less those of a server
                      without a state, over the snapshot's size
+vaults               by their number a server (1: in its process; more: processes), at 17 M parameters: parameters a
+                     second of updates that come one after another, each until what it sends up has come down; ns a
+                     parameter by stage (until it is on disk, until its answer, the way up and down) and of each
+                     role's processor time. book_growth: the region's book's processor time an update, over that at a
+                     quarter of the parameters
+bitwise_equal_over_vaults
+                     all that both servers hold for good is the same with each number, though a process of each role
+                     was killed with -9 on the way, where vaults are processes
 first_weights_mb_s   speed at which the region and its first worker got the weights
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import tempfile
 import time
@@ -35,14 +43,16 @@ from statistics import median
 import torch
 
 from benchmarks.common import command_line, report, spread, units_by_ending
-from benchmarks.servers import rates, stages, worker
+from benchmarks.servers import rates, stages, vaults
 from benchmarks.servers.world import (
+    QUIET_S,
     REGION,
     WORKERS,
     PeakMemory,
     ServerProcess,
+    start_worker,
     state_bytes,
-    status,
+    wait_until_quiet,
     write_files,
 )
 from geotrain.config import load_run
@@ -57,22 +67,32 @@ UNITS = {
     "memcpy": "ratio",
     "snapshot": "ratio",
     "measured": "ratio",
+    "growth": "ratio",
+    "per_update": "ms",
+    "parameters_per_s": "parameters/s",
 }
-QUIET_S = 600.0
 ROUNDS_S = 240.0
+VAULTED_ROUNDS = 2
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"parameters": 2e7, "rounds": 2})
+    parser = command_line(__doc__, quick={"parameters": 2e7, "rounds": 2, "vaults": [1, 2], "vaulted": 2e6})
     parser.add_argument("--parameters", type=float, default=0.5e9)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--vaults", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; 2 among them")
+    parser.add_argument("--vaulted", type=float, default=1.6e7, help="parameters in the worlds with vaults")
     parser.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
+    if 2 not in options.vaults:
+        parser.error("--vaults: 2 must be among them; the book's work is that beside two")
     folder = Path(tempfile.mkdtemp(prefix="servers-", dir=options.folder))
     servers: list[ServerProcess] = []
     try:
         figures = measure(folder, options.parameters, options.rounds, servers)
+        for server in servers:
+            server.kill()
+        figures |= vaults.measure(folder / "vaults", options.vaulted, VAULTED_ROUNDS, options.vaults)
     finally:
         for server in servers:
             server.kill()
@@ -81,7 +101,7 @@ def main() -> None:
         rates.renew(figures, options.note or "python -m benchmarks.servers")
     unit = units_by_ending(UNITS)
     note = f"{figures['parameters'] / 1e6:.0f} M parameters"
-    report("servers", figures, options, lambda metric: "ns" if metric.startswith("ns_") else unit(metric), note)
+    report("servers", figures, options, lambda metric: "ns" if "ns_per_parameter" in metric else unit(metric), note)
 
 
 def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> dict[str, object]:
@@ -105,7 +125,7 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
 
     def update(pipe: Connection, fragment: int) -> float:
         pipe.send(fragment)
-        took_s: float = pipe.recv()
+        took_s: float = pipe.recv()[1]
         return took_s
 
     began = time.monotonic()
@@ -164,25 +184,6 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
         "snapshot_gb": size_gb,
         "first_weights_mb_s": 4 * layout.numel / 1e6 / weights_s,
     }
-
-
-def start_worker(run_path: Path, name: str, address: str) -> Connection:
-    """A process of `worker.main`, once it has its weights."""
-    here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    context.Process(target=worker.main, args=(there, run_path, name, address), daemon=True).start()
-    if not here.poll(QUIET_S) or here.recv() != "ready":
-        raise RuntimeError(f"worker {name} has no weights after {QUIET_S:g} s")
-    return here
-
-
-def wait_until_quiet(region: ServerProcess) -> None:
-    """Until nothing of the region is on its way up or down. Raises RuntimeError."""
-    deadline = time.monotonic() + QUIET_S
-    while status(region)["in_flight"]:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the region's update is not answered after {QUIET_S:g} s")
-        time.sleep(0.005)
 
 
 class SnapshotUnderWay:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from itertools import pairwise
+import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from benchmarks.servers.world import RANKS
-from geotrain.config import load_run
+from geotrain.config import load_cluster, load_run
 from geotrain.layout import StridedSlice, layout_of
+from geotrain.net.vaulted_link import vaults_above
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import to_bytes
@@ -24,13 +25,17 @@ NOISE = 1e-4
 
 
 class Worker:
-    """Ranks divide each fragment, which is one piece, into equal parts. One payload of noise serves all."""
+    """Ranks divide each piece into equal parts. One payload of noise serves all."""
 
     def __init__(self, run_path: Path, name: str, address: str) -> None:
         run = load_run(run_path)
         layout, self.name, self.life = layout_of(run), name, uuid.uuid4().hex
-        self.cuts = [[f.numel * rank // RANKS for rank in range(RANKS + 1)] for f in layout.fragments]
-        self.clients = [WorkerClient(address) for _ in range(RANKS)]
+        self.cuts = [[p.numel * rank // RANKS for rank in range(RANKS + 1)] for p in layout.pieces]
+        self.pieces_of = [[piece.index for piece in pieces] for pieces in layout.pieces_of]
+        cluster = load_cluster(run_path.parent / "cluster.json")
+        region = next(r.name for r in cluster.regions if any(w.name == name for w in r.workers))
+        vaults = vaults_above(cluster, layout, "worker", name, region)
+        self.clients = [WorkerClient(address, vaults=vaults) for _ in range(RANKS)]
         i = identity_of(run, layout)
         welcome = None
         for rank, client in enumerate(self.clients):
@@ -38,31 +43,27 @@ class Worker:
             names = i.run, i.config_digest, i.layout_digest, i.model, name, self.life
             welcome = client.join(Join(*names, rank, RANKS, slices, slices))
         assert welcome is not None
-        self.sequence, self.every = welcome.sequence, tuple(range(len(self.cuts)))
+        self.sequence, self.every = welcome.sequence, tuple(range(len(layout.fragments)))
         answers = [client.pull(0, self.every) for client in self.clients]
         self.versions = {w.piece: w.version for w in answers[0].result().weights}
         answers[1].result()
         codec = make_codec(run.outer.local)
         longest = max(cut[rank + 1] - cut[rank] for cut in self.cuts for rank in range(RANKS))
-        noise = torch.empty(longest).normal_(std=NOISE, generator=torch.Generator().manual_seed(hash(name) % 1000))
+        seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same in every process
+        noise = torch.empty(longest).normal_(std=NOISE, generator=seeded)
         self.noise = memoryview(to_bytes(codec.encode(noise).payload))
         self.width = len(self.noise) // longest
-
-    def update(self, fragment: int) -> float:
-        """Seconds from the first byte that is pushed to the last one of the answer, of all ranks."""
-        return self.timed(fragment)[1]
 
     def timed(self, fragment: int) -> tuple[float, float]:
         """Seconds from the first byte that is pushed until the server has all on its disk, and to the last byte of
         the answer."""
-        cut = self.cuts[fragment]
         parts = [
             UpdatePart(
                 self.name, self.life, self.sequence, rank,
-                (PieceDelta(fragment, self.versions[fragment], bytes(self.noise[: self.width * size])),),
+                tuple(self._delta(piece, rank) for piece in self.pieces_of[fragment]),
                 adopted=self.sequence - 1,
             )
-            for rank, size in enumerate(after - before for before, after in pairwise(cut))
+            for rank in range(RANKS)
         ]  # fmt: skip
         begin = time.perf_counter()
         pushed = [client.push(part) for client, part in zip(self.clients, parts, strict=True)]
@@ -72,17 +73,22 @@ class Worker:
         pushed_s = time.perf_counter() - begin
         weights = [answer.result(600).weights for answer in answers]
         took_s = time.perf_counter() - begin
-        self.versions[fragment] = weights[0][0].version
+        self.versions |= {w.piece: w.version for w in weights[0]}
         self.sequence += 1
         return pushed_s, took_s
 
+    def _delta(self, piece: int, rank: int) -> PieceDelta:
+        size = self.cuts[piece][rank + 1] - self.cuts[piece][rank]
+        return PieceDelta(piece, self.versions[piece], bytes(self.noise[: self.width * size]))
+
 
 def main(pipe: Connection, run_path: Path, name: str, address: str) -> None:
-    """Does what comes through the pipe: a fragment to update, or None to end. Says "ready", then seconds."""
+    """Does what comes through the pipe: a fragment to update, or None to end. Says "ready", then what `timed`
+    gives."""
     torch.set_num_threads(1)
     worker = Worker(run_path, name, address)
     pipe.send("ready")
     while (fragment := pipe.recv()) is not None:
-        pipe.send(worker.update(fragment))
+        pipe.send(worker.timed(fragment))
     for client in worker.clients:
         client.close()

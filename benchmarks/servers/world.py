@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,19 @@ from geotrain.net.server_host import LISTENING
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 WIDTH = 1024
 FRAGMENTS = 15  # of layers; the embedding is one more
+QUIET_S = 600.0
 START_S = 600.0  # a server writes its first weights to the disk before it listens
 
 
 def write_files(
-    folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers"
-) -> Path:
+    folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers",
+    vaults: int = 0, pieces: int = 0,
+) -> Path:  # fmt: skip
     """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it;
     momenta and residuals are kept in bf16.
 
-    workers: the names of each region's; None: REGION with WORKERS."""
+    workers: the names of each region's; None: REGION with WORKERS. vaults: processes beside each server; 0: one
+    in its own. pieces: into how many a fragment of layers is cut; 0: as the product does by default."""
     of_regions = workers or {REGION: WORKERS}
     width = min(WIDTH, 64 * max(1, round((parameters / FRAGMENTS / 16) ** 0.5 / 64)))
     layer_numel = 16 * width**2  # attention's four matrices, and three of four times the width
@@ -39,6 +44,9 @@ def write_files(
         "model_type": "llama", "vocab_size": 4096, "num_hidden_layers": layers, "tie_word_embeddings": True,
         "hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 8, "num_key_value_heads": 8,
     }  # fmt: skip
+    fragments = {"layers_per_fragment": layers // FRAGMENTS}
+    if pieces:
+        fragments["piece_elements"] = layers // FRAGMENTS * layer_numel // pieces // 4096 * 4096
     run = {
         "name": name, "folder": str(folder / "run"), "model": {"config": model},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
@@ -49,21 +57,23 @@ def write_files(
         "outer": {
             "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
             "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
-            "fragments": {"layers_per_fragment": layers // FRAGMENTS}, "server_state": "bf16",
+            "fragments": fragments, "server_state": "bf16",
         },
         "checkpoint": {"keep": 1, "every_minutes": 1e4},
         "monitor": {"sample_s": 2.0},
     }  # fmt: skip
-    ports = free_ports(1 + len(of_regions))
+    ports = free_ports((1 + len(of_regions)) * (1 + vaults))
+    listeners = [{"host": "127.0.0.1", "port": port} for port in ports]
+    of_vaults = [listeners[i : i + vaults] for i in range(1 + len(of_regions), len(ports), vaults or 1)]
     hosts = [{"host": "localhost", "slots": RANKS}]
     cluster = {
-        "name": name, "global_server": {"host": "127.0.0.1", "port": ports[0]},
+        "name": name, "global_server": listeners[0], "global_vaults": of_vaults[0] if vaults else [],
         "regions": [
             {
-                "name": region, "server": {"host": "127.0.0.1", "port": port},
+                "name": region, "server": listeners[i], "vaults": of_vaults[i] if vaults else [],
                 "workers": [{"name": worker, "hosts": hosts} for worker in names],
             }
-            for port, (region, names) in zip(ports[1:], of_regions.items(), strict=True)
+            for i, (region, names) in enumerate(of_regions.items(), 1)
         ],
     }  # fmt: skip
     for file, content in (("run", run), ("cluster", cluster)):
@@ -71,8 +81,31 @@ def write_files(
     return folder / "run.json"
 
 
+def start_worker(run_path: Path, name: str, address: str) -> Connection:
+    """A process of `worker.main`, once it has its weights."""
+    from benchmarks.servers import worker
+
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=worker.main, args=(there, run_path, name, address), daemon=True).start()
+    if not here.poll(QUIET_S) or here.recv() != "ready":
+        raise RuntimeError(f"worker {name} has no weights after {QUIET_S:g} s")
+    return here
+
+
+def wait_until_quiet(region: ServerProcess) -> int:
+    """Until nothing of the region is on its way up or down. Returns how often it was asked. Raises RuntimeError."""
+    deadline, asked = time.monotonic() + QUIET_S, 1
+    while status(region)["in_flight"]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the region's update is not answered after {QUIET_S:g} s")
+        time.sleep(0.005)
+        asked += 1
+    return asked
+
+
 class ServerProcess:
-    """`geotrain serve` of one server. name: "global" or the region's."""
+    """`geotrain serve` of one server, or of a vault. name: "global", the region's, or as `vault_name` gives it."""
 
     def __init__(self, run_path: Path, name: str) -> None:
         self.run_path, self.name = run_path, name
@@ -82,7 +115,8 @@ class ServerProcess:
     def start(self, resume: bool = False) -> float:
         """Returns the seconds until it listens. Raises RuntimeError if it ends before, or does not within START_S."""
         begin = time.monotonic()
-        which = ["global"] if self.name == "global" else ["region", self.name]
+        server, _, vault = self.name.partition(".vault-")
+        which = ["vault", server, vault] if vault else ["global"] if server == "global" else ["region", server]
         options = ["--run", str(self.run_path), *(["--resume"] if resume else [])]
         listening = self.folder / LISTENING
         listening.unlink(missing_ok=True)

@@ -134,6 +134,18 @@ class ServerSampled(Event):
     connected: Annotated[bool, "the link upwards is there"] = True
 
 
+class VaultSampled(Event):
+    """What a server sees of a vault of its own that is another process, now and then."""
+
+    vault: Annotated[int, "its place in the server's vaults"]
+    up: Annotated[bool, "it is connected to the server"]
+    orders: Annotated[int, "that it has obeyed and has on its disk"]
+    behind: Annotated[int, "orders that were given and are not on its disk yet"]
+    saved: Annotated[int, "orders before its newest snapshot; −1: it has none"]
+    journal_bytes: Annotated[int, "of its journal's open segment"]
+    rss_bytes: Annotated[int, "memory of its process"]
+
+
 class Acknowledged(Event):
     """A member was told that its update is safe."""
 

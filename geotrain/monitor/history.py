@@ -92,6 +92,7 @@ class History:
         self._first_s: float | None = None
         self._phase = "running"  # or "paused", "stopping": as a person last said
         self._server: events.ServerSampled | None = None
+        self._vaults: dict[int, events.VaultSampled] = {}
 
     def on(self, record: events.Record) -> None:
         with self._lock:
@@ -117,6 +118,7 @@ class History:
                 "tokens_per_s": self._speed(now_s),
                 "versions": self._versions,
                 "server": asdict(self._server) if self._server else None,
+                "vaults": [asdict(self._vaults[i]) for i in sorted(self._vaults)],
                 "members": [self._member_state(name, now_s) for name in self._order],
                 "points": [p for p in self._recent if p[0] > since] if since else [*self._past, *self._recent],
                 "validations": [v for v in self._validations if v[0] > since],
@@ -135,6 +137,8 @@ class History:
                 self._members[event.member].sample, self._members[event.member].sampled_s = event, now_s
             case events.ServerSampled():
                 self._server, self._versions = event, event.versions
+            case events.VaultSampled():
+                self._vaults[event.vault] = event
             case events.Joined():
                 text = "joined" if event.new else "joined again, in the same life"
                 self._becomes(event.member, "up", now_s, text, event.new)

@@ -73,6 +73,14 @@ class Metrics:
             "open_leases": gauge("open_leases", "Leases given out and not committed"),
             "connected": gauge("connected", "1 while the link upwards is there"),
         }
+        self.of_vault = {  # a field of VaultSampled → its gauge
+            "up": gauge("vault_up", "1 while the vault's process is connected to this server", "vault"),
+            "orders": gauge("vault_orders", "Orders that the vault has on its disk", "vault"),
+            "behind": gauge("vault_orders_behind", "Orders given that it has not", "vault"),
+            "saved": gauge("vault_snapshot_orders", "Orders before its newest snapshot", "vault"),
+            "journal_bytes": gauge("vault_journal_bytes", "Of its journal's open segment", "vault"),
+            "rss_bytes": gauge("vault_memory_bytes", "Resident memory of its process", "vault"),
+        }
         self.calls = counter("messages", "Messages taken by the state machine")
         self.flushes = counter("journal_flushes", "Flushes of the journal")
         self.flush_s = counter("journal_flush_seconds", "Seconds spent in them")
@@ -139,6 +147,9 @@ class Metrics:
                     self._set(self.said, value, member=member, what=what)
             case events.ServerSampled():
                 self._on_server(event)
+            case events.VaultSampled():
+                for field, gauge in self.of_vault.items():
+                    self._set(gauge, getattr(event, field), vault=str(event.vault))
             case events.Recovery():
                 self._set(self.start, record.time_s)
             case events.ProcessStarted(process=process):

@@ -197,11 +197,13 @@ class VaultHello:
 
 @dataclass(frozen=True)
 class VaultState:
-    """A vault tells how far it is on disk. saved: after how many orders its newest snapshot was taken."""
+    """A vault tells how far it is on disk. saved: after how many orders its newest snapshot was taken. rss_bytes: its
+    process's memory."""
 
     orders: int
     saved: int
     journal_bytes: int
+    rss_bytes: int
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from geotrain.monitor.events import EventLog, Found, Lost, MemberSampled, ServerSampled
+from geotrain.monitor.events import EventLog, Found, Lost, MemberSampled, ServerSampled, VaultSampled
 from geotrain.net.grpc_service import GrpcService
 from geotrain.net.region_client import RegionClient
 from geotrain.net.server_thread import ServerThread
@@ -108,6 +109,12 @@ class Sampler:
             )
         )
 
+        for each in self._vaults():
+            self.events.write(VaultSampled(**each))
+
+    def _vaults(self) -> list[dict[str, Any]]:
+        return self.service.vaults.status() if self.service.vaults else []
+
     def metrics(self) -> dict[str, float]:
         """The numbers that a region's heartbeat tells the global server."""
         status = self.server_thread.status
@@ -126,6 +133,7 @@ class Sampler:
             "refused_workers": float(sum(m["refused"] for m in status["members"].values())),
             "lost_workers": float(len(self._lost)),
             "retries": float(self.region_client.link.retries if self.region_client else 0),
+            "vaults_down": float(sum(not each["up"] for each in self._vaults())),
             "rss_bytes": float(rss_bytes),
             "disk_free_bytes": float(self._disk()[1]),
         }

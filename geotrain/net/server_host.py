@@ -453,6 +453,7 @@ class ServerHost:
             "connected": self.region_client is None or self.region_client.connected,
             "snapshot_updates": self.saved_updates,
             "full": self.server_thread.full,
+            "vaults": self.vaults.status() if self.vaults else [],
             "page": self.monitor.page_url,
             "metrics": self.monitor.metrics_url,
             "snapshots": self.uploader.status() if self.uploader else None,

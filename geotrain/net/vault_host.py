@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from grpc import aio
 
 from geotrain.config import Address
@@ -110,9 +112,8 @@ class VaultHost:
         self.stop = asyncio.Event()
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._out: asyncio.Queue[Any] = asyncio.Queue()  # what the book is to be told
-        self._errands: dict[
-            Any, asyncio.Task[None]
-        ] = {}  # what is brought up and fetched: which fragments → the task
+        # What is brought up and fetched: which fragments → what was told, and the task.
+        self._errands: dict[Any, tuple[Any, asyncio.Task[None]]] = {}
         self._above: GrpcClient | None = None
 
     async def run(self) -> None:
@@ -210,8 +211,11 @@ class VaultHost:
 
     async def _tell_state(self) -> None:
         before: rpc.VaultState | None = None
+        process, rss_bytes = psutil.Process(), 0
         while True:
-            state = rpc.VaultState(self.machine.orders, self.saved, self.journal.segment_bytes)
+            with suppress(OSError, psutil.Error):  # where no file descriptor is free
+                rss_bytes = process.memory_info().rss
+            state = rpc.VaultState(self.machine.orders, self.saved, self.journal.segment_bytes, rss_bytes)
             if state != before:
                 self._out.put_nowait(state)
                 before = state
@@ -223,9 +227,9 @@ class VaultHost:
             told = wire.unpack(await rpc.next_frame(call.read()), *TOLD)
             match told:
                 case rpc.Bring(update):
-                    self._go(("up", *(d.piece for d in update.deltas)), self._bring(update))
+                    self._go(("up", *(d.piece for d in update.deltas)), update, self._bring)
                 case rpc.Fetch():
-                    self._go(("down", *told.fragments), self._fetch(told))
+                    self._go(("down", *told.fragments), told, self._fetch)
                 case rpc.Save():
                     try:
                         await self._save()
@@ -238,9 +242,10 @@ class VaultHost:
 
     async def _end_session(self) -> None:
         await self.thread.read(self.machine.end_life)
-        for task in self._errands.values():
+        tasks = [task for _, task in self._errands.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._errands.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._errands.clear()
         if self._above is not None:
             await self._above.close()
@@ -248,10 +253,14 @@ class VaultHost:
 
     # -- what goes up, and comes down, beside the book
 
-    def _go(self, what: Any, errand: Any) -> None:
-        if (older := self._errands.pop(what, None)) is not None:
+    def _go(self, what: Any, told: Any, errand: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Whoever is told the same again goes on: a long transfer would never end."""
+        before, older = self._errands.get(what, (None, None))
+        if older is not None and not older.done() and before == told:
+            return
+        if older is not None:
             older.cancel()
-        self._errands[what] = asyncio.ensure_future(errand)
+        self._errands[what] = told, asyncio.ensure_future(errand(told))
 
     def _link(self, incarnation: str) -> GrpcClient:
         """To the vault above, in the region's present life."""

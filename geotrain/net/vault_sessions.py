@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -78,6 +79,17 @@ class VaultSessions:
     @property
     def journal_bytes(self) -> int:
         return max((state.journal_bytes for state in list(self.states.values())), default=0)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Of each vault, as plain data. orders: how many it has on its disk; behind: how many it has not, of those
+        given. What is not known is 0."""
+        unknown, given = rpc.VaultState(0, 0, 0, 0), self.far.orders
+        found = []
+        for vault in range(self.far.vaults):
+            state = self.states.get(vault, unknown)
+            behind = max(0, given - state.orders) if vault in self.states else 0
+            found.append({"vault": vault, "up": vault in self._here, "behind": behind, **asdict(state)})
+        return found
 
     def tell_all(self, message: Any) -> None:
         """Behind all orders given so far. Call it on the server's thread, or between its messages."""

@@ -4,6 +4,7 @@ beside the others, tells the book what it pushed, and pulls an answer from book 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from geotrain.pieces import deal
 
 VAULT_S = 3600.0  # how long a vault is tried while its book is there
 AGAIN_S = 0.2
+EMPTY_S = 3.0
 FETCH_S = 20.0
 
 
@@ -111,8 +113,15 @@ class VaultedLink(GrpcClient):
     async def _pull_from(
         self, i: int, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int
     ) -> Answer:
-        vault = self.vaults[i]
-        return await vault.persist(lambda: vault.pull(part, sequence, fragments, limit_bytes, AGAIN_S), FETCH_S)
+        """An empty one, if the vault has had none for a while: it may have begun a new life after the book gave the
+        header, and codes the answer once more only when the book is asked again."""
+        vault, until_s = self.vaults[i], time.monotonic() + EMPTY_S
+
+        async def attempt() -> Answer | None:
+            found = await vault.pull(part, sequence, fragments, limit_bytes, AGAIN_S)
+            return Answer(sequence, ()) if found is None and time.monotonic() >= until_s else found
+
+        return await vault.persist(attempt, VAULT_S)
 
     async def global_weights(self, part: int, number: int, limit_bytes: int) -> Answer:
         header = await super().global_weights(part, number, limit_bytes)
@@ -120,7 +129,7 @@ class VaultedLink(GrpcClient):
             return header
 
         def calls() -> list[Any]:
-            return [v.persist(partial(v.global_weights, part, number, limit_bytes), FETCH_S) for v in self.vaults]
+            return [v.persist(partial(v.global_weights, part, number, limit_bytes), VAULT_S) for v in self.vaults]
 
         found = await asyncio.gather(*calls())
         versions = {each.piece: each.version for each in header.weights}

@@ -9,7 +9,7 @@ import pytest
 
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.monitor import history
-from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, SnapshotWritten
+from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, SnapshotWritten, VaultSampled
 from geotrain.monitor.history import Facts, History, facts
 from geotrain.outer.events import Event, Joined, Left, Steered, UpdateApplied, UpdateRefused, ValidationDone
 
@@ -48,6 +48,13 @@ def test_states_of_a_member() -> None:
     marks = told(Joined("a", 0, "x"), *again, Lost("a", 6), Joined("a", 0, "z")).state(9)["marks"]
     kinds = [mark[2] for mark in marks if mark[2] != "start"]
     assert kinds == ["joined", "found", "lost", "joined"], "a life joins once, also if its server is started again"
+
+
+def test_the_last_sample_of_each_vault_is_told() -> None:
+    up, down = VaultSampled(1, True, 9, 0, 7, 50, 60), VaultSampled(1, False, 0, 0, 0, 0, 0)
+    zero = VaultSampled(0, True, 9, 0, 7, 50, 60)
+    vaults = told(up, zero, down).state(9)["vaults"]
+    assert [(each["vault"], each["up"], each["orders"]) for each in vaults] == [(0, True, 9), (1, False, 0)]
 
 
 def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:

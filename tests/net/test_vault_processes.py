@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -62,6 +63,19 @@ def settings(request: pytest.FixtureRequest) -> dict[str, object]:
     return {"up": codec, "down": codec}
 
 
+def vault_of(site: Site) -> dict[str, Any]:
+    """What the region's server says of its only vault."""
+    found: dict[str, Any] = site.status("eu")["vaults"][0]
+    return found
+
+
+def until(what: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def folder(tmp_path: Path, name: str) -> Path:
     (tmp_path / name).mkdir()
     return tmp_path / name
@@ -102,8 +116,11 @@ def test_a_vault_whose_disk_was_lost_says_so(tmp_path: Path) -> None:
     for client, part in zip(worker.clients, worker.parts(lease, (0,)), strict=True):
         client.push(part).result(30)
     worker.close()
+    until(lambda: vault_of(site)["up"] and vault_of(site)["orders"] and vault_of(site)["rss_bytes"] > 1e7)
+    servers["eu.vault-0"].send(signal.SIGKILL)
+    until(lambda: not vault_of(site)["up"])
+    servers["eu"].send(signal.SIGKILL)
     for name in ("eu", "eu.vault-0"):
-        servers[name].send(signal.SIGKILL)
         servers[name].process.join(10)
     shutil.rmtree(tmp_path / "eu.vault-0")
     site.serve("eu", resume=True)

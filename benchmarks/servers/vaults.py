@@ -1,0 +1,207 @@
+"""Servers with vaults in processes of their own: speed, what books and vaults work, whether the bits are the same."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.servers.world import (
+    REGION,
+    WORKERS,
+    ServerProcess,
+    start_worker,
+    wait_until_quiet,
+    write_files,
+)
+from geotrain.config import load_run, vault_name
+from geotrain.layout import layout_of
+from geotrain.net import rpc
+from geotrain.net.operator_client import command
+from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore
+
+SERVERS = "global", REGION
+PIECES = 8  # of a fragment of layers, so that each vault has some of every fragment
+IDLE_S = 3.0
+ASKED = 100  # times, to see what an answer costs
+SMALLER = 4  # the second size for the book's work
+QUIET_S = 120.0
+SEED = 24
+
+
+@dataclass(frozen=True)
+class Lived:
+    """What a world was found to do. state: piece and name → tensor, of both servers, at its end."""
+
+    figures: dict[str, Any]
+    state: dict[str, Tensor]
+
+
+def measure(folder: Path, parameters: float, rounds: int, numbers: Sequence[int]) -> dict[str, Any]:
+    """`vaults`, `book_growth` and `bitwise_equal_over_vaults`, as `benchmarks.servers` tells them."""
+    smaller = live(folder / "smaller", parameters / SMALLER, rounds, 2, kills=False).figures
+    found, first, equal = {}, None, True
+    for number in numbers:
+        lived = live(folder / str(number), parameters, rounds, number)
+        print(f"{number} vaults a server: {lived.figures}", flush=True)
+        found[str(number)] = lived.figures
+        first = first or lived.state
+        equal &= same(first, lived.state)
+    book = found["2"]["book_ms_per_update"]
+    return {
+        "vaults": {
+            **found,
+            "parameters": found["2"]["parameters"],
+            "book_ms_per_update": {"smaller": smaller["book_ms_per_update"], "larger": book},
+            "parameters_smaller": smaller["parameters"],
+            "book_growth": book / smaller["book_ms_per_update"],
+        },
+        "bitwise_equal_over_vaults": equal,
+    }
+
+
+def live(folder: Path, parameters: float, rounds: int, number: int, kills: bool = True) -> Lived:
+    """A whole world: a round that warms up, those that are measured, and one in which every role is killed, where
+    vaults are processes. One update after another, and nothing depends on time. number: of vaults a server; 1: in its
+    process."""
+    folder.mkdir(parents=True)
+    far = number if number > 1 else 0
+    run_path = write_files(folder, parameters, vaults=far, pieces=PIECES)
+    layout = layout_of(load_run(run_path))
+    sizes = [fragment.numel for fragment in layout.fragments]
+    names = [*SERVERS, *(vault_name(server, i) for server in SERVERS for i in range(far))]
+    servers = {name: ServerProcess(run_path, name) for name in names}
+    pipes: list[Connection] = []
+    try:
+        with ThreadPoolExecutor(len(servers)) as starting:
+            list(starting.map(ServerProcess.start, servers.values()))
+        region = servers[REGION]
+        pipes = [start_worker(run_path, name, region.address) for name in WORKERS]
+        turns = [(fragment, pipe) for fragment in range(len(sizes)) for pipe in pipes]
+        for turn in turns:
+            update(region, *turn)
+        idle_s = processor([region], lambda: time.sleep(IDLE_S))[REGION] / IDLE_S
+        begin = time.perf_counter()
+        asking = processor([region], lambda: [wait_until_quiet(region) for _ in range(ASKED)])[REGION]
+        asking_s = max(0.0, asking - idle_s * (time.perf_counter() - begin)) / ASKED
+        times: list[tuple[int, float, float, float, int]] = []
+        begin = time.perf_counter()
+        spent = processor(
+            servers.values(),
+            lambda: times.extend((sizes[turn[0]], *update(region, *turn)) for _ in range(rounds) for turn in turns),
+        )
+        wall_s = time.perf_counter() - begin
+        # What the book does for its members, without what it does all the time, and for whoever asks it here.
+        book_s = spent[REGION] - wall_s * idle_s - asking_s * sum(asked for *_, asked in times)
+        figures = _figures(times, spent, wall_s) | {
+            "parameters": layout.numel,
+            "book_ms_per_update": 1e3 * book_s / len(times),
+        }
+        dice = random.Random(SEED + number)
+        killed = dict(zip(dice.sample(range(len(turns)), len(roles(servers))), roles(servers), strict=True))
+        for i, turn in enumerate(turns):
+            victim = servers[killed[i]] if kills and far and i in killed else None
+            update(region, *turn, victim, figures["update_s"], dice)
+        return Lived(figures, state_of(servers))
+    finally:
+        for pipe in pipes:
+            with suppress(BrokenPipeError):
+                pipe.send(None)
+        for server in servers.values():
+            server.kill()
+        shutil.rmtree(folder / "run", ignore_errors=True)
+
+
+def roles(servers: dict[str, ServerProcess]) -> list[str]:
+    """One process of each."""
+    last = {(name.partition(".vault-")[0], ".vault-" in name): name for name in servers}
+    return list(last.values())
+
+
+def update(
+    region: ServerProcess, fragment: int, pipe: Connection, victim: ServerProcess | None = None, usual_s: float = 0.0,
+    dice: random.Random | None = None,
+) -> tuple[float, float, float, int]:  # fmt: skip
+    """Of one worker: seconds until it is on disk, until it is answered, and until what follows of it has come down;
+    and how often the region was asked whether it has.
+    victim: is killed on the way, and started again."""
+    begin = time.perf_counter()
+    pipe.send(fragment)
+    if victim is not None and dice is not None:
+        time.sleep(dice.uniform(0, usual_s))
+        victim.kill()
+        victim.start(resume=True)
+    if not pipe.poll(QUIET_S):
+        raise RuntimeError(f"an update is not answered after {QUIET_S:g} s")
+    pushed_s, took_s = pipe.recv()
+    asked = wait_until_quiet(region)
+    return pushed_s, took_s, time.perf_counter() - begin, asked
+
+
+def processor(servers: Any, work: Any) -> dict[str, float]:
+    """Seconds of processor time of each while the work is done."""
+    servers = list(servers)
+    before = {server.name: server.cpu_s() for server in servers}
+    work()
+    return {server.name: server.cpu_s() - before[server.name] for server in servers}
+
+
+def _figures(
+    times: list[tuple[int, float, float, float, int]], spent: dict[str, float], wall_s: float
+) -> dict[str, Any]:
+    done = sum(size for size, *_ in times)
+
+    def share(of_vaults: bool, server: str) -> float:
+        """ns of processor time a parameter, of a server's book or all its vaults together."""
+        own = [s for n, s in spent.items() if n.partition(".vault-")[0] == server and (".vault-" in n) == of_vaults]
+        return 1e9 * sum(own) / done
+
+    far = any(".vault-" in name for name in spent)
+    large = [each for each in times if each[0] > max(size for size, *_ in times) / 2]
+    stages = {
+        "push": median(1e9 * pushed / size for size, pushed, *_ in large),
+        "answer": median(1e9 * (took - pushed) / size for size, pushed, took, *_ in large),
+        "up_and_down": sum(1e9 * (all_s - took) for _, _, took, all_s, _ in times) / done,
+    }
+    stages |= {f"processor_of_{'book' if far else 'server'}_{server}": share(False, server) for server in SERVERS}
+    if far:
+        stages |= {f"processor_of_vaults_{server}": share(True, server) for server in SERVERS}
+    return {
+        "parameters_per_s": done / wall_s,
+        "update_s": median(all_s for *_, all_s, _ in large),
+        "ns_per_parameter": stages,
+    }
+
+
+def state_of(servers: dict[str, ServerProcess]) -> dict[str, Tensor]:
+    """All that both servers and their vaults hold for good, after a snapshot of now."""
+    for name in SERVERS:
+        command(servers[name].address, rpc.Control("snapshot"), QUIET_S)
+    state: dict[str, Tensor] = {}
+    for name, server in servers.items():
+        newest, faults = SnapshotStore(server.folder / SNAPSHOTS).load_newest()
+        if newest is None:
+            raise RuntimeError(f"{name} has no snapshot: {faults}")
+        place = name.partition(".vault-")[0]
+        state |= {f"{place}: {tensor}": value.clone() for tensor, value in newest.tensors.items()}
+    return state
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Prints what differs."""
+    differ = sorted(one.keys() ^ other.keys())
+    differ += [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
+    for name in differ[:20]:
+        print(f"differs: {name}", flush=True)
+    return not differ

@@ -1,0 +1,37 @@
+"""Pulling an answer whose header comes from the book, and its payloads from vaults."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from geotrain.net import vaulted_link
+from geotrain.net.grpc_client import GrpcClient
+from geotrain.net.vaulted_link import VaultedLink, VaultsAbove
+from geotrain.outer.messages import Answer, PieceWeights
+
+
+def test_the_book_is_asked_again_where_a_vault_has_forgotten_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died after the book gave the header, and codes the answer again only when the new life's book is asked."""
+    monkeypatch.setattr(vaulted_link, "EMPTY_S", 0.0)
+    asked = []
+
+    async def pull(self: GrpcClient, *_: Any) -> Answer | None:
+        if isinstance(self, VaultedLink):
+            asked.append("book")
+            return Answer(3, (PieceWeights(0, 5, b""),), f"life {len(asked)}")
+        return Answer(3, (PieceWeights(0, 5, b"x"),), "life 2") if len(asked) == 2 else None
+
+    monkeypatch.setattr(GrpcClient, "pull", pull)
+
+    async def main() -> Answer:
+        link = VaultedLink("127.0.0.1:1", "a", "1", None, VaultsAbove(("127.0.0.1:2",), (0,), (0,), None))
+        try:
+            return await link.persist(lambda: link.pull(0, 3, (0,), 100), 20)
+        finally:
+            await link.close()
+
+    assert asyncio.run(main()) == Answer(3, (PieceWeights(0, 5, b"x"),), "life 2")
+    assert asked == ["book", "book"]
