@@ -10,7 +10,7 @@ KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 
 # where Debian keeps sshd and tc; a shell that became root by a plain `su` does not look there
 export PATH := $(PATH):/usr/sbin:/sbin
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install train test-packages test test-fast lint bench bench-quick gpu docs clean
 

@@ -7,11 +7,10 @@ from functools import cache
 
 import pytest
 
-from benchmarks import ROOT
 from benchmarks.claims.exchange import world_for
+from benchmarks.claims.methods import METHODS
 from benchmarks.claims.worlds import WORLDS
 from benchmarks.environments import HALOS, Environment, load_environment, one_block
-from geotrain.config import load_run
 from geotrain.simulate.links import Ring, StepShape
 from geotrain.simulate.world import VirtualWorld, timing_task
 
@@ -24,7 +23,7 @@ SYNC = ("diloco", "diloco-dylu", "diloco-fair")
 @cache
 def played(method: str, name: str) -> VirtualWorld:
     setting = WORLDS[name](ENVIRONMENT, BOUND_S)
-    outer = load_run(ROOT / f"configs/runs/baselines/{method}.json").outer
+    outer = METHODS[method].base
     task = timing_task(outer, one_block(ENVIRONMENT.numel), STEPS, 1)
     world = VirtualWorld(world_for(method, outer, setting.environment), task)
     world.run()
@@ -87,7 +86,7 @@ def test_a_ring_stands_still_while_any_region_is_cut_off():
         return replace(ENVIRONMENT, world=replace(ENVIRONMENT.world, regions=regions))
 
     environment = cut({0: ((5.0, 7.0), (20.0, 30.0)), 2: ((6.0, 9.0),), 3: ((30.0, 31.0),)})
-    outer = load_run(ROOT / "configs/runs/baselines/diloco.json").outer
+    outer = METHODS["diloco"].base
     ring = world_for("diloco", outer, environment).ring
     assert ring is not None and ring.link.outages == ((5.0, 9.0), (20.0, 31.0))
     with pytest.raises(ValueError, match="no outages and no deaths"):
