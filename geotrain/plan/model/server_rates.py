@@ -20,9 +20,9 @@ class ServerRates:
 # begin
 MEASURED = ServerRates(
     hardware="AMD EPYC, 2 cores, 24 GiB, no GPU",
-    note="beside other work: processor time, but for the disk's",
-    of_parameter={"decode_and_norm": 0.359, "rule": 0.329, "answer": 2.13, "up_encode": 2.62, "merge": 0.531},
-    of_byte={"frames_in": 0.526, "journal_write": 0.298, "journal_flush": 1.08, "frames_out": 0.0755},
-    recovery_s_per_gb=9.67,
+    note="python -m benchmarks.servers",
+    of_parameter={"decode_and_norm": 0.335, "rule": 0.324, "answer": 1.79, "up_encode": 2.34, "merge": 0.508},
+    of_byte={"frames_in": 0.432, "journal_write": 0.269, "journal_flush": 0.292, "frames_out": 0.373},
+    recovery_s_per_gb=1.76,
 )
 # end
