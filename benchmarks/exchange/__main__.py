@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def unit(metric: str) -> str:
-    return "share" if metric.startswith("simulated") else "ratio" if metric == "growth" else "ns"
+    return "share" if metric.startswith(("simulated", "others")) else "ratio" if metric == "growth" else "ns"
 
 
 def measure(folder: Path, sizes: list[float], codec: str, rounds: int, processes: int, small: int) -> dict[str, Any]:
