@@ -109,12 +109,13 @@ def test_a_momentum_of_few_updates_weighs_less():
     assert newest == pytest.approx([0.05] * 4, abs=0.003)
 
 
-def test_momentum_rule_equals_its_transcription():
+@pytest.mark.parametrize(("decay", "gain"), [(0.95, 3.0), (0.9, 1.5)])  # the second of so few updates that 3 is halved
+def test_momentum_rule_equals_its_transcription(decay, gain):
     rng = np.random.default_rng(8)
     deltas, x0 = rng.normal(size=(N_TRACE, 64)) / 10, start_vector().double().numpy()
-    want = numpy_trace(deltas, x0, True, 2, momentum_rule=(0.95, 3.0, 1.0, 1.0))
+    want = numpy_trace(deltas, x0, True, 2, momentum_rule=(decay, gain, 1.0, 1.0))
     cfg = config(rule="region_momentum", gain=3.0)
-    got, _ = real_trace(cfg, deltas, x0, 2, decay=0.95)
+    got, _ = real_trace(cfg, deltas, x0, 2, decay=decay)
     for (want_region, want_top), (region, top) in zip(want, got, strict=True):
         np.testing.assert_allclose(region, want_region, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(top, want_top, rtol=2e-5, atol=2e-5)
