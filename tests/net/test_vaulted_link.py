@@ -22,6 +22,7 @@ def test_the_book_is_asked_again_where_a_vault_has_forgotten_the_answer(monkeypa
         if isinstance(self, VaultedLink):
             asked.append("book")
             return Answer(3, (PieceWeights(0, 5, b""),), f"life {len(asked)}")
+        await asyncio.sleep(0.05)  # a transfer may take longer than a vault without an answer is waited for
         return Answer(3, (PieceWeights(0, 5, b"x"),), "life 2") if len(asked) == 2 else None
 
     monkeypatch.setattr(GrpcClient, "pull", pull)
