@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,14 +10,13 @@ from statistics import mean, median
 from benchmarks import ROOT
 from benchmarks.claims.methods import OURS
 from benchmarks.environments import one_block, synthetic_world
-from benchmarks.servers import worker
-from benchmarks.servers.world import ServerProcess, write_files
+from benchmarks.servers.world import ServerProcess, start_worker, write_files
 from geotrain.config import OverlapConfig, load_run
 from geotrain.layout import layout_of
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
 
-READY_S, UPDATE_S = 300.0, 300.0
+UPDATE_S = 300.0
 SIMULATED_NUMEL, STEP_S, LOCAL_STEPS, JOBS = 10**9, 1.0, 32, 400
 GBPS, RTT_S = 1.0, 0.1  # of each region to the global server
 
@@ -37,7 +35,7 @@ def real(folder: Path, numel: int, regions: int, workers: int, rounds: int) -> d
             open_.callback(server.kill)
             server.start()
         pipes = [
-            _started(open_, run_path, name, server.address)
+            start_worker(run_path, name, server.address)
             for server, of_region in zip(servers[1:], names.values(), strict=True)
             for name in of_region
         ]
@@ -52,17 +50,6 @@ def real(folder: Path, numel: int, regions: int, workers: int, rounds: int) -> d
             pipe.send(None)
     updates = rounds * len(pipes)
     return {"exchange": 1e9 * median(took) / layout.numel, "server": 1e9 * spent_s / updates / layout.numel}
-
-
-def _started(open_: ExitStack, run_path: Path, name: str, address: str) -> Connection:
-    here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=worker.main, args=(there, run_path, name, address), daemon=True)
-    process.start()
-    open_.callback(process.kill)
-    if not here.poll(READY_S) or here.recv() != "ready":
-        raise RuntimeError(f"worker {name} has no weights after {READY_S:g} s")
-    return here
 
 
 def _updated(pipes: list[Connection], fragment: int) -> float:

@@ -1,4 +1,4 @@
-"""Pulling an answer whose header comes from the book, and its payloads from vaults."""
+"""Transfers whose headers come from a book, and their payloads from vaults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from geotrain.net import vaulted_link
 from geotrain.net.grpc_client import GrpcClient
+from geotrain.net.vault_host import VaultHost
 from geotrain.net.vaulted_link import VaultedLink, VaultsAbove
 from geotrain.outer.messages import Answer, PieceWeights
 
@@ -36,3 +37,25 @@ def test_the_book_is_asked_again_where_a_vault_has_forgotten_the_answer(monkeypa
 
     assert asyncio.run(main()) == Answer(3, (PieceWeights(0, 5, b"x"),), "life 2")
     assert asked == ["book", "book"]
+
+
+def test_a_transfer_goes_on_where_a_vault_is_told_the_same_again() -> None:
+    """A book that asks above once more says it once more; a long transfer would never end."""
+    began = []
+
+    async def errand(told: str) -> None:
+        began.append(told)
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        host = object.__new__(VaultHost)
+        host._errands = {}
+        for told in ("an answer", "an answer", "another"):
+            host._go("down", told, errand)
+            await asyncio.sleep(0)
+        ((_, last),) = host._errands.values()
+        assert not last.done()
+        last.cancel()
+
+    asyncio.run(main())
+    assert began == ["an answer", "another"]
