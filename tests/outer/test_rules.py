@@ -109,7 +109,7 @@ def test_a_momentum_of_few_updates_weighs_less():
     assert newest == pytest.approx([0.05] * 4, abs=0.003)
 
 
-@pytest.mark.parametrize(("decay", "gain"), [(0.95, 3.0), (0.9, 1.5)])  # the second of so few updates that 3 is halved
+@pytest.mark.parametrize(("decay", "gain"), [(0.95, 3.0), (0.9, 1.5)])  # 3 is halved where updates are few
 def test_momentum_rule_equals_its_transcription(decay, gain):
     rng = np.random.default_rng(8)
     deltas, x0 = rng.normal(size=(N_TRACE, 64)) / 10, start_vector().double().numpy()
