@@ -45,6 +45,7 @@ class Recovered:
 
     server: as it was when the last message in the journal had been applied, but with no member joined.
     faults: sentences about what was found damaged and passed over. replayed: how many messages since the snapshot.
+    ended: the snapshot is the one that a run in good order ends with.
     """
 
     server: Server
@@ -52,6 +53,7 @@ class Recovered:
     journal: Journal
     faults: list[str]
     replayed: int
+    ended: bool = False
 
 
 def recover(
@@ -99,7 +101,8 @@ def recover(
     journal.flush()
     if journal.cut is not None:
         faults.append(journal.cut)
-    return Recovered(server, store, journal, faults, replayed)
+    ended = snapshot is not None and snapshot.meta["ended"]
+    return Recovered(server, store, journal, faults, replayed, ended)
 
 
 def end_lives(server: Server) -> None:

@@ -229,7 +229,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Farewell:
-    """The server has ended in good order, and so shall its vaults."""
+    """The server has ended in good order, and so shall its vaults. Each says the same before it goes."""
 
 
 @dataclass(frozen=True)

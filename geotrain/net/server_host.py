@@ -49,7 +49,7 @@ from geotrain.net.server_thread import ServerThread
 from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
 from geotrain.net.snapshots import StoreError
 from geotrain.net.tcp_counters import TcpCounters, Traffic
-from geotrain.net.vault_sessions import VaultLost, VaultSessions
+from geotrain.net.vault_sessions import FAREWELL_S, VaultLost, VaultSessions
 from geotrain.net.vaulted_link import VaultsAbove, vaults_above
 from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.region_server import RegionServer
@@ -130,6 +130,7 @@ class ServerHost:
     ) -> None:
         self.place, self.credentials, self.uploader = place, credentials, uploader
         self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
+        self.ended_before = recovered.ended
         self.events, self.folder, self.run_config, self.monitor = events, place.folder, place.run, monitor
         self.region_client: RegionClient | None = None
         self.guard: ConnectionGuard | None = None
@@ -186,11 +187,12 @@ class ServerHost:
             self.guard.start()
             uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
             await self._until_over()
-            if self.vaults is None or not self.stop.is_set():  # else vaults may be gone: the journals hold all
+            # Else some vaults may be gone for good, and the journals hold all.
+            if self.vaults is None or (self.vaults.ready and not self.stop.is_set()):
                 await self._last_snapshot()
             await self._note_the_end()
-            if self.vaults is not None and not self.stop.is_set():
-                await self.server_thread.read(partial(self.vaults.tell_all, rpc.Farewell()))
+            if self.vaults is not None:
+                await self._farewell(self.vaults)
             await self._last_upload()
         finally:
             if uploading is not None:
@@ -259,6 +261,17 @@ class ServerHost:
 
         await self.server_thread.alone(note)
 
+    async def _farewell(self, vaults: VaultSessions) -> None:
+        """Wait until the vaults have heard that the server ended in good order, or until this process is told to
+        end, as they are then, too."""
+        said = asyncio.ensure_future(vaults.farewell(FAREWELL_S if vaults.ready else 0.0))
+        told = asyncio.ensure_future(self.stop.wait())
+        await asyncio.wait([said, told], return_when=asyncio.FIRST_COMPLETED)
+        for vault in [] if told.done() else said.result():
+            self._tell(f"{self.server.name}: vault {vault} has not heard that the server has ended: stop it")
+        for task in (said, told):
+            task.cancel()
+
     def _tell(self, what: str) -> None:
         log.error("%s", what)
         self.events.write(Trouble(what))
@@ -275,7 +288,12 @@ class ServerHost:
     async def _until_finished(self) -> None:
         """Returns when the server has finished and this process should end in good order."""
         if self.vaults is not None:
-            await self.vaults.wait_ready()
+            try:
+                # Killed while it ended, it may find that vaults have gone for good: they hold what it last wrote.
+                gone = self.ended_before and self.server.over
+                await within(FAREWELL_S if gone else float("inf"), self.vaults.wait_ready())
+            except TimeoutError:
+                return
         while True:
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()

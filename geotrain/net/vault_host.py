@@ -110,6 +110,7 @@ class VaultHost:
         self.saved = saved  # after how many orders the newest snapshot was taken; -1: there is none
         self.writing: asyncio.Future[Any] | None = None  # a snapshot
         self.stop = asyncio.Event()
+        self._dismissed = False  # its book has said farewell
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._out: asyncio.Queue[Any] = asyncio.Queue()  # what the book is to be told
         # What is brought up and fetched: which fragments → what was told, and the task.
@@ -187,6 +188,9 @@ class VaultHost:
             finally:
                 await self._end_session()
                 await channel.close()
+            if self._dismissed:
+                self.stop.set()
+                return
             await asyncio.sleep(random.uniform(*CALL_S))
 
     async def _session(self, call: Any) -> None:
@@ -236,7 +240,8 @@ class VaultHost:
                     except StoreError as error:  # the older ones are whole
                         self._tell(str(error))
                 case rpc.Farewell():
-                    self.stop.set()
+                    self._dismissed = True
+                    self._out.put_nowait(told)  # the book ends the stream when it has come
                 case _:
                     await self.thread.say(told)  # raises Refused where the disk is full: the book begins a new life
 

@@ -23,6 +23,7 @@ from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.vaults import FarVaults, Froze, HeldAnswer, HeldPart, Holdings
 
 HELLO_S = 20.0
+FAREWELL_S = 60.0  # how long a server waits at its end for its vaults'
 RETRY_S = 0.5
 T = TypeVar("T")
 
@@ -46,6 +47,8 @@ class VaultSessions:
         self._ready = asyncio.Event()
         self._told = asyncio.Event()  # set when a vault has told something, and then replaced by a new one
         self._here: set[int] = set()
+        self._ending = False
+        self._left: set[int] = set()  # vaults that have said farewell
         # Only the server's thread touches these: an order must not fall between what is caught up and what is new.
         self._queues: list[asyncio.Queue[Any]] = []
         self._begun = False
@@ -97,6 +100,15 @@ class VaultSessions:
         for queue in self._queues:
             self._loop.call_soon_threadsafe(queue.put_nowait, frame)
 
+    async def farewell(self, wait_s: float = FAREWELL_S) -> list[int]:
+        """Tell the vaults that the server has ended in good order, also one that dies meanwhile and calls again.
+        Returns those that have not answered within `wait_s`: they will not find their book any more."""
+        self._ending = True  # from here on a stream's end is none of the server's life
+        await self.server_thread.read(lambda: self.tell_all(rpc.Farewell()))
+        everyone = set(range(self.far.vaults))
+        await self._until(lambda: self._left == everyone or None, wait_s)
+        return sorted(everyone - self._left)
+
     # -- what vaults hold
 
     async def part(self, part: UpdatePart, wait_s: float) -> HeldPart | None:
@@ -125,22 +137,25 @@ class VaultSessions:
                 f"vault {hello.vault} of {hello.vaults} of {hello.server!r}; this is the book of {self.server!r}, "
                 f"which has {self.far.vaults}: both need the same cluster file"
             )
-        if hello.vault in self._here or self.lost.done():
+        if hello.vault in self._here or (self.lost.done() and not self._ending):
             raise Refused(f"vault {hello.vault} of {self.server!r} is here already", RETRY_S)
         self._here.add(hello.vault)
+        # Its bound: an update is handled only once every vault holds its part, so a slow one holds up all orders.
         queue: asyncio.Queue[Any] = asyncio.Queue()
         try:
             await self.server_thread.read(lambda: self._catch_up(queue, hello))
-            tasks = [
+            tasks: list[asyncio.Future[Any]] = [
                 asyncio.ensure_future(each) for each in (self._write(context, queue), self._read(context, hello))
             ]
+            others = [] if self._ending else [self.lost]
             await self._begin()
-            _, left = await asyncio.wait([*tasks, self.lost], return_when=asyncio.FIRST_COMPLETED)
-            for task in left - {self.lost}:
+            await asyncio.wait([*tasks, *others], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            if not self.lost.done():
+            self._here.discard(hello.vault)
+            if not (self._ending or self.lost.done()):
                 self.lost.set_exception(VaultLost(f"{self.server}: the stream to vault {hello.vault} has ended"))
                 self.lost.exception()  # it may be that nobody waits for it any more
 
@@ -155,12 +170,14 @@ class VaultSessions:
         for order in missing:
             self._loop.call_soon_threadsafe(queue.put_nowait, wire.pack(order))
         self._queues.append(queue)
+        if self._ending:
+            self._loop.call_soon_threadsafe(queue.put_nowait, wire.pack(rpc.Farewell()))
 
     async def _begin(self) -> None:
         """Begin the life, when the last vault has come."""
 
         def begin() -> None:
-            if len(self._queues) == self.far.vaults and not self._begun:
+            if len(self._queues) == self.far.vaults and not self._begun and not self._ending:
                 self._begun = True
                 self.far.begin_life(self.life)
                 self._loop.call_soon_threadsafe(self._ready.set)
@@ -172,11 +189,13 @@ class VaultSessions:
             await context.write(await queue.get())
 
     async def _read(self, context: Any, hello: rpc.VaultHello) -> None:
-        kinds = HeldPart, HeldAnswer, Froze, rpc.VaultState
+        kinds = HeldPart, HeldAnswer, Froze, rpc.VaultState, rpc.Farewell
         while (frame := await context.read()) is not aio.EOF:
             said = wire.unpack(bytes(frame), *kinds)
             if isinstance(said, Froze):
                 await self.server_thread.say(said)
+            elif isinstance(said, rpc.Farewell):
+                self._left.add(hello.vault)
             elif isinstance(said, rpc.VaultState):
                 self.states[hello.vault] = said
                 if len(self.states) == self.far.vaults:
@@ -186,3 +205,5 @@ class VaultSessions:
                 self.holdings.take(said)
             told, self._told = self._told, asyncio.Event()
             told.set()
+            if hello.vault in self._left:
+                return

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +89,19 @@ def test_an_end_without_its_certificate(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.slow
 def test_emulated_links_are_measured_as_they_are(tmp_path: Path) -> None:
-    asked = {("eu", "global"): (0.1, 20.0), ("us", "global"): (0.02, 5.0), ("eu", "us"): (0.05, 60.0)}
+    asked = {("eu", "global"): (0.04, 20.0), ("us", "global"): (0.02, 5.0), ("eu", "us"): (0.05, 60.0)}
     links = [{"regions": pair, "gbps": gbps, "rtt_ms": rtt} for pair, (gbps, rtt) in asked.items()]
     path = cluster_file(tmp_path, links=links, emulate_links=True)
     left = set(asked)
-    for _ in range(8):  # a busy machine makes a link look slower than it is, never faster
+    deadline_s = time.monotonic() + 300
+    while left:  # a busy machine makes a link look slower than it is, never faster
+        assert time.monotonic() < deadline_s, left
         probe(path, None, Limits(2.0, 64 << 20), print)
         for link in load_cluster(path).links:
             gbps, rtt_ms = asked[link.regions]  # type: ignore[index]
             assert link.gbps <= 1.15 * gbps and link.rtt_ms >= rtt_ms, link
             if link.gbps >= 0.85 * gbps and link.rtt_ms <= 1.15 * rtt_ms + 2.0:
                 left.discard(link.regions)  # type: ignore[arg-type]
-        if not left:
-            break
-    assert not left
 
 
 def test_another_machine_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
