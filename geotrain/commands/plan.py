@@ -159,6 +159,10 @@ def tell(found: Plan, console: Console) -> None:
     console.print("\n", table_of(links), sep="")
     decided = f"{outer_text(found.setting)}; recompute {found.run.model.recompute}"
     console.print(f"\nglobal server: {found.place.region}; {decided}")
+    busiest = max(p.server_busy, key=lambda name: p.server_busy[name])
+    vaults = len(found.cluster.global_vaults)
+    where = f"{vaults} vaults each" if vaults else "vectors in their own processes"
+    console.print(f"servers: {where}; the busiest, {busiest}, works {p.server_busy[busiest]:.1%} of the time")
     share = p.tokens_per_s / found.inventory_tokens_per_s
     console.print(
         f"{p.tokens_per_s:,.0f} tokens/s: {p.utilization:.0%} of what these accelerators could reach without any "

@@ -65,6 +65,11 @@ def reasons(plan: Plan) -> list[str]:
         f"at most {1 - plan.wish.utilization:.0%} waiting ({1 - s.utilization:.1%}), links stay under "
         f"{BUSY:.0%} (fullest: {s.busy:.0%}) and traffic under {TRAFFIC:.0%} of the accelerators' price"
     )
+    where = "in its own process" if s.vaults == 1 else f"in {s.vaults} vaults, processes beside it"
+    found.append(
+        f"a server's vectors {where}: the fewest with which every server rests half of the time (busiest: "
+        f"{s.server_busy:.0%})"
+    )
     found += [
         f"idle: {count} of {host.slots} {host.kind} on {host.host} ({host.region}): {why}"
         for host, count, why in plan.idle
@@ -76,7 +81,7 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
     """The next best of each decision: layouts, the global server's place, outer settings."""
 
     def predicted(workers: dict[str, Worker], place: str, setting: Setting) -> RunPrediction:
-        run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens)
+        run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens, setting.vaults)
         return predict(run, cluster, plan.task.imbalance)
 
     for names, worker in alike(plan)[:MOST_WORKERS]:
@@ -105,7 +110,10 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
         shown, last = shown + 1, setting.steps
         worse = f"{setting.steps:.3g} inner steps between global exchanges, not {plan.setting.steps:.3g}"
         if setting.misses > 0:
-            worse = f"utilization {setting.utilization:.0%}, fullest link {setting.busy:.0%}: beyond the limits"
+            worse = (
+                f"utilization {setting.utilization:.0%}, fullest link {setting.busy:.0%}, busiest server "
+                f"{setting.server_busy:.0%}: beyond the limits"
+            )
         yield Alternative(outer_text(setting), predicted(plan.workers, plan.place.region, setting), worse)
 
 

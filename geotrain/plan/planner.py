@@ -30,7 +30,7 @@ from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
 from geotrain.plan.model.network import GLOBAL
 from geotrain.plan.model.work import useful_flops
 from geotrain.plan.predict import RunPrediction, predict
-from geotrain.plan.settings import BUSY, TRAFFIC, ServerPlace, Setting, line_to, places, settings
+from geotrain.plan.settings import BUSY, SERVER_BUSY, TRAFFIC, ServerPlace, Setting, line_to, places, settings
 
 DAY_S = 86_400.0
 GLOBAL_PORT = 7070
@@ -89,13 +89,13 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
     hourly = None if None in prices else sum(p for p in prices if p is not None)
     found_settings = settings(task, workers, place.region, wish.utilization, hourly)
     setting = found_settings[0]
-    run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens)
+    run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens, setting.vaults)
     notes = []
     if setting.misses > 0:
         notes.append(
             f"no outer setting keeps every limit (utilization ≥ {wish.utilization:.0%}, links ≤ {BUSY:.0%} busy, "
-            f"traffic ≤ {TRAFFIC:.0%} of the accelerators' price): utilization {setting.utilization:.0%}, fullest "
-            f"link {setting.busy:.0%}"
+            f"servers ≤ {SERVER_BUSY:.0%}, traffic ≤ {TRAFFIC:.0%} of the accelerators' price): utilization "
+            f"{setting.utilization:.0%}, fullest link {setting.busy:.0%}, busiest server {setting.server_busy:.0%}"
         )
     everything = sum(h.slots * h.device.tflops * h.device.efficiency for hosts in task.hosts.values() for h in hosts)
     return Plan(
@@ -167,10 +167,14 @@ def name_workers(task: PlanTask, workers: Workers) -> dict[str, Worker]:
 
 
 def resolve(
-    task: PlanTask, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float
+    task: PlanTask, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float, vaults: int = 1
 ) -> tuple[RunConfig, ClusterConfig]:
-    """The run and the cluster as planned: regions that neither have a worker nor lend a host to one are left out."""
-    return _run(task, workers, outer, tokens), _cluster(task, workers, place)
+    """The run and the cluster as planned: regions that neither have a worker nor lend a host to one are left out.
+    vaults: of each server, on its host; 1: in its process."""
+    cluster = _cluster(task, workers, place)
+    if vaults > 1 and len(cluster.global_vaults) != vaults:
+        cluster = _with_vaults(cluster, vaults)
+    return _run(task, workers, outer, tokens), cluster
 
 
 def _run(task: PlanTask, workers: Mapping[str, Worker], outer: OuterConfig, tokens: float) -> RunConfig:
@@ -220,6 +224,27 @@ def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> Clust
             update |= {"global_server": Address(host=there.server.host, port=port), "global_folder": there.folder}
     raw = given.model_copy(update=update).model_dump(by_alias=True, mode="json")
     return parse(ClusterConfig, raw, "the planned cluster")
+
+
+def _with_vaults(cluster: ClusterConfig, number: int) -> ClusterConfig:
+    """Each server's stand on its host, at the next ports that nobody has; where it has none yet, they have none."""
+    servers = [cluster.global_server, *(region.server for region in cluster.regions)]
+    taken = {(server.host, server.port) for server in servers}
+
+    def beside(server: Address) -> tuple[Address, ...]:
+        found: list[Address] = []
+        port = server.port
+        while len(found) < number:
+            port += bool(server.port)
+            if not port or (server.host, port) not in taken:
+                found.append(server.model_copy(update={"port": port}))
+                taken.add((server.host, port))
+        return tuple(found)
+
+    top = beside(cluster.global_server)
+    regions = tuple(r.model_copy(update={"vaults": beside(r.server)}) if r.workers else r for r in cluster.regions)
+    raw = cluster.model_copy(update={"global_vaults": top, "regions": regions})
+    return parse(ClusterConfig, raw.model_dump(by_alias=True, mode="json"), "the planned cluster")
 
 
 def _worker(name: str, worker: Worker, region: RegionConfig, given: ClusterConfig) -> WorkerConfig:

@@ -15,11 +15,12 @@ from geotrain.config import (
     RunConfig,
     WorkerConfig,
     WorkerSetup,
+    vaults_of,
 )
 from geotrain.layout import layout_of
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
-from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, worker_timing
+from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, server_times, worker_timing
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import Work, useful_flops
 
@@ -88,12 +89,14 @@ class LinkPrediction:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """The whole run. bound_tokens_per_s: of the same accelerators if they never waited and computed nothing twice.
+    """The whole run. server_busy: share of the time that each server works (a region's, by name, and "global"), its
+    vaults side by side. bound_tokens_per_s: of the same accelerators if they never waited and computed nothing twice.
     usd_per_hour: accelerators and traffic; None without all prices of accelerators."""
 
     workers: dict[str, WorkerPrediction]
     regions: dict[str, RegionPace]
     links: tuple[LinkPrediction, ...]
+    server_busy: dict[str, float]
     tokens_per_s: float
     bound_tokens_per_s: float
     usd_per_hour: float | None
@@ -139,8 +142,11 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         homes = {region: [ranks[name] for name, (home, _) in placed.items() if home == region] for region in regions}
         inside = {region: _to_server(region, homes[region], network) for region in regions}
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
-    sizes = payloads(run.outer, [f.numel for f in layout_of(run).fragments])
-    found = pace(run.outer, sizes, timings, wide, inside)
+    numels = [f.numel for f in layout_of(run).fragments]
+    sizes = payloads(run.outer, numels)
+    vaults = {region: max(1, len(vaults_of(cluster, region))) for region in regions}
+    servers = server_times(run.outer, numels, sizes, vaults, max(1, len(cluster.global_vaults)))
+    found = pace(run.outer, sizes, timings, wide, inside, servers)
     workers = {
         name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])
         for name, (region, worker) in placed.items()
@@ -153,6 +159,8 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         for (sender, receiver), sent_bytes in w.sent_bytes.items():
             line = network.between_regions(sender, receiver)
             links.append(_link(sender, receiver, f"worker {name}", sent_bytes / w.job_s, line))
+    busy = {} if run.outer.flat else {region: paced.server_busy for region, paced in found.regions.items()}
+    busy[GLOBAL] = found.global_busy
     hourly = None
     prices = [w.usd_per_hour for w in workers.values() if w.usd_per_hour is not None]
     if len(prices) == len(workers):
@@ -161,6 +169,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         workers,
         found.regions,
         tuple(links),
+        busy,
         sum(w.tokens_per_s for w in workers.values()),
         sum(map(_speed, ranks.values())) / useful_flops(architecture, run.data.sequence_length),
         hourly,

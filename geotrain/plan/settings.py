@@ -1,4 +1,5 @@
-"""What the links can bear: where the global server stands, and the outer loop's H, K, codecs and overlap.
+"""What links and servers can bear: where the global server stands, the outer loop's H, K, codecs and overlap, and how
+many vaults a server has.
 
 The global server goes where the slowest region exchanges the whole model soonest (every region is compared; of
 equals, the one with the least sum of times wins).
@@ -8,6 +9,8 @@ is good enough when the workers reach the utilization asked for, the links stay 
 than TRAFFIC of the accelerators' price. Among those the best has the fewest inner steps between two exchanges with
 the global server (the freshest weights; docs/algorithms.md), then the more precise codecs, then less overlap, then
 the smaller H. Where no setting is good enough, the nearest one is taken, and the plan says so.
+
+A server's vaults are as few as keep it at rest for half of the time, since members do not send evenly spread.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
 from geotrain.plan.model.network import GLOBAL, Line
-from geotrain.plan.model.rounds import pace, payloads, worker_timing
+from geotrain.plan.model.rounds import pace, payloads, server_times, worker_timing
 
 BUSY = 0.8  # of a link's rate that payload may take
 TRAFFIC = 0.1  # of the accelerators' price that traffic may cost
@@ -34,6 +37,8 @@ WIDE = tuple(codec_config(name) for name in ("bf16", "int8", "int4"))  # the mor
 LOCAL = tuple(codec_config(name) for name in ("fp32", "bf16"))
 OVERLAPS = (0, 1, 2, 4, 8, 16)  # τ; from 1 on, the model is streamed in fragments
 FRAGMENTS = 8
+VAULTS = (1, 2, 4, 8, 16)  # 1: in the server's own process
+SERVER_BUSY = 0.5  # of its time that a server may work
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,13 @@ class Setting:
     """An outer block with what it leads to. utilization: the share of its time that the worst worker does not wait.
     busy: of the fullest link. steps: inner steps between two exchanges with the global server, of the region that
     makes most. traffic_usd_per_hour: between regions and the global server. misses: by how much the limits are
-    missed, 0 if they are not."""
+    missed, 0 if they are not. vaults: of each server. server_busy: of the busiest server, the time that it works."""
 
     outer: OuterConfig
+    vaults: int
     utilization: float
     busy: float
+    server_busy: float
     steps: float
     traffic_usd_per_hour: float
     misses: float
@@ -54,7 +61,7 @@ class Setting:
     def order(self) -> tuple[Any, ...]:
         o = self.outer
         coarse = (WIDE.index(o.up) if o.up in WIDE else 0, o.local != LOCAL[0])
-        return round(self.misses, 6), round(self.steps, 6), coarse, o.overlap.steps, o.local_steps
+        return round(self.misses, 6), round(self.steps, 6), coarse, self.vaults, o.overlap.steps, o.local_steps
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,14 @@ def settings(
     near = {home: task.network.inside(home) for home in homes}
     found = []
     for outer in outers(task):
-        sizes = payloads(outer, fragment_sizes(task.architecture, outer.fragments.layers_per_fragment))
-        paced = pace(outer, sizes, timings, wide, near)
+        numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
+        sizes = payloads(outer, numels)
+        for vaults in numbers_of_vaults(task, outer, numels):
+            servers = server_times(outer, numels, sizes, dict.fromkeys(homes, vaults), vaults)
+            paced = pace(outer, sizes, timings, wide, near, servers)
+            server_busy = max(paced.global_busy, *(region.server_busy for region in paced.regions.values()))
+            if server_busy <= SERVER_BUSY:
+                break
         utilization = min(1 - w.wait_s / w.job_s for w in paced.workers.values())
         busy = max(region.busy for region in paced.regions.values())
         steps = max(paced.regions[t.region].round_s / t.step_s for t in timings)
@@ -121,9 +134,19 @@ def settings(
             for name, r in paced.regions.items()
         )
         dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
-        misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear
-        found.append(Setting(outer, utilization, busy, steps, traffic, misses))
+        late = max(0.0, server_busy - SERVER_BUSY)
+        misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear + late
+        found.append(Setting(outer, vaults, utilization, busy, server_busy, steps, traffic, misses))
     return sorted(found, key=lambda setting: setting.order)
+
+
+def numbers_of_vaults(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:
+    """That the servers may have, the smallest first: what the cluster file says, or what the model has pieces for."""
+    if given := len(task.cluster.global_vaults):
+        return [given]
+    pieces = sum(-(-numel // outer.fragments.piece_elements) for numel in numels)
+    apart = not task.run.checkpoint.snapshots  # whose copies know no vaults
+    return [number for number in VAULTS if number == 1 or (apart and number <= pieces)]
 
 
 def outers(task: PlanTask) -> Iterator[OuterConfig]:

@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from geotrain.outer.messages import Answer, Message, UpdatePart
 from geotrain.plan.model.server_rates import ServerRates
-from geotrain.plan.model.servers import Place, merge_stages, send_stages, update_stages
+from geotrain.plan.model.servers import Place, ServerSeconds, server_seconds
 from geotrain.simulate.clock import Clock
-from geotrain.simulate.sizes import LinkSizes, Sizes
+from geotrain.simulate.sizes import Sizes
 
 
-@dataclass(frozen=True)
-class ServerSeconds:
-    """Of each fragment. update: of a member's update, from its first byte to its answer's last. send, merge: of a
-    region's update to the global server, and of the answer to it."""
-
-    update: tuple[float, ...] = ()
-    send: tuple[float, ...] = ()
-    merge: tuple[float, ...] = ()
-
-    @staticmethod
-    def of(place: Place, sizes: Sizes, rates: ServerRates | None) -> ServerSeconds:
-        """rates: None: a server takes no time."""
-        if rates is None:
-            return ServerSeconds()
-        members, above = (sizes.local, sizes.wide) if place.above else (sizes.wide, None)
-        update = [
-            sum(update_stages(place, up, numel, down, rates).values())
-            for numel, up, down in zip(sizes.numels, members.up, members.down, strict=True)
-        ]
-        return ServerSeconds(tuple(update), *_beyond(place, sizes.numels, above, rates))
-
-
-def _beyond(
-    place: Place, numels: tuple[int, ...], above: LinkSizes | None, rates: ServerRates
-) -> tuple[tuple[float, ...], ...]:
-    if above is None:
-        return ()
-    send = [sum(send_stages(numel, up, rates).values()) for numel, up in zip(numels, above.up, strict=True)]
-    merge = [sum(merge_stages(numel, down, rates).values()) for numel, down in zip(numels, above.down, strict=True)]
-    return tuple(send), tuple(merge)
+def seconds_of(place: Place, sizes: Sizes, rates: ServerRates | None) -> ServerSeconds:
+    """rates: None: a server takes no time."""
+    if rates is None:
+        return ServerSeconds()
+    members = sizes.local if place.above else sizes.wide
+    above = sizes.wide.up, sizes.wide.down
+    return server_seconds(place, sizes.numels, (members.up, members.down), above, rates)
 
 
 class ServerWork:

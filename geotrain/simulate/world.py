@@ -23,7 +23,7 @@ from geotrain.plan.model.servers import place_of
 from geotrain.simulate.clock import Clock, VirtualProcess
 from geotrain.simulate.links import Ring, Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, VirtualClient
-from geotrain.simulate.server_work import ServerSeconds, ServerWork
+from geotrain.simulate.server_work import ServerWork, seconds_of
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.timed import TimedGlobalServer, TimedRegionServer
@@ -182,7 +182,7 @@ class VirtualWorld:
     def _work(self, role: Literal["region", "global"], members: int) -> ServerWork:
         sizes = self.task.sizes
         place = place_of(role, sizes.config, members)
-        return ServerWork(self.clock, ServerSeconds.of(place, sizes, self.task.server_rates))
+        return ServerWork(self.clock, seconds_of(place, sizes, self.task.server_rates))
 
     def _build_region(self, region: RegionSpec) -> None:
         name, workers = region.name, tuple(w.name for w in region.workers)

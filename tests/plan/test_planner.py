@@ -18,7 +18,8 @@ from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layout
 from geotrain.plan.placement.search import search
 from geotrain.plan.planner import Plan, resolve
 from geotrain.plan.planner import plan as plan_of
-from geotrain.plan.settings import BUSY, TRAFFIC, line_to
+from geotrain.plan.predict import predict
+from geotrain.plan.settings import BUSY, SERVER_BUSY, TRAFFIC, line_to
 from geotrain.plan.spanning import effort, link_tables, placement_problem, shapes, spanning_layouts
 from tests.support.plan_cases import MODEL, changed, inventory, planned, run_of, small_run, task, world
 
@@ -196,6 +197,41 @@ def test_slower_links_bear_less() -> None:
     assert found[2][1].setting.outer.up.name == "int4"
 
 
+def test_servers_have_as_many_vaults_as_their_work_needs() -> None:
+    """Two quick workers and small K: a server of one process would work all the time, as for 8 billion parameters."""
+    often = {"rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 4}
+    pins = Pins(outer=frozenset({*often, "rule.updates_per_send"}))
+    regions = {"a": [(8, "d")] * 4, "b": [(8, "d")] * 4}
+    fast = {"tflops": 4000.0, "memory_gb": 80.0}
+
+    def at(**keys: Any) -> Plan:
+        plan = planned(small_run(outer=often, **keys), inventory(regions, 100.0, d=fast), pins)
+        holds(plan)
+        return plan
+
+    plan = at()
+    vaults = plan.setting.vaults
+    assert vaults > 1 and plan.setting.server_busy <= SERVER_BUSY
+    servers = [(r.server, r.vaults) for r in plan.cluster.regions]
+    servers.append((plan.cluster.global_server, plan.cluster.global_vaults))
+    assert all(len(mine) == vaults for _, mine in servers)
+    assert all(vault.host == server.host for server, mine in servers for vault in mine)
+    everyone = [each for server, mine in servers for each in (server, *mine)]
+    assert len({str(each) for each in everyone}) == len(everyone)
+    busy = plan.prediction.server_busy
+    assert busy.keys() == {"a", "b", "global"} and max(busy.values()) == pytest.approx(plan.setting.server_busy)
+    fewer = resolve(plan.task, plan.workers, plan.place.region, plan.setting.outer, plan.wish.tokens, vaults // 2)
+    assert max(predict(*fewer).server_busy.values()) > SERVER_BUSY, "no fewer would do"
+
+    copied = at(checkpoint={"snapshots": "s3://bucket/run"})
+    assert copied.setting.vaults == 1 and copied.setting.misses > 0 and "busiest server" in copied.notes[0]
+    given = changed(
+        plan.task.cluster, lambda raw: raw.update(global_vaults=[{"host": "g", "port": 7000 + i} for i in range(3)])
+    )
+    assert planned(plan.task.run, given, pins).setting.vaults == 3
+    assert planned(small_run(), inventory({"a": [(8, "d")], "b": [(8, "d")]})).setting.vaults == 1
+
+
 def test_dear_traffic_is_kept_small() -> None:
     def priced(raw: dict[str, Any]) -> None:
         for link in raw["links"]:
@@ -343,7 +379,9 @@ def test_the_cheapest_tokens() -> None:
 
 def test_a_plan_is_its_own_files() -> None:
     plan = planned(run_of("qwen3-0.6b"), world())
-    again = resolve(plan.task, plan.workers, plan.place.region, plan.setting.outer, plan.wish.tokens)
+    again = resolve(
+        plan.task, plan.workers, plan.place.region, plan.setting.outer, plan.wish.tokens, plan.setting.vaults
+    )
     assert again == (plan.run, plan.cluster)
     steps = plan.run.data.train_samples // plan.run.samples_per_step
     assert plan.run.deepspeed["scheduler"]["params"]["total_num_steps"] == steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from geotrain.config import OuterConfig, parse
 from geotrain.layout import Layout, Parameter
 from geotrain.plan.model.network import Line
-from geotrain.plan.model.rounds import ExchangePace, WorkerTiming, pace, payloads
+from geotrain.plan.model.rounds import ExchangePace, WorkerTiming, pace, payloads, server_times
+from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -24,22 +26,26 @@ def layout(outer: OuterConfig) -> Layout:
     return Layout([ends[0], *parameters, ends[1]], outer.fragments.layers_per_fragment)
 
 
-def world(outer: OuterConfig, wide: LinkSpec, local: LinkSpec) -> VirtualWorld:
+def world(outer: OuterConfig, wide: LinkSpec, local: LinkSpec, rates: ServerRates | None = None) -> VirtualWorld:
     regions = tuple(
         RegionSpec(name, tuple(WorkerSpec(f"{name}-{i}", s) for i, s in enumerate(steps)), wide, local)
         for name, steps in STEPS_S.items()
     )
     count = JOBS * outer.local_steps * sum(len(s) for s in STEPS_S.values())
-    played = VirtualWorld(WorldSpec(regions), timing_task(outer, layout(outer), count, 1))
+    played = VirtualWorld(WorldSpec(regions), timing_task(outer, layout(outer), count, 1, rates))
     played.run()
     return played
 
 
-def closed_form(outer: OuterConfig, wide: LinkSpec, local: LinkSpec) -> ExchangePace:
+def closed_form(
+    outer: OuterConfig, wide: LinkSpec, local: LinkSpec, rates: ServerRates | None = None
+) -> ExchangePace:
     workers = [WorkerTiming(f"{name}-{i}", name, s) for name, steps in STEPS_S.items() for i, s in enumerate(steps)]
     lines = [Line((), spec.gbps, spec.latency_s) for spec in (wide, local)]
-    sizes = payloads(outer, [f.numel for f in layout(outer).fragments])
-    return pace(outer, sizes, workers, *({name: line for name in STEPS_S} for line in lines))
+    numels = [f.numel for f in layout(outer).fragments]
+    sizes = payloads(outer, numels)
+    servers = rates and server_times(outer, numels, sizes, dict.fromkeys(STEPS_S, 1), 1, rates)
+    return pace(outer, sizes, workers, *({name: line for name in STEPS_S} for line in lines), servers)
 
 
 FAST, NEAR = LinkSpec(10.0, 0.05), LinkSpec(50.0, 0.001)
@@ -99,3 +105,31 @@ def test_the_closed_form_is_what_the_simulator_plays(case: int) -> None:
     for name, region in expected.regions.items():
         sent = next(u["sent_bytes"] for way, u in usage.items() if way.startswith(name) and "up" in way)
         assert region.up_bytes / region.round_s == pytest.approx(sent / played.clock.now, rel=0.15), (name, usage)
+
+
+SLOW = replace(
+    MEASURED,
+    of_parameter={stage: 12 * ns for stage, ns in MEASURED.of_parameter.items()},
+    of_byte={stage: 12 * ns for stage, ns in MEASURED.of_byte.items()},
+)  # a second and more for an update
+
+
+@pytest.mark.parametrize("case", [0, 2, 3, 5])
+def test_servers_that_take_their_time(case: int) -> None:
+    """Below the load at which their queues matter, and far above it, where they set the pace."""
+    settings, wide, local = CASES[case]
+    for rates, steps in ((MEASURED, settings["local_steps"] * 8), (SLOW, settings["local_steps"])):
+        within = 0.06 if rates is MEASURED else 0.15
+        outer = parse(OuterConfig, settings | {"local_steps": steps}, "test")
+        played, free = world(outer, wide, local, rates), closed_form(outer, wide, local)
+        expected = closed_form(outer, wide, local, rates)
+        for name, worker in played.workers.items():
+            starts = worker.job_starts_s
+            first = len(starts) // 3
+            job_s = (starts[-1] - starts[first]) / (len(starts) - 1 - first)
+            assert expected.workers[name].job_s == pytest.approx(job_s, rel=within), (name, steps)
+        if rates is SLOW:
+            assert all(w.job_s > 1.5 * free.workers[name].job_s for name, w in expected.workers.items())
+        for name, busy_s in played.report()["servers"].items():
+            found = expected.global_busy if name == "global" else expected.regions[name].server_busy
+            assert found == pytest.approx(busy_s / played.clock.now, rel=0.15, abs=0.02), (name, steps)

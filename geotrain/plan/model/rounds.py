@@ -1,22 +1,23 @@
 """The pace of the outer loop: what a worker waits for, how often a region exchanges, what its links carry.
 
 This is a steady state in closed form; `geotrain.simulate` plays the same loop event by event, and a test compares the
-two. The servers' own arithmetic is left out, and so is the queueing of workers that happen to send at the same time.
+two. The queueing of workers that happen to send at the same time is left out.
 
 Asynchronous rules. A worker's job takes its H steps, the interruptions in which its replicas make the weights whole
 (`stops`), and the part of its exchanges with the server above that nothing hides. Exchanging one fragment takes
-E = (up + down) · 8 / rate + round trip, of which the overlap hides τ steps. A region applies λ = Σ 1/job updates a
-second and sends each fragment up after every K of them, one exchange at a time, so its round takes
-max(K/λ, trip, bytes/rate): a link that is too slow makes rounds longer and updates staler, but no worker waits for
-it.
+E = (up + down) · 8 / rate + round trip + the server's time for it, of which the overlap hides τ steps. A region
+applies λ = Σ 1/job updates a second and sends each fragment up after every K of them, one exchange at a time, so its
+round takes max(K/λ, trip, bytes/rate): a link that is too slow makes rounds longer and updates staler, but no worker
+waits for it. A region's server that has more than a second's work in a second slows its workers' jobs; the global
+server, the rounds.
 
 Synchronous rules wait for everyone: a round is the slowest worker's job and what the overlap leaves of the way up
-and down.
+and down, with what the servers do for all members one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -25,6 +26,8 @@ from geotrain.config import CodecConfig, OuterConfig
 from geotrain.layout import fragments_due
 from geotrain.outer.codec import make_codec
 from geotrain.plan.model.network import Line
+from geotrain.plan.model.server_rates import MEASURED, ServerRates
+from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds
 from geotrain.plan.model.step import StepTime
 
 
@@ -35,6 +38,19 @@ class Payloads:
     wide_up: tuple[int, ...]
     wide_down: tuple[int, ...]
     local: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ServerTimes:
+    """What servers take for each fragment, their vaults side by side. near: of a region's. top: of the global one."""
+
+    near: Mapping[str, ServerSeconds]
+    top: ServerSeconds
+
+    @staticmethod
+    def none(regions: Iterable[str], fragments: int) -> ServerTimes:
+        zero = ServerSeconds(*([(0.0,) * fragments] * 3))
+        return ServerTimes(dict.fromkeys(regions, zero), zero)
 
 
 @dataclass(frozen=True)
@@ -71,14 +87,15 @@ class WorkerPace:
 class RegionPace:
     """round_s: between two exchanges of a fragment with the global server. trip_s: of the largest fragment, up and
     down. updates: workers' updates in a round; K, or more where the link does not keep up. busy: share of the time
-    that its link to the global server carries payload in its busier direction; 1: the link sets the pace. staleness:
-    global versions that pass, on average, between two exchanges, and so between a delta's anchor and its arrival.
-    up_bytes, down_bytes: of a round."""
+    that its link to the global server carries payload in its busier direction; 1: the link sets the pace.
+    server_busy: that its server works; 1: the server does. staleness: global versions that pass, on average, between
+    two exchanges, and so between a delta's anchor and its arrival. up_bytes, down_bytes: of a round."""
 
     round_s: float
     trip_s: float
     updates: float
     busy: float
+    server_busy: float
     staleness: float
     up_bytes: int
     down_bytes: int
@@ -86,8 +103,11 @@ class RegionPace:
 
 @dataclass(frozen=True)
 class ExchangePace:
+    """global_busy: share of the time that the global server works."""
+
     workers: dict[str, WorkerPace]
     regions: dict[str, RegionPace]
+    global_busy: float
 
 
 def payloads(outer: OuterConfig, numels: Sequence[int]) -> Payloads:
@@ -100,14 +120,31 @@ def payloads(outer: OuterConfig, numels: Sequence[int]) -> Payloads:
     return Payloads(coded(outer.up), coded(outer.down), coded(outer.local))
 
 
+def server_times(
+    outer: OuterConfig,
+    numels: Sequence[int],
+    sizes: Payloads,
+    vaults: Mapping[str, int],
+    top_vaults: int,
+    rates: ServerRates = MEASURED,
+) -> ServerTimes:
+    """numels, sizes: of each fragment. vaults: how many each region's server has; top_vaults: the global one."""
+    wide = sizes.wide_up, sizes.wide_down
+    near = server_seconds(place_of("region", outer, 1), numels, (sizes.local, sizes.local), wide, rates)
+    top = server_seconds(place_of("global", outer, 1), numels, wide, wide, rates)
+    return ServerTimes({region: near.over(number) for region, number in vaults.items()}, top.over(top_vaults))
+
+
 def pace(
     outer: OuterConfig,
     sizes: Payloads,
     workers: Sequence[WorkerTiming],
     wide: Mapping[str, Line],
     inside: Mapping[str, Line],
+    servers: ServerTimes | None = None,
 ) -> ExchangePace:
-    """wide: region → its line to the global server. inside: region → its workers' lines to its server."""
+    """wide: region → its line to the global server. inside: region → its workers' lines to its server. servers: None:
+    they take no time."""
     fastest = min(w.step_s for w in workers)
     alone = {}  # of each worker, a job that waits for no answer
     for w in workers:
@@ -119,61 +156,120 @@ def pace(
         stop_s = settles * w.settle_s + gatherings * w.refresh_s
         alone[w.name] = WorkerPace(steps, steps * w.step_s + stop_s, stop_s, stop_s, gatherings)
 
-    flat, waits_for_all = outer.flat, outer.rule.synchronous
     members = {r: [w for w in workers if w.region == r] for r in dict.fromkeys(w.region for w in workers)}
-    # In a flat run every worker exchanges with the global server by itself, over its region's link.
-    flows = {r: len(mine) if flat else 1 for r, mine in members.items()}
-    largest_bytes = max(sum(sizes.wide_up), sum(sizes.wide_down))  # of a round, in the busier direction
-    carried_s = {r: flows[r] * largest_bytes * 8e-9 / wide[r].gbps for r in members}
-    trip_s = {r: max(_trips(sizes.wide_up, sizes.wide_down, wide[r])) for r in members}
-
-    jobs: dict[str, float] = {}
-    rounds: dict[str, float] = {}
-    if waits_for_all:
-        slowest = max(workers, key=lambda w: alone[w.name].job_s)
-        exposed_s = 0.0
-        for wide_up, wide_down, local in zip(sizes.wide_up, sizes.wide_down, sizes.local, strict=True):
-            up, down = [], []
-            for r, mine in members.items():
-                near_s = 0.0 if flat else inside[r].seconds(local, len(mine))
-                up.append(near_s + wide[r].seconds(wide_up, flows[r]))
-                down.append(near_s + wide[r].seconds(wide_down, flows[r]))
-            exposed_s += _exposed(outer, [max(up) + max(down)], slowest.step_s)
-        round_s = max(alone[slowest.name].job_s + exposed_s, *carried_s.values())
-        jobs, rounds = dict.fromkeys(alone, round_s), dict.fromkeys(members, round_s)
+    loop = _Loop(outer, sizes, members, wide, inside, servers or ServerTimes.none(members, len(sizes.local)))
+    own_s = {name: worker.job_s for name, worker in alone.items()}
+    if outer.rule.synchronous:
+        jobs, rounds, loads = loop.together(own_s, max(workers, key=lambda w: own_s[w.name]))
     else:
-        up_bytes, down_bytes = (sizes.wide_up, sizes.wide_down) if flat else (sizes.local, sizes.local)
-        for r, mine in members.items():
-            line = wide[r] if flat else inside[r]
-            trips = _trips(up_bytes, down_bytes, line)
-            own_s = {w.name: alone[w.name].job_s + _exposed(outer, trips, w.step_s) for w in mine}
-            # The line carries every member's payload: if that takes longer than their jobs, it sets the pace.
-            one_s = max(sum(up_bytes), sum(down_bytes)) * 8e-9 / line.gbps
-            slower = max(1.0, one_s * sum(1 / job for job in own_s.values()))
-            jobs |= {name: job * slower for name, job in own_s.items()}
-            rate = sum(1 / jobs[w.name] for w in mine)  # updates a second
-            rounds[r] = (
-                len(mine) / rate
-                if flat
-                else max((outer.rule.updates_per_send or len(mine)) / rate, trip_s[r], carried_s[r])
-            )
+        jobs, rounds, loads = loop.each_by_itself(own_s)
+    global_load = sum(loop.flows[r] / rounds[r] for r in members) * sum(loop.servers.top.update)
+    if global_load > 1:
+        rounds = {r: round_s * global_load for r, round_s in rounds.items()}
+        if outer.flat:
+            jobs = {name: job * global_load for name, job in jobs.items()}
 
-    versions_per_s = sum(flows[r] / rounds[r] for r in members)
+    versions_per_s = sum(loop.flows[r] / rounds[r] for r in members)
     return ExchangePace(
         {name: replace(p, job_s=jobs[name], wait_s=p.wait_s + jobs[name] - p.job_s) for name, p in alone.items()},
         {
             r: RegionPace(
                 round_s=rounds[r],
-                trip_s=trip_s[r],
+                trip_s=loop.trip_s[r],
                 updates=sum(rounds[r] / jobs[w.name] for w in mine),
-                busy=min(1.0, carried_s[r] / rounds[r]),
-                staleness=0.0 if waits_for_all else (versions_per_s - 1 / rounds[r]) * rounds[r],
-                up_bytes=flows[r] * sum(sizes.wide_up),
-                down_bytes=flows[r] * sum(sizes.wide_down),
+                busy=min(1.0, loop.carried_s[r] / rounds[r]),
+                server_busy=min(1.0, loads[r]),
+                staleness=0.0 if outer.rule.synchronous else (versions_per_s - 1 / rounds[r]) * rounds[r],
+                up_bytes=loop.flows[r] * sum(sizes.wide_up),
+                down_bytes=loop.flows[r] * sum(sizes.wide_down),
             )
             for r, mine in members.items()
         },
+        min(1.0, global_load),
     )
+
+
+Paced = tuple[dict[str, float], dict[str, float], dict[str, float]]
+
+
+class _Loop:
+    """What the two kinds of rules have in common. Both return seconds of each worker's job, of each region's round,
+    and of the work that a region's server has in a second."""
+
+    def __init__(
+        self,
+        outer: OuterConfig,
+        sizes: Payloads,
+        members: Mapping[str, Sequence[WorkerTiming]],
+        wide: Mapping[str, Line],
+        inside: Mapping[str, Line],
+        servers: ServerTimes,
+    ) -> None:
+        self.outer, self.sizes, self.members, self.servers = outer, sizes, members, servers
+        self.wide, self.inside = wide, inside
+        # In a flat run every worker exchanges with the global server by itself, over its region's link.
+        self.flows = {r: len(mine) if outer.flat else 1 for r, mine in members.items()}
+        largest_bytes = max(sum(sizes.wide_up), sum(sizes.wide_down))  # of a round, in the busier direction
+        self.carried_s = {r: self.flows[r] * largest_bytes * 8e-9 / wide[r].gbps for r in members}
+        # What a region's server does to exchange each fragment.
+        none = [0.0] * len(sizes.local)
+        near = servers.near
+        self.beyond_s = {r: none if outer.flat else _added(near[r].send, near[r].merge) for r in members}
+        top = servers.top.update
+        self.trip_s = {
+            r: max(_added(_trips(sizes.wide_up, sizes.wide_down, wide[r]), self.beyond_s[r], top)) for r in members
+        }
+
+    def together(self, own_s: Mapping[str, float], slowest: WorkerTiming) -> Paced:
+        sizes, top, flat, members = self.sizes, self.servers.top.update, self.outer.flat, self.members
+        works = {  # of a region's server for each fragment, all workers' one after another
+            r: _added(self.beyond_s[r], [0.0 if flat else len(mine) * s for s in self.servers.near[r].update])
+            for r, mine in members.items()
+        }
+        everyone, exposed_s = sum(self.flows.values()), 0.0
+        for f, local in enumerate(sizes.local):
+            up, down = [], []
+            for r, mine in members.items():
+                near_s = 0.0 if flat else self.inside[r].seconds(local, len(mine))
+                up.append(near_s + self.wide[r].seconds(sizes.wide_up[f], self.flows[r]))
+                down.append(near_s + self.wide[r].seconds(sizes.wide_down[f], self.flows[r]))
+            work_s = max(work[f] for work in works.values()) + everyone * top[f]
+            exposed_s += _exposed(self.outer, [max(up) + work_s + max(down)], slowest.step_s)
+        busiest_s = max(*map(sum, works.values()), everyone * sum(top))
+        round_s = max(own_s[slowest.name] + exposed_s, busiest_s, *self.carried_s.values())
+        loads = {r: sum(work) / round_s for r, work in works.items()}
+        return dict.fromkeys(own_s, round_s), dict.fromkeys(members, round_s), loads
+
+    def each_by_itself(self, own_s: Mapping[str, float]) -> Paced:
+        sizes, flat = self.sizes, self.outer.flat
+        up_bytes, down_bytes = (sizes.wide_up, sizes.wide_down) if flat else (sizes.local, sizes.local)
+        jobs: dict[str, float] = {}
+        rounds: dict[str, float] = {}
+        loads: dict[str, float] = {}
+        for r, mine in self.members.items():
+            line = self.wide[r] if flat else self.inside[r]
+            update_s = self.servers.top.update if flat else self.servers.near[r].update
+            trips = _added(_trips(up_bytes, down_bytes, line), update_s)
+            mine_s = {w.name: own_s[w.name] + _exposed(self.outer, trips, w.step_s) for w in mine}
+            # The line carries every member's payload: if that takes longer than their jobs, it sets the pace.
+            one_s = max(sum(up_bytes), sum(down_bytes)) * 8e-9 / line.gbps
+            slower = max(1.0, one_s * sum(1 / job for job in mine_s.values()))
+            rate = sum(1 / job for job in mine_s.values()) / slower  # updates a second
+            if flat:
+                rounds[r], loads[r] = len(mine) / rate, 0.0
+            else:
+                updates, shortest_s = self.outer.rule.updates_per_send or len(mine), self.shortest_s(r)
+                rounds[r] = max(updates / rate, shortest_s)
+                loads[r] = rate * sum(update_s) + sum(self.beyond_s[r]) / rounds[r]
+                if loads[r] > 1:  # its workers wait for it
+                    slower *= loads[r]
+                    rounds[r] = max(updates / rate * loads[r], shortest_s)
+            jobs |= {name: job * slower for name, job in mine_s.items()}
+        return jobs, rounds, loads
+
+    def shortest_s(self, region: str) -> float:
+        """Of a round: a fragment's next exchange begins after its last one, and the link carries all."""
+        return max(self.trip_s[region], self.carried_s[region])
 
 
 def stops(outer: OuterConfig, fragments: int, steps: int) -> tuple[int, int]:
@@ -189,6 +285,11 @@ def stops(outer: OuterConfig, fragments: int, steps: int) -> tuple[int, int]:
 def _stops(fragments: int, steps: int, tau: int) -> tuple[int, int]:
     sent = [step for step in range(1, steps + 1) if fragments_due(fragments, steps, step)]
     return len({(step + after) % steps for step in sent for after in (0, tau)}), len(sent)
+
+
+def _added(*columns: Sequence[float]) -> list[float]:
+    """The sum for each fragment."""
+    return [sum(each) for each in zip(*columns, strict=True)]
 
 
 def _trips(up_bytes: Sequence[int], down_bytes: Sequence[int], line: Line) -> list[float]:

@@ -6,9 +6,9 @@ All are for the whole server; its vaults divide what grows with parameters. Time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from geotrain.config import CodecConfig, OuterConfig
@@ -152,6 +152,40 @@ def merge_stages(numel: float, down_bytes: float, rates: ServerRates = MEASURED)
     ns = {stage: rates.of_byte[stage] * down_bytes for stage in ("frames_in", "journal_write", "journal_flush")}
     ns["merge"] = rates.of_parameter["merge"] * numel
     return {stage: value / 1e9 for stage, value in ns.items()}
+
+
+@dataclass(frozen=True)
+class ServerSeconds:
+    """What a server takes for each fragment, on one thread. update: for a member's update, from its first byte to its
+    answer's last. send, merge: of a region, for its update to the global server, and for the answer to it."""
+
+    update: tuple[float, ...] = ()
+    send: tuple[float, ...] = ()
+    merge: tuple[float, ...] = ()
+
+    def over(self, vaults: int) -> ServerSeconds:
+        """Of so many vaults that work side by side, each on its share."""
+        return ServerSeconds(*(tuple(s / vaults for s in each) for each in (self.update, self.send, self.merge)))
+
+
+def server_seconds(
+    place: Place,
+    numels: Sequence[int],
+    members: tuple[Sequence[int], Sequence[int]],
+    above: tuple[Sequence[int], Sequence[int]],
+    rates: ServerRates = MEASURED,
+) -> ServerSeconds:
+    """members, above: bytes of each fragment's payloads up and down, with the members, and with the global server
+    (a region's)."""
+
+    def of(stages: Callable[..., dict[str, float]], *figures: Sequence[int]) -> tuple[float, ...]:
+        return tuple(sum(stages(*of_one, rates).values()) for of_one in zip(*figures, strict=True))
+
+    up, down = members
+    update = of(partial(update_stages, place), up, numels, down)
+    if place.above is None:
+        return ServerSeconds(update)
+    return ServerSeconds(update, of(send_stages, numels, above[0]), of(merge_stages, numels, above[1]))
 
 
 def coded(codec: CodecConfig, pieces: Sequence[Piece]) -> int:
