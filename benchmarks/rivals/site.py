@@ -62,6 +62,7 @@ class Site:
         self.addresses = {region: up.addresses[region] for region in REGIONS}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
+        self._used_s: dict[str, dict[int, float]] = {}  # process → of it and each child, as last seen
 
     def start(self, name: str, region: str, *command: str) -> None:
         """A process in a region's namespace; it ends with the site at the latest."""
@@ -85,16 +86,16 @@ class Site:
         self.start(name, region, *command, *added)
 
     def processor_s(self) -> dict[str, float]:
-        """Seconds of processor time that each process and its children have used so far, the pump's left out."""
+        """Seconds of processor time that each process and its children have used so far, the pump's left out. One that
+        has ended counts as it was at the last call."""
         tick = os.sysconf("SC_CLK_TCK")
-        used = {}
         for name, process in self.processes.items():
-            used[name] = 0.0
+            used_s = self._used_s.setdefault(name, {})
             for pid in _descendants(process.pid):
                 with suppress(OSError):
                     after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                    used[name] += sum(map(int, after[11:13])) / tick
-        return used
+                    used_s[pid] = max(used_s.get(pid, 0.0), sum(map(int, after[11:13])) / tick)
+        return {name: sum(used_s.values()) for name, used_s in self._used_s.items()}
 
     def cut(self, seconds: float) -> None:
         wan.disturb(self.folder / "control", "-".join(REGIONS), "cut", seconds)
@@ -163,8 +164,11 @@ def marks(folder: Path, region: str) -> list[dict[str, Any]]:
 
 def wait_until(place: Site, true: Callable[[], bool], within_s: float) -> str:
     """Wait; returns why it did not come true: a process that failed, or the time."""
-    deadline = time.monotonic() + within_s
+    deadline, look_s = time.monotonic() + within_s, 0.0
     while not true():
+        if time.monotonic() > look_s:  # what a process has used until it ends
+            place.processor_s()
+            look_s = time.monotonic() + 0.5
         for name, process in place.processes.items():
             if process.poll():
                 return f"{name} ended with code {process.returncode}: {last_words(place.folder / f'{name}.log')}"

@@ -225,9 +225,8 @@ def test_servers_have_as_many_vaults_as_their_work_needs() -> None:
 
     copied = at(checkpoint={"snapshots": "s3://bucket/run"})
     assert copied.setting.vaults == 1 and copied.setting.misses > 0 and "busiest server" in copied.notes[0]
-    given = changed(
-        plan.task.cluster, lambda raw: raw.update(global_vaults=[{"host": "g", "port": 7000 + i} for i in range(3)])
-    )
+    three = [{"host": "g", "port": 7000 + i} for i in range(3)]
+    given = changed(plan.task.cluster, lambda raw: raw.update(global_vaults=three))
     assert planned(plan.task.run, given, pins).setting.vaults == 3
     assert planned(small_run(), inventory({"a": [(8, "d")], "b": [(8, "d")]})).setting.vaults == 1
 
@@ -379,9 +378,8 @@ def test_the_cheapest_tokens() -> None:
 
 def test_a_plan_is_its_own_files() -> None:
     plan = planned(run_of("qwen3-0.6b"), world())
-    again = resolve(
-        plan.task, plan.workers, plan.place.region, plan.setting.outer, plan.wish.tokens, plan.setting.vaults
-    )
+    setting = plan.setting
+    again = resolve(plan.task, plan.workers, plan.place.region, setting.outer, plan.wish.tokens, setting.vaults)
     assert again == (plan.run, plan.cluster)
     steps = plan.run.data.train_samples // plan.run.samples_per_step
     assert plan.run.deepspeed["scheduler"]["params"]["total_num_steps"] == steps
