@@ -86,7 +86,7 @@ class Site:
         self.start(name, region, *command, *added)
 
     def processor_s(self) -> dict[str, float]:
-        """Seconds of processor time that each process and its children have used so far, the pump's left out. One that
+        """Seconds of processor time that each process and its children have used, the pump's left out. One that
         has ended counts as it was at the last call."""
         tick = os.sysconf("SC_CLK_TCK")
         for name, process in self.processes.items():
