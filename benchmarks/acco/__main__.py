@@ -5,7 +5,8 @@ about as long as compute. Variants alternate in short blocks. Losses are of runs
 With --hold, each micro-batch occupies its rank for that long, as an accelerator would that leaves the host's cores to
 the communication; without it, both share the processor.
 
-    python -m benchmarks.acco [--quick] [--hold 0.05] [--record]
+    python -m benchmarks.acco [--quick] [--hold 0.05] [--record]          within ten minutes
+    python -m benchmarks.acco --only loss --steps 1200                    twice as long, for the loss
     python -m benchmarks.acco --long 20000000           the default form and ZeRO-1 on a larger model, for curves
 """
 
@@ -48,7 +49,7 @@ def main() -> None:
     parser = command_line(__doc__, quick={"rounds": 2, "steps": 60, "seeds": 1})
     parser.add_argument("--hold", type=float, default=0.0, help="seconds that a micro-batch takes at least")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
-    parser.add_argument("--steps", type=int, default=1200, help="of the runs that loss is taken from")
+    parser.add_argument("--steps", type=int, default=600, help="of the runs that loss is taken from")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
@@ -66,6 +67,7 @@ def main() -> None:
     link = calibrated(args) if linked else None
     if "time" in parts:
         times(args, link, result)
+        print(f"time: {result['zero1']}, {result['forms']}", flush=True)
     if "memory" in parts:
         memory(result)
     if "sweep" in parts:
@@ -154,9 +156,9 @@ def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
     assert link is not None
     found: dict[str, Any] = {}
     for ratio in RATIOS:
-        job = Job("time", HEAVY, (*ZEROS[:2], *SWEPT), rounds=args.rounds, hold_s=args.hold)
+        job = Job("time", HEAVY, (*ZEROS, *SWEPT), rounds=max(2, args.rounds // 2), hold_s=args.hold)
         seen = run(job, link.model_copy(update={"gbps": link.gbps / ratio}))
-        zero = min((seen[name] for name in ZEROS[:2]), key=lambda zero: statistics.median(zero["step_s"]))
+        zero = min((seen[name] for name in ZEROS), key=lambda zero: statistics.median(zero["step_s"]))
         found[str(ratio)] = {
             "communication_over_compute": statistics.median(zero["step_s"]) / seen["compute_s"] - 1,
             **{form: speedup(zero, seen[form]) for form in SWEPT},
@@ -188,7 +190,7 @@ def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, floa
     """One rank several times slower, the other takes more of each batch: tokens a second, loss at equal tokens."""
     variants = ("zero1", DEFAULT)
     shared = {"hold_s": args.hold, "slower": SLOWER, "bf16": multiplies_bf16()}
-    job = Job("unequal", SMALL, variants, steps=args.steps // 4, **shared)
+    job = Job("unequal", SMALL, variants, steps=args.steps // 2, **shared)
     seen = run(job, link)
     zero, ours = seen["zero1"], seen[DEFAULT]
     return {

@@ -211,34 +211,33 @@ class _Loop:
         self.flows = {r: len(mine) if outer.flat else 1 for r, mine in members.items()}
         largest_bytes = max(sum(sizes.wide_up), sum(sizes.wide_down))  # of a round, in the busier direction
         self.carried_s = {r: self.flows[r] * largest_bytes * 8e-9 / wide[r].gbps for r in members}
+        self.near = ServerTimes.none(members, len(sizes.local)).near if outer.flat else servers.near
         # What a region's server does to exchange each fragment.
-        none = [0.0] * len(sizes.local)
-        near = servers.near
-        self.beyond_s = {r: none if outer.flat else _added(near[r].send, near[r].merge) for r in members}
-        top = servers.top.update
+        self.beyond_s = {r: _added(self.near[r].send, self.near[r].merge) for r in members}
         self.trip_s = {
-            r: max(_added(_trips(sizes.wide_up, sizes.wide_down, wide[r]), self.beyond_s[r], top)) for r in members
+            r: max(_added(_trips(sizes.wide_up, sizes.wide_down, wide[r]), self.beyond_s[r], servers.top.update))
+            for r in members
         }
 
     def together(self, own_s: Mapping[str, float], slowest: WorkerTiming) -> Paced:
-        sizes, top, flat, members = self.sizes, self.servers.top.update, self.outer.flat, self.members
-        works = {  # of a region's server for each fragment, all workers' one after another
-            r: _added(self.beyond_s[r], [0.0 if flat else len(mine) * s for s in self.servers.near[r].update])
-            for r, mine in members.items()
-        }
-        everyone, exposed_s = sum(self.flows.values()), 0.0
+        sizes, near, top, flows = self.sizes, self.near, self.servers.top.update, self.flows
+        exposed_s = 0.0
         for f, local in enumerate(sizes.local):
-            up, down = [], []
-            for r, mine in members.items():
-                near_s = 0.0 if flat else self.inside[r].seconds(local, len(mine))
-                up.append(near_s + self.wide[r].seconds(sizes.wide_up[f], self.flows[r]))
-                down.append(near_s + self.wide[r].seconds(sizes.wide_down[f], self.flows[r]))
-            work_s = max(work[f] for work in works.values()) + everyone * top[f]
-            exposed_s += _exposed(self.outer, [max(up) + work_s + max(down)], slowest.step_s)
-        busiest_s = max(*map(sum, works.values()), everyone * sum(top))
+            arrivals, after_s = [], []  # at the global server; from there until a region's workers have the answer
+            for r, mine in self.members.items():
+                near_s = 0.0 if self.outer.flat else self.inside[r].seconds(local, len(mine))
+                before_s = near_s + len(mine) * near[r].update[f] + near[r].send[f]
+                arrivals.append((before_s + self.wide[r].seconds(sizes.wide_up[f], flows[r]), flows[r] * top[f]))
+                after_s.append(self.wide[r].seconds(sizes.wide_down[f], flows[r]) + near[r].merge[f] + near_s)
+            taken_s = 0.0  # it takes them one after another, as they come
+            for at_s, work_s in sorted(arrivals):
+                taken_s = max(taken_s, at_s) + work_s
+            exposed_s += _exposed(self.outer, [taken_s + max(after_s)], slowest.step_s)
+        works_s = {r: len(mine) * sum(near[r].update) + sum(self.beyond_s[r]) for r, mine in self.members.items()}
+        busiest_s = max(*works_s.values(), sum(flows.values()) * sum(top))
         round_s = max(own_s[slowest.name] + exposed_s, busiest_s, *self.carried_s.values())
-        loads = {r: sum(work) / round_s for r, work in works.items()}
-        return dict.fromkeys(own_s, round_s), dict.fromkeys(members, round_s), loads
+        loads = {r: work_s / round_s for r, work_s in works_s.items()}
+        return dict.fromkeys(own_s, round_s), dict.fromkeys(self.members, round_s), loads
 
     def each_by_itself(self, own_s: Mapping[str, float]) -> Paced:
         sizes, flat = self.sizes, self.outer.flat
@@ -248,7 +247,7 @@ class _Loop:
         loads: dict[str, float] = {}
         for r, mine in self.members.items():
             line = self.wide[r] if flat else self.inside[r]
-            update_s = self.servers.top.update if flat else self.servers.near[r].update
+            update_s = self.servers.top.update if flat else self.near[r].update
             trips = _added(_trips(up_bytes, down_bytes, line), update_s)
             mine_s = {w.name: own_s[w.name] + _exposed(self.outer, trips, w.step_s) for w in mine}
             # The line carries every member's payload: if that takes longer than their jobs, it sets the pace.
