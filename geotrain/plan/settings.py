@@ -141,10 +141,10 @@ def settings(
 
 
 def numbers_of_vaults(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:
-    """That the servers may have, the smallest first: what the cluster file says, or what the model has pieces for."""
+    """That the servers may have, the smallest first: as the cluster file says, or while each has a whole piece."""
     if given := len(task.cluster.global_vaults):
         return [given]
-    pieces = sum(-(-numel // outer.fragments.piece_elements) for numel in numels)
+    pieces = sum(numels) // outer.fragments.piece_elements
     apart = not task.run.checkpoint.snapshots  # whose copies know no vaults
     return [number for number in VAULTS if number == 1 or (apart and number <= pieces)]
 
