@@ -15,6 +15,7 @@ import pytest
 from benchmarks.faults.audit import accounts, coverage
 from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.goodput import goodput
+from benchmarks.faults.liar import lies
 from benchmarks.faults.runner import FaultyRun, kinds_done, read_events
 from benchmarks.faults.scenario import BURDENS, KILLS, PACKETS, Event, Fault, random_faults, short_faults
 from benchmarks.faults.world import make_world
@@ -22,6 +23,7 @@ from geotrain.launch.check import free_ports
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.worker_command import HostMachine
 from geotrain.layout import layout_of
+from geotrain.outer.messages import PieceDelta, UpdatePart
 from geotrain.pieces import deal
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +110,12 @@ def test_a_run_with_vaults_knows_their_processes_and_keeps_what_they_write(tmp_p
     for name in run.servers:
         assert (run.archive / name / "journal" / "00000002.journal").read_text() == name
         assert (run.archive / name / "snapshots" / "00000001" / "meta.json").read_text() == name
+
+
+def test_every_lie_can_be_told() -> None:
+    true = UpdatePart("a", "life", 1, 0, (PieceDelta(0, 0, b"\0\0"), PieceDelta(1, 0, b"\0\0")), job=1)
+    told = dict(lies(true))
+    assert len(told) == 5 and all(lie != true and len(lie.deltas) == 2 for lie in told.values())
 
 
 def test_coverage() -> None:

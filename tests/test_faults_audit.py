@@ -5,19 +5,36 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.faults.audit import accounts
 from benchmarks.faults.replay import ServerReplay, Written
+from benchmarks.faults.runner import FaultyRun
+from benchmarks.faults.world import make_world
 from geotrain.config import codec_config
-from geotrain.net.recovery import Restarted
-from geotrain.net.snapshots import Snapshot
-from geotrain.outer.messages import GLOBAL, Answer, UpdatePart
+from geotrain.layout import layout_of
+from geotrain.net.frozen_state import FrozenState
+from geotrain.net.recovery import Restarted, begin_snapshot, finish_snapshot, recover
+from geotrain.net.server_process import (
+    begin_server,
+    begin_vault,
+    far_vaults,
+    global_server,
+    region_server,
+    vault_machine,
+)
+from geotrain.net.snapshots import Snapshot, SnapshotStore
+from geotrain.net.vault_host import recover_vault
+from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, Join, UpdatePart
+from geotrain.outer.server import identity_of
 from geotrain.vault import Apply, Freeze
 from geotrain.vault_machine import VaultMachine
 from geotrain.vaults import FarVaults, HeldPart
@@ -207,3 +224,76 @@ def test_what_a_vault_has_not_obeyed_yet_is_given_to_it(world: FarWorld) -> None
     assert found.mismatches == [] and found.behind > 0
     tensors, meta = found.vaults[0].now.state()
     assert meta == whole[1] and all(torch.equal(tensor, tensors[name]) for name, tensor in whole[0].items())
+
+
+# ------------------------------------------------------------------------------------------------- on a disk
+
+
+def written_by_servers(run: FaultyRun) -> None:
+    """Both regions' servers begin a life, and the global one, which one region joins and asks for its weights."""
+    for site, names in run.vaults.items():
+        folder = run.folder / "servers" / site
+        far = far_vaults(run.run, run.cluster, site)
+        assert isinstance(far, FarVaults)
+        book = recover(partial(built, run, site, far), partial(begin_server, run=run.run), folder, keep=2)
+        finish_snapshot(book.store, book.journal, *begin_snapshot(book.server, book.store, book.journal, ended=False))
+        vaults = []
+        for i, name in enumerate(names):
+            machine = vault_machine(run.run, run.cluster, site, i)
+            begin_vault(machine, run.run)
+            store, journal, *_ = recover_vault(machine, folder.with_name(name), keep=2)
+            finish_snapshot(store, journal, *begin_snapshot(machine, store, journal, ended=False))
+            vaults.append((machine, store, journal))
+
+        def say(message: Any, book: Any = book) -> None:
+            book.journal.append(message)
+            book.server.handle(message)
+
+        said: list[Any] = []
+
+        def order(order: Any, vaults: Any = vaults, said: Any = said) -> None:
+            for machine, _, journal in vaults:
+                journal.append(order)
+                said += [send.message for send in machine.handle(order).sends]
+
+        far.emit = order
+        far.begin_life("life-1")
+        if site == GLOBAL:
+            i, layout = identity_of(run.run, book.server.layout), book.server.layout
+            slices = tuple(layout.whole(piece.index) for piece in layout.pieces)
+            say(Join(i.run, i.config_digest, i.layout_digest, i.model, "eu", "eu-1", 0, 1, slices, slices))
+            say(AnswerWanted("eu", "eu-1", 0, tuple(range(len(layout.fragments)))))
+        for message in said:
+            say(message)
+        for machine, store, journal in [*vaults, (book.server, book.store, book.journal)]:
+            finish_snapshot(store, journal, *begin_snapshot(machine, store, journal, ended=False))
+            journal.close()
+
+
+def built(run: FaultyRun, site: str, far: FarVaults) -> Any:
+    return (
+        global_server(run.run, run.cluster, far) if site == GLOBAL else region_server(run.run, run.cluster, site, far)
+    )
+
+
+def test_what_processes_have_left_on_a_disk_is_read(tmp_path: Path) -> None:
+    run = FaultyRun(*make_world(tmp_path, pace_s=0.0, vaults=2), tmp_path / "archive")
+    run.folder.mkdir()
+    shutil.copy(run.files[0], run.folder / "run.json")
+    written_by_servers(run)
+    run.keep_journals()
+    shutil.rmtree(run.folder / "servers")
+    found = accounts(run)
+    assert found["mismatches"] == [] and found["replay_mismatches"] == 0
+    orders = 2 + len(layout_of(run.run).fragments)  # mirrors are forgotten at the join and at its answer
+    assert found["snapshots_compared"] == 6 and found["vaults"] == {
+        "processes": 6, "orders": 2 * orders, "behind": 0, "snapshots_compared": 12, "recoveries_compared": 6,
+    }  # fmt: skip
+    store = SnapshotStore(run.archive / "global.vault-1" / "snapshots")
+    newest, _ = store.load_newest()
+    assert newest is not None
+    name = next(name for name in newest.tensors if name.startswith("held.eu."))
+    newest.tensors[name][0] += 1.0
+    shutil.rmtree(store.path(newest.number))
+    assert store.save(FrozenState(newest.tensors), newest.meta) == newest.number
+    assert accounts(run)["mismatches"] == [f"global.vault-1: snapshot {newest.number}: {name}"]
