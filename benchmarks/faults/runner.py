@@ -230,6 +230,8 @@ class FaultyRun:
         """False when there is no such process now: later, then. ends: gets what ends the fault, and when."""
         until_s = time.monotonic() + fault.for_s
         if fault.what == "fill":
+            if not self.pids("global", "global"):  # a launcher begins, which would not without room, and rightly
+                return False
             ends.append((until_s, fill(self.folder.parent)))
         elif fault.what == "lie":
             return self._lie(fault)
