@@ -124,6 +124,17 @@ PARTS = (
         ),
     ),
     Part(
+        "faults",
+        (
+            *zero("lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped"),
+            *zero("samples_twice_uncounted", "hung", "servers_ended"),
+            Goal("kinds.kill vault", least=3),
+            Goal("goodput"),
+        ),
+        ("--vaults", "2"),
+        recorded="faults_vaults",
+    ),
+    Part(
         "claims",
         (
             Goal("gap_to_data_parallel_same_optimizer.mean", most=0.025),

@@ -263,8 +263,8 @@ class Vault:
 
     def _freeze(self, order: Freeze) -> None:
         known = self._member(order.member)
-        answer = known.answers.setdefault(order.sequence, {})
         for piece in self._of[order.fragment]:
+            answer = known.answers.setdefault(order.sequence, {})
             for part, join in known.joins.items():
                 held = gather(self.vectors[piece.index].x, join.holds[piece.index])
                 if part not in known.senders:
@@ -361,10 +361,10 @@ class Vault:
         """What members were sent, where weights travel as changes: the counterpart of what `load` takes."""
         return {
             name: {
-                "marks": [[piece, *both] for piece, both in marks.items()],
+                "marks": [[piece, *both] for piece, both in sorted(marks.items())],
                 "answers": [
-                    [sequence, [], [[w.piece, w.version, w.increment] for w in answer.values()]]
-                    for sequence, answer in self.members[name].answers.items()
+                    [sequence, [], [[w.piece, w.version, w.increment] for _, w in sorted(answer.items())]]
+                    for sequence, answer in sorted(self.members[name].answers.items())
                 ],
             }
             for name in self.members

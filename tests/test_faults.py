@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,10 +15,16 @@ import pytest
 from benchmarks.faults.audit import accounts, coverage
 from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.goodput import goodput
+from benchmarks.faults.liar import lies
 from benchmarks.faults.runner import FaultyRun, kinds_done, read_events
-from benchmarks.faults.scenario import BURDENS, KILLS, PACKETS, Event, Fault, random_faults
+from benchmarks.faults.scenario import BURDENS, KILLS, PACKETS, Event, Fault, random_faults, short_faults
 from benchmarks.faults.world import make_world
 from geotrain.launch.check import free_ports
+from geotrain.launch.site_processes import LaunchRequest, local_processes
+from geotrain.launch.worker_command import HostMachine
+from geotrain.layout import layout_of
+from geotrain.outer.messages import PieceDelta, UpdatePart
+from geotrain.pieces import deal
 
 ROOT = Path(__file__).parents[1]
 START_S = 240.0
@@ -64,6 +71,51 @@ def test_random_faults_are_the_same_again_and_of_every_kind() -> None:
     times = [fault.when for fault in faults]
     assert times == sorted(times) and times[-1] < 580.0
     assert {fault.of for fault in faults} <= {"global", "all", *REGIONS, *REGIONS["eu"], *REGIONS["us"]}
+
+
+def test_with_vaults_there_are_more_to_kill_and_without_all_is_as_it_was() -> None:
+    faults, without = (random_faults(3, 900.0, 15.0, REGIONS, vaults) for vaults in (2, 0))
+    assert without == random_faults(3, 900.0, 15.0, REGIONS) and not any(f.kind == "vault" for f in without)
+    of_vaults = [fault for fault in faults if fault.kind == "vault"]
+    assert {fault.what for fault in of_vaults} == {"kill", "stop", "starve", "files"}
+    killed = {fault.of for fault in of_vaults if fault.what == "kill"}
+    assert {name.partition(".vault-")[0] for name in killed} == {"global", *REGIONS}
+    assert {fault.of for fault in of_vaults} <= {f"{site}.vault-{i}" for site in ("global", *REGIONS) for i in (0, 1)}
+    assert {fault.kind for fault in faults if fault.what == "kill"} == {*KILLS, "vault"}
+    short = [fault for fault in short_faults(REGIONS, 2) if fault.kind == "vault"]
+    assert [fault.of for fault in short if fault.what == "kill"] == ["eu.vault-0", "global.vault-1", "us.vault-0"]
+    assert [fault for fault in short_faults(REGIONS, 2) if fault not in short] == short_faults(REGIONS)
+
+
+def test_a_run_with_vaults_knows_their_processes_and_keeps_what_they_write(tmp_path: Path) -> None:
+    run = FaultyRun(*make_world(tmp_path, pace_s=0.0, vaults=2), tmp_path / "archive")
+    assert run.servers == [n for site in ("global", "eu", "us") for n in (site, f"{site}.vault-0", f"{site}.vault-1")]
+    assert all(len(own) > 1 for own in deal(layout_of(run.run).pieces, 2))
+    request = LaunchRequest(run.run, run.cluster, ("global", "eu", "us"), resume=False)
+    commands = [list(p.command) for p in local_processes(request, tmp_path, HostMachine(2)) if p.role == "server"]
+    guards = [run._recognize(1, words) for words in commands]
+    assert [(found.kind, found.of) for found in guards if found] == [("guard-of-server", n) for n in run.servers]
+    found = [run._recognize(1, words[words.index("-m") - 1 :]) for words in commands]
+    kinds = {"global": "global", "eu": "server", "us": "server"}
+    assert [(each.kind, each.of) for each in found if each] == [(kinds.get(n, "vault"), n) for n in run.servers]
+    for name in run.servers:
+        there = run.folder / "servers" / name
+        (there / "journal").mkdir(parents=True)
+        (there / "snapshots" / "00000001").mkdir(parents=True)
+        (there / "journal" / "00000002.journal").write_text(name)
+        (there / "snapshots" / "00000001" / "meta.json").write_text(name)
+    run.keep_journals()
+    shutil.rmtree(run.folder / "servers")
+    run.keep_journals()
+    for name in run.servers:
+        assert (run.archive / name / "journal" / "00000002.journal").read_text() == name
+        assert (run.archive / name / "snapshots" / "00000001" / "meta.json").read_text() == name
+
+
+def test_every_lie_can_be_told() -> None:
+    true = UpdatePart("a", "life", 1, 0, (PieceDelta(0, 0, b"\0\0"), PieceDelta(1, 0, b"\0\0")), job=1)
+    told = dict(lies(true))
+    assert len(told) == 5 and all(lie != true and len(lie.deltas) == 2 for lie in told.values())
 
 
 def test_coverage() -> None:

@@ -3,9 +3,10 @@ clocks stepped; then its accounts.
 
 Two regions of two workers each, linked by TLS. Nothing that was acknowledged may be missing or counted twice, no
 sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
-journal gives.
+journal gives. With vaults, the journals of a server's book and vaults are replayed side by side, by orders.
 
     python -m benchmarks.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
+    python -m benchmarks.faults --vaults 2            # each server's vaults are that many processes, killed as well
     python -m benchmarks.faults --seconds 600 --every 20
     python -m benchmarks.faults --again FOLDER        # the accounts of a run that was kept with --folder FOLDER
 
@@ -41,6 +42,7 @@ from benchmarks.faults.scenario import random_faults, short_faults
 from benchmarks.faults.world import make_world
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
+from geotrain.outer.messages import GLOBAL
 
 # Seconds of faults, mean seconds between two of processes and links, size of the disk.
 PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 20.0, "2g"), "hour": (3600.0, 60.0, "6g")}
@@ -62,6 +64,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     every = "mean seconds between faults of processes and links, and between those of packets; default: the profile's"
     parser.add_argument("--every", type=float, help=every)
+    parser.add_argument("--vaults", type=int, default=0, help="of each server, in processes of their own")
     parser.add_argument("--pace", type=float, default=0.3, help="least seconds of an inner step")
     parser.add_argument(
         "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
@@ -80,18 +83,19 @@ def main() -> int:
             shutil.copytree(folder / "left", disk, dirs_exist_ok=True)
         else:
             clocks = Clocks(disk / "clocks")
-            faulty(make_world(disk, args.pace, clocks=clocks), disk, clocks, args.seed, seconds, every_s)
+            files = make_world(disk, args.pace, clocks=clocks, vaults=args.vaults)
+            faulty(files, disk, clocks, args.seed, seconds, every_s)
             if args.folder is not None:  # before anything is counted, which may fail
                 ignored = shutil.ignore_patterns(WAN_CONTROL)
                 shutil.copytree(disk, folder / "left", ignore=ignored, dirs_exist_ok=True)
         print("the run has ended; its journals are replayed", flush=True)
         result = counted(FaultyRun.kept(disk))
-        seconds = result["seconds"]
+        seconds, vaults = result["seconds"], "vaults" in result
     if args.folder is None and args.again is None:
         shutil.rmtree(folder)
     note = f"{args.profile}, {seconds:g} s; seed {args.seed}; pace {args.pace:g} s"
     report(
-        "faults",
+        "faults_vaults" if vaults else "faults",
         result,
         args,
         units_by_ending({"_s": "s", "_tokens": "tokens"}),
@@ -120,7 +124,8 @@ def faulty(files: tuple[Path, Path], disk: Path, clocks: Clocks, seed: int, seco
         if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
         print(f"every worker trains; faults for {seconds:g} s, seed {seed}", flush=True)
-        faults = random_faults(seed, seconds, every_s, run.regions) if every_s else short_faults(run.regions)
+        them = run.regions, len(run.vaults[GLOBAL])
+        faults = random_faults(seed, seconds, every_s, *them) if every_s else short_faults(*them)
         run.play(faults, seconds, lambda text: print(text, flush=True))
         before = {worker: run.jobs_of(worker) for names in run.regions.values() for worker in names}
         run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
@@ -144,7 +149,7 @@ def counted(run: FaultyRun) -> dict[str, Any]:
         "lies_refused": run.noted["lies_refused"],
         "servers_ended": sum(
             e["event"] == "ProcessDied"
-            and e["unit"] in ("global", *run.regions)
+            and e["unit"] in run.servers
             and "exit code" in e["how"]
             and not e["how"].endswith(" 137")  # its guard says so of one that was killed
             for e in run.events("launcher")

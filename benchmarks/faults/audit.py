@@ -1,160 +1,67 @@
-"""What a faulty run must have kept, recomputed from its servers' whole journals by an uninterrupted replay.
-
-The chain: one server replays all segments from the run's first, through all its lives. It is compared with each
-snapshot that the living server wrote, and at each restart with what recovery rebuilds there: newest snapshot, then
-the journal. Bit for bit.
-"""
+"""What a faulty run must have kept, recomputed from its servers' whole journals by an uninterrupted replay
+(`benchmarks.faults.replay`), and its accounts."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
+from benchmarks.faults.replay import ServerReplay, Written
 from benchmarks.faults.runner import FaultyRun
-from geotrain.config import load_run
+from geotrain.config import load_run, vault_name
 from geotrain.layout import layout_of
 from geotrain.net.journal import Journal
-from geotrain.net.recovery import KINDS, Restarted, Stopped, end_lives
-from geotrain.net.server_process import initial_weights
-from geotrain.net.snapshots import Snapshot, SnapshotStore
+from geotrain.net.recovery import KINDS
+from geotrain.net.server_process import (
+    begin_server,
+    begin_vault,
+    far_vaults,
+    global_server,
+    region_server,
+    vault_machine,
+)
+from geotrain.net.snapshots import META, Snapshot, SnapshotStore, checked_meta
+from geotrain.net.vault_host import JOURNALED
 from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import Refused, UpdatePart
-from geotrain.outer.region_server import RegionServer
-from geotrain.outer.rules import region_rule, updates_in_run
-from geotrain.outer.server import Server, identity_of
+from geotrain.outer.messages import GLOBAL
+from geotrain.outer.server import Server
 
 
-@dataclass
-class Replay:
-    """One server's history. applied: (member, incarnation, sequence, digest of its payloads) of each update.
-    committed: ranges of samples (global server). deaths: restarts that the journal tells of."""
+def replayed(run: FaultyRun, site: str) -> ServerReplay:
+    """A server, with its vaults."""
+    config, cluster = load_run(run.folder / "run.json"), run.cluster  # as launched: with the data's digest
 
-    server: Server
-    applied: list[tuple[str, str, int, str]] = field(default_factory=list)
-    committed: list[tuple[int, int]] = field(default_factory=list)
-    deaths: int = 0
-    snapshots: int = 0
-    mismatches: list[str] = field(default_factory=list)
-
-
-def build(run: FaultyRun, site: str) -> Server:
-    """As `geotrain serve` makes it, without state."""
-    config, layout = load_run(run.folder / "run.json"), layout_of(run.run)  # as launched: with the data's digest
-    identity = identity_of(config, layout)
-    regions = {name: tuple(workers) for name, workers in run.regions.items()}
-    samples = config.data.train_samples, config.samples_per_step
-    if site == "global":
-        return GlobalServer(identity, layout, config.outer, regions, *samples)
-    everyone = sum(len(workers) for workers in regions.values())
-    updates = updates_in_run(*samples, config.outer.local_steps, len(regions[site]), everyone)
-    rule = region_rule(config.outer.rule, regions[site], updates)
-    return RegionServer(site, identity, layout, config.outer, rule, regions[site])
-
-
-def replay(run: FaultyRun, site: str) -> Replay:
-    chain = build(run, site)
-    if site == "global":
-        chain.set_weights(initial_weights(run.run, chain.layout))
-    history = Replay(chain)
-    written = {_read(path).meta["segment"]: path for path in (run.archive / site / "snapshots").iterdir()}
-    shadow: Server | None = None  # what recovery would have
-    digests: dict[tuple[str, int], str] = {}
-    for segment, messages in _segments(run, site):
-        if segment in written:
-            history.snapshots += 1
-            saved = _read(written[segment])
-            _compare(history, chain, saved.tensors, saved.meta["state"], f"snapshot {saved.number}")
-            shadow = build(run, site)
-            shadow.load({k: t.clone() for k, t in saved.tensors.items()}, saved.meta["state"])
-        for message in messages:
-            if isinstance(message, Restarted):
-                if shadow is not None:
-                    history.deaths += 1
-                    _compare(history, chain, *shadow.state(), f"restart {history.deaths}")
-                chain = history.server = _again(build(run, site), chain)
-                shadow = None if shadow is None else _again(build(run, site), shadow)
-                continue
-            if isinstance(message, Stopped):
-                for server in (chain, *([] if shadow is None else [shadow])):
-                    end_lives(server)
-                continue
-            if shadow is not None:
-                _tell(shadow, message)
-            _note(history, message, digests)
-    return history
-
-
-def _again(fresh: Server, server: Server) -> Server:
-    """What is left of a server when its process dies."""
-    fresh.load(*server.state())
-    return fresh
-
-
-def _tell(server: Server, message: Any) -> Any:
-    with suppress(Refused):
-        return server.handle(message).reply
-    return None
-
-
-def _note(history: Replay, message: Any, digests: dict[tuple[str, int], str]) -> None:
-    server = history.server
-    book = getattr(server, "book", None)  # the global server's
-    before = dict(book.open) if book else {}
-    reply = _tell(server, message)
-    if not isinstance(message, UpdatePart):
-        return
-    key = message.member, message.sequence
-    text = b"".join(bytes(d.payload) for d in message.deltas)
-    digests[key] = hashlib.sha256(digests.get(key, "").encode() + text).hexdigest()
-    if reply:
-        history.applied.append((message.member, message.incarnation, message.sequence, digests[key]))
-        if book:
-            done = [before[n] for n in message.leases if n in before and n not in book.open]
-            history.committed += [(lease.start, lease.samples) for lease in done]
-
-
-def _compare(history: Replay, chain: Server, tensors: Any, meta: Any, what: str) -> None:
-    ours, state = chain.state()
-    plain = json.loads(json.dumps(state))
-    other = json.loads(json.dumps(meta))
-    differing = list(_paths(plain, other))
-    differing += [name for name in ours.keys() | tensors.keys() if not _equal(ours.get(name), tensors.get(name))]
-    if differing:
-        history.mismatches.append(f"{what}: {', '.join(sorted(differing)[:5])}")
-
-
-def _paths(one: Any, other: Any, at: str = "") -> Iterator[str]:
-    """Where two pieces of plain data differ."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in one.keys() | other.keys():
-            yield from _paths(one.get(key), other.get(key), f"{at}.{key}" if at else key)
-    elif one != other:
-        sorted_too = (
-            isinstance(one, list) and isinstance(other, list) and sorted(map(str, one)) == sorted(map(str, other))
+    def build() -> Server:
+        """As `geotrain serve` makes it, without state."""
+        vaults = far_vaults(config, cluster, site)
+        return (
+            global_server(config, cluster, vaults) if site == GLOBAL else region_server(config, cluster, site, vaults)
         )
-        yield f"{at} (in its order only)" if sorted_too else at
+
+    book = Written(build, partial(begin_server, run=config), _segments(run, site, KINDS), _snapshots(run, site))
+    vaults = [
+        Written(
+            partial(vault_machine, config, cluster, site, index),
+            partial(begin_vault, run=config),
+            _segments(run, name, JOURNALED),
+            _snapshots(run, name),
+        )
+        for index, name in enumerate(run.vaults[site])
+    ]
+    return ServerReplay(book, vaults)
 
 
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)
-
-
-def _segments(run: FaultyRun, site: str) -> Iterator[tuple[int, Iterator[Any]]]:
+def _segments(run: FaultyRun, name: str, kinds: tuple[type, ...]) -> Iterator[tuple[int, Iterator[Any]]]:
     """(number, messages) of each segment of the journal. Each is read in a folder of its own, because the journal's
     reader refuses gaps, and the first segment may be missing: it ends before a new server listens, so that the server
     may drop it before it was linked into the archive.
     """
-    folder = run.archive / site / "journal"
+    folder = run.archive / name / "journal"
     limit_bytes = 8 * layout_of(run.run).numel + 65536
     paths = sorted(folder.glob("*.journal"))
     numbers = [int(path.stem) for path in paths]
@@ -163,7 +70,7 @@ def _segments(run: FaultyRun, site: str) -> Iterator[tuple[int, Iterator[Any]]]:
     for path in paths:
         with tempfile.TemporaryDirectory() as alone:
             os.link(path, Path(alone) / path.name) if _same_disk(path, alone) else _copy(path, Path(alone))
-            journal = Journal(Path(alone), KINDS, limit_bytes)
+            journal = Journal(Path(alone), kinds, limit_bytes)
             yield int(path.stem), journal.replay(int(path.stem), is_whole=False)
             journal.close()
 
@@ -174,6 +81,12 @@ def _same_disk(path: Path, folder: str) -> bool:
 
 def _copy(path: Path, folder: Path) -> None:
     (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _snapshots(run: FaultyRun, name: str) -> dict[int, partial[Snapshot]]:
+    """By the segment of the journal that follows each."""
+    paths = (run.archive / name / "snapshots").iterdir()
+    return {checked_meta((path / META).read_bytes())["meta"]["segment"]: partial(_read, path) for path in paths}
 
 
 def _read(snapshot: Path) -> Snapshot:
@@ -189,36 +102,56 @@ def _read(snapshot: Path) -> Snapshot:
 
 def accounts(run: FaultyRun) -> dict[str, Any]:
     """The figures of a run that has ended."""
-    histories = {site: replay(run, site) for site in ("global", *run.regions)}
-    top = histories["global"]
+    servers = {site: replayed(run, site) for site in (GLOBAL, *run.regions)}
+    books = {site: server.book for site, server in servers.items()}
+    top = books[GLOBAL]
     acknowledged = lost = twice = 0
     for region, workers in run.regions.items():
-        below = histories[region]
+        below = books[region]
         told = {(w, e["life"], e["sequence"]) for w in workers for e in _acknowledgements(run, w)}
         lost += len(told - {(m, life, sequence) for m, life, sequence, _ in below.applied})
         told_up = {e["sequence"] for e in _acknowledgements(run, region)}
         lost += len(told_up - {sequence for m, _, sequence, _ in top.applied if m == region})
-        lost += below.server.lost_updates
+        lost += below.now.lost_updates
         acknowledged += len(told) + len(told_up)
-    for history in histories.values():
+    for history in books.values():
         numbers = Counter((member, sequence) for member, _, sequence, _ in history.applied)
         contents = Counter((member, digest) for member, _, _, digest in history.applied)
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
-    book = cast(GlobalServer, top.server).book
-    out = [(lease.start, lease.samples) for lease in book.open.values()]
-    once, overlapping = coverage([*top.committed, *book.pool, *out])
+    leases = cast(GlobalServer, top.now).book
+    out = [(lease.start, lease.samples) for lease in leases.open.values()]
+    once, overlapping = coverage([*top.committed, *leases.pool, *out])
+    wrong = [
+        f"{site if vault is None else vault_name(site, vault)}: {text}"
+        for site, server in servers.items()
+        for vault, text in server.mismatches
+    ]
     return {
         "acknowledged_updates": acknowledged,
         "lost_acknowledged": lost,
         "applied_twice": twice,
-        "replay_mismatches": sum(len(h.mismatches) for h in histories.values()),
-        "mismatches": [f"{site}: {text}" for site, h in histories.items() for text in h.mismatches][:10],
-        "server_deaths": sum(h.deaths for h in histories.values()),
-        "snapshots_compared": sum(h.snapshots for h in histories.values()),
-        "samples_skipped": book.next_start - once,
+        "replay_mismatches": len(wrong),
+        "mismatches": wrong[:10],
+        "server_deaths": sum(book.recoveries for book in books.values()),
+        "snapshots_compared": sum(book.snapshots for book in books.values()),
+        "samples_skipped": leases.next_start - once,
         "samples_twice_uncounted": overlapping,
-        "committed_samples": book.committed_samples,
+        "committed_samples": leases.committed_samples,
+        **_of_vaults(list(servers.values())),
     }
+
+
+def _of_vaults(servers: list[ServerReplay]) -> dict[str, Any]:
+    """Nothing, where no server has vaults in processes of their own."""
+    vaults = [vault for server in servers for vault in server.vaults]
+    figures = {
+        "processes": len(vaults),
+        "orders": sum(len(vault.orders) for vault in vaults),
+        "behind": sum(server.behind for server in servers),
+        "snapshots_compared": sum(vault.snapshots for vault in vaults),
+        "recoveries_compared": sum(vault.recoveries for vault in vaults),
+    }
+    return {"vaults": figures} if vaults else {}
 
 
 def coverage(ranges: list[tuple[int, int]]) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from geotrain.config import load_cluster, load_run
 from geotrain.layout import layout_of
 from geotrain.net.certs import Trust, identity, load_credentials
 from geotrain.net.grpc_client import Unreachable
+from geotrain.net.vaulted_link import vaults_above
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import to_bytes
@@ -28,11 +29,12 @@ from geotrain.outer.server import identity_of
 
 WAIT_S = 20.0
 LIAR = "liar-"  # so begins the name of its life
+NOWHERE = 99  # a piece that no model here has
 BELIEVED = 3  # not 1, which an exception gives
 
 
 def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
-    """true: an update of zeros of all fragments, as a worker that has trained nothing would send it."""
+    """true: an update of zeros of all pieces, as a worker that has trained nothing would send it."""
     delta, *others = true.deltas
 
     def instead(**changes: object) -> UpdatePart:
@@ -41,7 +43,7 @@ def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
     yield "not finite", instead(payload=b"\xff" * len(delta.payload))
     yield "too short", instead(payload=delta.payload[:-1])
     yield "of a version that was never given", instead(anchor_version=1 << 40)
-    yield "of a fragment that is not there", instead(fragment=99)
+    yield "of a piece that is not there", instead(piece=NOWHERE)
     yield "for a thousand workers", replace(true, weight=1000)
 
 
@@ -51,7 +53,7 @@ def main() -> int:
     layout, life = layout_of(run), f"{LIAR}{uuid.uuid4().hex}"
     assert cluster.security is not None
     trust = Trust(load_credentials(Path(cluster.security.folder), "worker", worker), identity("region", region))
-    whole = tuple(layout.whole(f.index) for f in layout.fragments)
+    whole = tuple(layout.whole(piece.index) for piece in layout.pieces)
     i = identity_of(run, layout)
     join = Join(i.run, i.config_digest, i.layout_digest, i.model, worker, life, 0, 1, whole, whole)
     up, _ = run.outer.worker_codecs
@@ -61,15 +63,16 @@ def main() -> int:
     except (OSError, ValueError) as error:  # of a server that is just started again, or cannot write
         print(f"the server is not there: {error}")
         return 0
-    with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust)) as client:
+    above = vaults_above(cluster, layout, "worker", worker, region)
+    if above is not None:  # the first vault is told of a piece that is not there
+        above = replace(above, owner=(*above.owner, *[0] * NOWHERE), fragments=(*above.fragments, *[0] * NOWHERE))
+    with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust, vaults=above)) as client:
         try:
             sequence = client.join(join).sequence
         except (Refused, Unreachable, TimeoutError) as error:
             print(f"the join was refused: {error}")
             return 0
-        zeros = (
-            PieceDelta(f.index, 0, to_bytes(codec.encode(torch.zeros(f.numel)).payload)) for f in layout.fragments
-        )
+        zeros = (PieceDelta(p.index, 0, to_bytes(codec.encode(torch.zeros(p.numel)).payload)) for p in layout.pieces)
         true = UpdatePart(worker, life, sequence, 0, tuple(zeros), job=1)
         for what, lie in lies(true):
             try:

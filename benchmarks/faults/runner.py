@@ -26,11 +26,11 @@ from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.liar import BELIEVED
 from benchmarks.faults.scenario import Event, Fault
 from geotrain.commands.operate import LiveRun
-from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, vault_name, vaults_of
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.grpc_client import Unreachable
-from geotrain.outer.messages import Refused
+from geotrain.outer.messages import GLOBAL, Refused
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches
@@ -44,7 +44,7 @@ FINISH_S = 180.0  # for an orderly end
 
 @dataclass(frozen=True)
 class Found:
-    """A process of the run. kind: as in `Fault`; of: its worker or site."""
+    """A process of the run. kind: as in `Fault`; of: its worker, server or vault."""
 
     pid: int
     kind: str
@@ -79,6 +79,11 @@ class FaultyRun:
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **(clocks.env(SERVERS) if clocks else {})}
         self.began_s = time.time()
         self.regions = {region.name: [w.name for w in region.workers] for region in self.cluster.regions}
+        self.vaults = {
+            site: tuple(vault_name(site, i) for i in range(len(vaults_of(self.cluster, site))))
+            for site in (GLOBAL, *self.regions)
+        }
+        self.servers = [name for site, vaults in self.vaults.items() for name in (site, *vaults)]
         self.done: list[tuple[float, Fault]] = []  # (Unix time, what was done)
         self.samples: dict[int, Samples] = {}
         self.liars: list[subprocess.Popen[str]] = []
@@ -141,8 +146,10 @@ class FaultyRun:
             return None
         guarded = any(word.endswith("launch/guard.py") for word in words[:5])
         if "serve" in words:
-            of = "global" if "global" in words else words[words.index("region") + 1]
-            return Found(pid, "guard-of-server" if guarded else "global" if of == "global" else "server", of)
+            which = words[words.index("serve") + 1 : words.index("--run")]
+            kind = {"global": "global", "region": "server", "vault": "vault"}[which[0]]
+            of = vault_name(which[1], int(which[2])) if kind == "vault" else which[-1]
+            return Found(pid, "guard-of-server" if guarded else kind, of)
         if "--worker" in words:
             worker = words[words.index("--worker") + 1]
             if guarded:
@@ -157,10 +164,10 @@ class FaultyRun:
         return None
 
     def pids(self, kind: str, of: str) -> list[int]:
-        """kind "region": all processes of its server and its workers."""
+        """kind "region": all processes of its server, of that's vaults, and of its workers."""
         found = self.processes()
         if kind == "region":
-            return [f.pid for f in found if f.of in (of, *self.regions[of])]
+            return [f.pid for f in found if f.of in (of, *self.vaults[of], *self.regions[of])]
         return [f.pid for f in found if (f.kind, f.of) == (kind, of)]
 
     # -- what happened
@@ -223,6 +230,8 @@ class FaultyRun:
         """False when there is no such process now: later, then. ends: gets what ends the fault, and when."""
         until_s = time.monotonic() + fault.for_s
         if fault.what == "fill":
+            if not self.pids("global", "global"):  # a launcher begins, which would not without room, and rightly
+                return False
             ends.append((until_s, fill(self.folder.parent)))
         elif fault.what == "lie":
             return self._lie(fault)
@@ -258,10 +267,10 @@ class FaultyRun:
         self.done.append((time.time(), fault))
         return True
 
-    def _listening(self, site: str) -> int | None:
-        """The process that listens as this server."""
+    def _listening(self, server: str) -> int | None:
+        """The process that listens as this server or vault."""
         with suppress(OSError, ValueError, KeyError):
-            return int(json.loads((self.folder / "servers" / site / "listening.json").read_text())["pid"])
+            return int(json.loads((self.folder / "servers" / server / "listening.json").read_text())["pid"])
         return None
 
     def _lie(self, fault: Fault) -> bool:
@@ -272,7 +281,9 @@ class FaultyRun:
         if not servers or not listening.exists():
             return False
         inside = ["nsenter", f"--net=/proc/{servers[-1]}/ns/net"]
-        words = [str(self.files[0]), str(self.files[1]), region, fault.of, str(listening)]
+        # As launched: there are the vaults' addresses.
+        files = [str(self.folder / name) for name in ("run.json", "cluster.json")]
+        words = [*files, region, fault.of, str(listening)]
         with self.log.open("ab") as log:
             command = [*inside, sys.executable, "-m", "benchmarks.faults.liar", *words]
             self.liars.append(subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=log, text=True))
@@ -315,9 +326,9 @@ class FaultyRun:
         self.keep_journals()
 
     def keep_journals(self) -> None:
-        """Links to what the servers have written; a segment that still grows is the same file."""
-        for site in ("global", *self.regions):
-            here, there = self.folder / "servers" / site, self.archive / site
+        """Links to what servers and vaults have written; a segment that still grows is the same file."""
+        for server in self.servers:
+            here, there = self.folder / "servers" / server, self.archive / server
             for name in ("journal", "snapshots"):
                 (there / name).mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
@@ -325,10 +336,12 @@ class FaultyRun:
                     with suppress(FileExistsError, FileNotFoundError):
                         os.link(segment, there / "journal" / segment.name)
                 for snapshot in (here / "snapshots").iterdir():
-                    kept = there / "snapshots" / snapshot.name
+                    kept, partial_copy = there / "snapshots" / snapshot.name, there / "snapshot.partial"
                     if snapshot.name.isdecimal() and not kept.exists():
-                        with suppress(FileNotFoundError):
-                            shutil.copytree(snapshot, kept, copy_function=os.link)
+                        shutil.rmtree(partial_copy, ignore_errors=True)
+                        with suppress(FileNotFoundError, shutil.Error):  # it may be deleted meanwhile
+                            shutil.copytree(snapshot, partial_copy, copy_function=os.link)
+                            partial_copy.rename(kept)
 
     def _sample(self) -> None:
         for found in [Found(self.launcher.pid, "launcher", "here"), *self.processes()]:

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from geotrain.config import vault_name
+from geotrain.outer.messages import GLOBAL
+
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
 BURDENS = ("starve", "files", "fill", "lie", "clock")  # what servers, and the last one workers, must bear
 STEP_S = 3600  # of a clock; certificates are valid from an hour before they were made
@@ -30,9 +33,10 @@ class Fault:
     what is no update; step the wall clock of the machine that launches, or of a region's workers, and later back.
 
     kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
-    GeoTrain's launcher), "server" (a region's), "global", "region" (all its processes at once), "launcher": of
-    the whole run, which is then launched again with --resume. Of clocks: "servers" (and the launcher) or "workers".
-    of: a worker or a region. when: seconds from the beginning, or an event. for_s: how long it lasts.
+    GeoTrain's launcher), "server" (a region's), "global", "vault" (of either), "region" (all its processes at once),
+    "launcher": of the whole run, which is then launched again with --resume. Of clocks: "servers" (and the launcher)
+    or "workers".
+    of: a worker, a region or a vault. when: seconds from the beginning, or an event. for_s: how long it lasts.
     rate, seed, amount: of packets, as in `geotrain.emulate.impairments`; the amount of a clock's step: seconds.
     """
 
@@ -62,26 +66,43 @@ class Fault:
         return (self.for_s, *more.get(self.what, (self.rate, self.seed, self.amount)))
 
 
-def random_faults(seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]]) -> list[Fault]:
+def random_faults(
+    seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]], vaults: int = 0
+) -> list[Fault]:
     """Faults at random times, none in the last 20 s (nobody would recover from it).
 
     About one each `every_s` befalls processes and whole links: every kind of process is killed once before any is
     killed again, with cuts, slow links and stops in between. About as many befall packets, and half as many are
-    burdens of servers, independently: so they also meet what recovers. regions: region → its workers.
+    burdens of servers, independently: so they also meet what recovers. regions: region → its workers. vaults: of each
+    server, in processes of their own; of every server one is killed as often as any kind of process.
     """
     dice = random.Random(seed)
-    decks = ([*KILLS, *KILLS, "rank", "cut", "slow", "stop"], 1), ([*PACKETS, "corrupt"], 1), ([*BURDENS], 2)
-    faults = [fault for kinds, rare in decks for fault in _dealt(kinds, dice, seconds, rare * every_s, regions)]
+    victims = [*KILLS, *([f"kill of {site}" for site in (GLOBAL, *regions)] if vaults else [])]
+    processes = [*victims, *victims, "rank", "cut", "slow", "stop", *(["stop of vault"] if vaults else [])]
+    burdens = [*BURDENS, *(["starve of vault", "files of vault"] if vaults else [])]
+    decks = (processes, 1), ([*PACKETS, "corrupt"], 1), (burdens, 2)
+    faults = [
+        fault for kinds, rare in decks for fault in _dealt(kinds, dice, seconds, rare * every_s, regions, vaults)
+    ]
     return sorted(faults, key=lambda fault: float(fault.when))
 
 
-def short_faults(regions: dict[str, Sequence[str]]) -> list[Fault]:
-    """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers.
+def short_faults(regions: dict[str, Sequence[str]], vaults: int = 0) -> list[Fault]:
+    """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers. vaults: of
+    each server, in processes of their own: one of each is killed, some are stopped, starved and without files.
 
     Clocks are stepped both ways, and one server and one rank begin a life while theirs is wrong.
     """
     first, last = min(regions), max(regions)
-    return [
+    of_vaults = [
+        Fault("kill", 2.0, vault_name(first, 0), "vault"),  # it comes back to a full disk
+        Fault("starve", 5.0, vault_name(first, 0), "vault", for_s=2.5),
+        Fault("files", 5.5, vault_name(last, vaults - 1), "vault", for_s=3.0),
+        Fault("kill", 7.0, vault_name(GLOBAL, vaults - 1), "vault"),
+        Fault("stop", 9.5, vault_name(GLOBAL, 0), "vault", for_s=1.5),
+        Fault("kill", 10.5, vault_name(last, 0), "vault"),
+    ]
+    faults = [
         Fault("fill", 0.5, "all", "disk", for_s=2.5),
         Fault("clock", 1.0, "all", "servers", for_s=6.0, amount=STEP_S),
         Fault("kill", 1.5, "global", "global"),  # it comes back to a full disk
@@ -94,22 +115,26 @@ def short_faults(regions: dict[str, Sequence[str]]) -> list[Fault]:
         Fault("kill", 8.0, first, "server"),
         Fault("kill", 9.0, regions[first][0], "rank"),
     ]
+    return sorted([*faults, *(of_vaults if vaults else [])], key=lambda fault: float(fault.when))
 
 
 def _dealt(
-    kinds: list[str], dice: random.Random, seconds: float, every_s: float, regions: dict[str, Sequence[str]]
-) -> Iterator[Fault]:
+    kinds: list[str], dice: random.Random, seconds: float, every_s: float, regions: dict[str, Sequence[str]],
+    vaults: int,
+) -> Iterator[Fault]:  # fmt: skip
     deck: list[str] = []
     at_s = every_s * dice.uniform(0.2, 0.6)
     while at_s < seconds - 20.0:
         if not deck:
             deck = list(kinds)
             dice.shuffle(deck)
-        yield _fault(deck.pop(), round(at_s, 2), dice, regions)
+        card = deck.pop()
+        made = _of_vault if " of " in card else _fault
+        yield made(card, round(at_s, 2), dice, regions, vaults)
         at_s += every_s * dice.uniform(0.6, 1.4)
 
 
-def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Sequence[str]]) -> Fault:
+def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Sequence[str]], _: int) -> Fault:
     region = dice.choice(sorted(regions))
     worker = dice.choice(sorted(regions[region]))
     if what == "cut":
@@ -135,3 +160,12 @@ def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Seque
         return Fault(what, at_s, region, for_s=for_s, rate=rate, seed=dice.randrange(1000), amount=amount)
     of = {"global": "global", "launcher": "all", "server": region, "region": region}.get(what, worker)
     return Fault("kill", at_s, of, what)
+
+
+def _of_vault(card: str, at_s: float, dice: random.Random, regions: dict[str, Sequence[str]], vaults: int) -> Fault:
+    """card: "kill of <server>", of one of its vaults; others "of vault", of any server."""
+    what, _, of = card.partition(" of ")
+    site = dice.choice([GLOBAL, *sorted(regions)]) if of == "vault" else of
+    vault = vault_name(site, dice.randrange(vaults))
+    for_s = {"kill": 0.0, "stop": dice.uniform(1.0, 4.0)}.get(what, dice.uniform(3.0, 8.0))
+    return Fault(what, at_s, vault, "vault", for_s=round(for_s, 1))

@@ -86,7 +86,7 @@ def recover(
     for message in journal.replay(snapshot.meta["segment"] if snapshot else 1):
         replayed += 1
         if isinstance(message, Restarted):
-            server = _restarted(build, server)
+            server = restarted(build, server)
             continue
         if isinstance(message, Stopped):
             end_lives(server)
@@ -96,7 +96,7 @@ def recover(
         with suppress(Refused):
             server.handle(message)
     if replayed:
-        server = _restarted(build, server)
+        server = restarted(build, server)
     journal.append(Restarted())
     journal.flush()
     if journal.cut is not None:
@@ -111,7 +111,7 @@ def end_lives(server: Server) -> None:
         member.ended = True
 
 
-def _restarted(build: Callable[[], Server], server: Server) -> Server:
+def restarted(build: Callable[[], Server], server: Server) -> Server:
     """A server with nothing but this one's durable state, as after the death of its process."""
     fresh = build()
     fresh.vaults.take_over(server.vaults)

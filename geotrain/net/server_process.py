@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -100,13 +101,9 @@ def serve_global(
         server.validation_steps = validation_steps(run)
         return server
 
-    def begin(server: Server) -> None:
-        far = isinstance(server.vaults, FarVaults)  # they begin with the weights themselves
-        server.set_weights(
-            [torch.empty(0)] * len(server.layout.fragments) if far else initial_weights(run, server.layout)
-        )
-
-    return _serve(build, begin, ServerSetup(run, cluster, "global", GLOBAL, folder, evaluate), resume)
+    return _serve(
+        build, partial(begin_server, run=run), ServerSetup(run, cluster, "global", GLOBAL, folder, evaluate), resume
+    )
 
 
 def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool) -> int:
@@ -117,8 +114,17 @@ def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Pa
         server.validation_steps = validation_steps(run)
         return server
 
-    # A new region begins without weights; it gets them from the global server.
-    return _serve(build, lambda server: None, ServerSetup(run, cluster, "region", region, folder), resume)
+    return _serve(build, partial(begin_server, run=run), ServerSetup(run, cluster, "region", region, folder), resume)
+
+
+def begin_server(server: Server, run: RunConfig) -> None:
+    """Give a server what it has when a run begins: the global one's first weights. A region gets its from there.
+    Raises ConfigError."""
+    if server.name == GLOBAL:
+        far = isinstance(server.vaults, FarVaults)  # they begin with the weights themselves
+        server.set_weights(
+            [torch.empty(0)] * len(server.layout.fragments) if far else initial_weights(run, server.layout)
+        )
 
 
 def far_vaults(run: RunConfig, cluster: ClusterConfig, server: str) -> int | FarVaults:
@@ -142,15 +148,9 @@ def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int,
         addresses, top = vaults_of(cluster, server), server == GLOBAL
         if not 0 <= index < len(addresses):
             raise ConfigError(f"server {server!r} has {len(addresses)} vaults in the cluster file, and no {index}")
-        number = len(addresses)
-        whole = global_server(run, cluster, number) if top else region_server(run, cluster, server, number)
-        machine = VaultMachine(whole.vaults.all[index], index, number, tuple(whole.members), whole.member_role)
-        if top and not SnapshotStore(folder / SNAPSHOTS).numbers():
-            vectors = initial_weights(run, whole.layout)
-            for piece in machine.vault.pieces:
-                x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
-                machine.vault.set_weights(piece.index, x.clone())
-            del vectors
+        machine = vault_machine(run, cluster, server, index)
+        if not SnapshotStore(folder / SNAPSHOTS).numbers():
+            begin_vault(machine, run)
         book = cluster.global_server if top else cluster.region(server).server
         above = None if top else cluster.global_vaults[index]
         own = load_credentials(Path(cluster.security.folder), "vault", server) if cluster.security else None
@@ -158,6 +158,23 @@ def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int,
         run_vault(machine, setup, run.monitor.enabled)
 
     return _live_on(folder, live, resume)
+
+
+def vault_machine(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> VaultMachine:
+    """A vault in a process of its own, without state."""
+    number = len(vaults_of(cluster, server))
+    whole = global_server(run, cluster, number) if server == GLOBAL else region_server(run, cluster, server, number)
+    return VaultMachine(whole.vaults.all[index], index, number, tuple(whole.members), whole.member_role)
+
+
+def begin_vault(machine: VaultMachine, run: RunConfig) -> None:
+    """As `begin_server`, of a vault in a process of its own. Raises ConfigError."""
+    if machine.name != GLOBAL:
+        return
+    vectors = initial_weights(run, machine.layout)
+    for piece in machine.vault.pieces:
+        x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
+        machine.vault.set_weights(piece.index, x.clone())
 
 
 def validation_steps(run: RunConfig) -> int:

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 LISTENING = "listening.json"
 ORDERS = Apply, Freeze, Forget, SendUp, Merge, StartOver, Copy, NewLife, Join
+JOURNALED = (*ORDERS, UpdatePart, Answer)
 TOLD = (*ORDERS, rpc.Bring, rpc.Fetch, rpc.Save, rpc.Farewell)
 AGAIN_S = 0.2
 CALL_S = (0.2, 2.0)  # pauses between two calls of the book, drawn at random
@@ -88,7 +89,7 @@ def recover_vault(
         )
     if newest is not None:
         machine.load(newest.tensors, newest.meta["state"])
-    journal = Journal(folder / JOURNAL, (*ORDERS, UpdatePart, Answer), limit_bytes=8 * machine.layout.numel + 65536)
+    journal = Journal(folder / JOURNAL, JOURNALED, limit_bytes=8 * machine.layout.numel + 65536)
     replayed = 0
     for message in journal.replay(newest.meta["segment"] if newest else 1):
         replayed += 1

@@ -38,6 +38,7 @@ class FarVault:
         self.double, self.index = double, index
         self.machine = self.build()
         self.snapshot, self.journal, self.flushed = frozen(self.machine), [], 0
+        self.written = [(self.snapshot, self.journal)]  # all snapshots, each with the journal that follows it
         self.orders: deque[Any] = deque()
 
     def build(self) -> VaultMachine:
@@ -66,6 +67,7 @@ class FarVault:
     def keep(self) -> None:
         """It writes a snapshot."""
         self.snapshot, self.journal = frozen(self.machine), list(self.machine.left_out())
+        self.written.append((self.snapshot, self.journal))
         self.flushed = len(self.journal)
 
     def die(self, dice: random.Random) -> None:
@@ -93,6 +95,7 @@ class Double:
             self.book.fragments = world.servers[name].fragments and [type(c)() for c in world.servers[name].fragments]
         self.processes = [FarVault(self, i) for i in range(vaults)]
         self.snapshot, self.journal = frozen(self.book), []
+        self.written = [(self.snapshot, self.journal)]
         self.begin_life()
 
     def build(self) -> Server:
@@ -130,12 +133,13 @@ class Double:
         self.begin_life()
 
     def keep(self) -> None:
-        """The book writes a snapshot, when all vaults have its orders on disk."""
+        """The book writes a snapshot, when all vaults have written theirs of the same orders."""
         self.settle()
         for process in self.processes:
-            process.flushed = len(process.journal)
+            process.keep()
         self.far.drop(self.far.orders)
         self.snapshot, self.journal = frozen(self.book), [*left_out(self.book)]
+        self.written.append((self.snapshot, self.journal))
 
     # -- what is said
 
