@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from geotrain.net.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.net.grpc_service import GrpcService
 from geotrain.net.journal import Journal
 from geotrain.net.recovery import JOURNAL, begin_snapshot, finish_snapshot
-from geotrain.net.server_thread import ServerThread
+from geotrain.net.server_thread import GROUP, ServerThread
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
 from geotrain.vault import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
@@ -198,7 +199,9 @@ class VaultHost:
         machine = self.machine
         hello = rpc.VaultHello(self.setup.server, machine.index, machine.number, machine.orders)
         await call.write(wire.pack(hello))
-        tasks = [asyncio.ensure_future(each) for each in (self._speak(call), self._tell_state(), self._listen(call))]
+        told: asyncio.Queue[Any] = asyncio.Queue(GROUP)
+        parts = self._speak(call), self._tell_state(), self._listen(call, told), self._obey(told)
+        tasks = [asyncio.ensure_future(each) for each in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -225,25 +228,40 @@ class VaultHost:
                 before = state
             await asyncio.sleep(STATE_S)
 
-    async def _listen(self, call: Any) -> None:
-        """Obey, one order after the other: none may be left out, as where the disk is full for one of them."""
+    async def _listen(self, call: Any, told: asyncio.Queue[Any]) -> None:
         while True:
-            told = wire.unpack(await rpc.next_frame(call.read()), *TOLD)
-            match told:
-                case rpc.Bring(update):
-                    self._go(("up", *(d.piece for d in update.deltas)), update, self._bring)
-                case rpc.Fetch():
-                    self._go(("down", *told.fragments), told, self._fetch)
-                case rpc.Save():
-                    try:
-                        await self._save()
-                    except StoreError as error:  # the older ones are whole
-                        self._tell(str(error))
-                case rpc.Farewell():
-                    self._dismissed = True
-                    self._out.put_nowait(told)  # the book ends the stream when it has come
-                case _:
-                    await self.thread.say(told)  # raises Refused where the disk is full: the book begins a new life
+            for frame in wire.unbundle(await rpc.next_frame(call.read())):
+                await told.put(wire.unpack(frame, *TOLD))
+
+    async def _obey(self, told: asyncio.Queue[Any]) -> None:
+        """One thing after the other. Orders that wait together share a flush. None may be left out: where the disk is
+        full for one of them this raises Refused, and the book begins a new life."""
+        while True:
+            waiting = [await told.get()]
+            while not told.empty():
+                waiting.append(told.get_nowait())
+            for are_orders, several in groupby(waiting, key=lambda each: isinstance(each, ORDERS)):
+                if are_orders:
+                    await self.thread.say_all(*several)
+                else:
+                    for each in several:
+                        await self._do(each)
+
+    async def _do(self, told: rpc.Bring | rpc.Fetch | rpc.Save | rpc.Farewell) -> None:
+        """What is no order, after those before it."""
+        match told:
+            case rpc.Bring(update):
+                self._go(("up", *(d.piece for d in update.deltas)), update, self._bring)
+            case rpc.Fetch():
+                self._go(("down", *told.fragments), told, self._fetch)
+            case rpc.Save():
+                try:
+                    await self._save()
+                except StoreError as error:  # the older ones are whole
+                    self._tell(str(error))
+            case rpc.Farewell():
+                self._dismissed = True
+                self._out.put_nowait(told)  # the book ends the stream when it has come
 
     async def _end_session(self) -> None:
         await self.thread.read(self.machine.end_life)
