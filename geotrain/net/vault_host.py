@@ -39,6 +39,7 @@ from geotrain.net.recovery import JOURNAL, begin_snapshot, finish_snapshot
 from geotrain.net.server_thread import GROUP, ServerThread
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
+from geotrain.shelf import Shelf
 from geotrain.vault import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
 from geotrain.vault_machine import VaultMachine
 from geotrain.vaults import NewLife
@@ -73,15 +74,16 @@ class VaultSetup:
 
 
 def recover_vault(
-    machine: VaultMachine, folder: Path, keep: int
+    machine: VaultMachine, folder: Path, keep: int, shelf: Shelf | None = None
 ) -> tuple[SnapshotStore, Journal, int, int, list[str]]:
     """Bring the vault's state back from its folder; in an empty folder it stays as it is. Returns where it is kept,
     after how many orders its newest snapshot was taken (-1: there is none), how many messages were handled again, and
-    sentences about what was found damaged.
+    sentences about what was found damaged. shelf: where its mirrors lie.
 
     Raises StoreError, JournalDamaged, LayoutError.
     """
-    store = SnapshotStore(folder / SNAPSHOTS, keep)
+    store = SnapshotStore(folder / SNAPSHOTS, keep, shelf)
+    machine.vaults.put_mirrors_on(store.shelf)
     newest, faults = store.load_newest()
     if newest is None and faults:
         raise StoreError(
@@ -347,13 +349,11 @@ class VaultHost:
         self.writing.add_done_callback(done)
 
 
-def run_vault(machine: VaultMachine, setup: VaultSetup, enabled: bool) -> None:
-    """The vault's whole life."""
-    name = f"{setup.server}.vault-{machine.index}"
-    with EventLog(setup.folder / "events.jsonl", source=name, enabled=enabled) as events:
-        store, journal, saved, replayed, faults = recover_vault(machine, setup.folder, setup.keep)
-        for fault in faults:
-            log.error("%s", fault)
-            events.write(Trouble(fault))
-        events.write(Recovery(replayed))
-        asyncio.run(VaultHost(machine, setup, store, journal, events, saved).run())
+def run_vault(machine: VaultMachine, setup: VaultSetup, events: EventLog, shelf: Shelf) -> None:
+    """The vault's whole life. shelf: where its mirrors lie."""
+    store, journal, saved, replayed, faults = recover_vault(machine, setup.folder, setup.keep, shelf)
+    for fault in faults:
+        log.error("%s", fault)
+        events.write(Trouble(fault))
+    events.write(Recovery(replayed))
+    asyncio.run(VaultHost(machine, setup, store, journal, events, saved).run())

@@ -93,7 +93,7 @@ def _sealed(body: bytes | memoryview) -> bytes:
 def _plain(value: Any, payloads: list[bytes]) -> Any:
     if is_dataclass(value):
         return [_plain(getattr(value, f.name), payloads) for f in fields(value)]
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | memoryview):
         payloads.append(value)
         return len(value)
     if isinstance(value, tuple):

@@ -40,8 +40,9 @@ def _beyond(
 ) -> tuple[tuple[float, ...], ...]:
     if above is None:
         return ()
-    send = [sum(send_stages(numel, up, rates).values()) for numel, up in zip(numels, above.up, strict=True)]
-    merge = [sum(merge_stages(numel, down, rates).values()) for numel, down in zip(numels, above.down, strict=True)]
+    up, down = zip(numels, above.up, strict=True), zip(numels, above.down, strict=True)
+    send = [sum(send_stages(numel, size, rates).values()) for numel, size in up]
+    merge = [sum(merge_stages(place, numel, size, rates).values()) for numel, size in down]
     return tuple(send), tuple(merge)
 
 
