@@ -77,12 +77,14 @@ class ServerThread:
 
     async def say(self, message: Any) -> Any:
         """Make the message durable and handle it; returns the state machine's reply. Raises Refused."""
-        return await self._put((message,), lambda: self._say(message))
+        [reply] = await self.say_all(message)
+        return reply
 
-    async def say_all(self, *messages: Any) -> None:
+    async def say_all(self, *messages: Any) -> list[Any]:
         """The same with messages of which none may be left out, one after another: all are made durable, with one
         flush, or none is, and handled. What handling one raises ends the process. Raises Refused: none was taken."""
-        await self._put(messages, lambda: [self._say(message) for message in messages])
+        replies: list[Any] = await self._put(messages, lambda: self._say(messages))
+        return replies
 
     async def read(self, call: Callable[[], T]) -> T:
         """Run, between two messages, something that does not change the durable state."""
@@ -204,18 +206,22 @@ class ServerThread:
             log.error("%s", said)
             self.write_event(Trouble(said))
 
-    def _say(self, message: Any) -> Any:
-        handled = self.server.handle(message)
-        for event in handled.events:
-            self.write_event(event)
-        self._loop.call_soon_threadsafe(self._after, handled.sends, self.server.status())
-        return handled.reply
+    def _say(self, messages: tuple[Any, ...]) -> list[Any]:
+        replies, sends = [], list[Send]()
+        for message in messages:
+            handled = self.server.handle(message)
+            for event in handled.events:
+                self.write_event(event)
+            replies.append(handled.reply)
+            sends += handled.sends
+        self._loop.call_soon_threadsafe(self._after, sends, self.server.status())
+        return replies
 
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _after(self, sends: tuple[Send, ...], status: dict[str, Any]) -> None:
+    def _after(self, sends: list[Send], status: dict[str, Any]) -> None:
         self.status = status
         for send in sends:
             self.deliver(send)
