@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LEAVING = 1  # so many vectors may be on their way to the disk while another is used
 _C = ctypes.CDLL(None, use_errno=True)
-_MS_SYNC, _MADV_WILLNEED, _MADV_PAGEOUT = 4, 3, 21
+_MS_SYNC, _MADV_PAGEOUT, _MADV_POPULATE_WRITE = 4, 21, 23
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # by their number in statfs(2)
 
 
@@ -36,7 +36,8 @@ class DiskShelf(Shelf):
     """In files of this folder. tell: called with a sentence where vectors must stay in memory: on a file system that
     is memory itself or knows no nameless files, and while the disk is full.
 
-    Any thread may call it. A vector that cannot be written ends the server: its next call raises the OSError.
+    Any thread may call it. A vector that cannot be read or written ends the server: OSError, of the latter at the
+    next call.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
@@ -73,7 +74,10 @@ class DiskShelf(Shelf):
     def fetch(self, vector: Tensor) -> None:
         self._check()
         if on_disk(vector):
-            _C.madvise(*_range(vector), _MADV_WILLNEED)
+            # All at once, not page by page as each is touched. What the disk cannot give is an error, and no signal.
+            failed = _C.madvise(*_range(vector), _MADV_POPULATE_WRITE) and ctypes.get_errno()
+            if failed not in (0, errno.EINVAL):  # the latter: Linux before 5.14
+                raise self._error(failed, "read")
 
     def back(self, vector: Tensor) -> None:
         self._check()
@@ -90,13 +94,14 @@ class DiskShelf(Shelf):
         try:
             place = _range(vector)
             if _C.msync(*place, _MS_SYNC):
-                number = ctypes.get_errno()
-                what = f"a mirror cannot be written: {os.strerror(number)}"
-                self._failed = OSError(number, what, str(self._folder))
+                self._failed = self._error(ctypes.get_errno(), "written")
             else:
                 _C.madvise(*place, _MADV_PAGEOUT)  # a kernel that does not know it takes pages when it needs them
         finally:
             self._leaving.release()
+
+    def _error(self, number: int, what: str) -> OSError:
+        return OSError(number, f"a mirror cannot be {what}: {os.strerror(number)}", str(self._folder))
 
     def _check(self) -> None:
         if self._failed is not None:

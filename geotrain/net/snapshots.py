@@ -247,7 +247,7 @@ def _load(
         for name, stated in wanted.items():
             try:
                 place = shelf if shelf is not None and name.startswith(MIRRORS) else Shelf()
-                tensors[name] = _read(folder / _file(name), *stated, place)
+                tensors[name] = _read(folder / _file(name), place, *stated)
                 place.back(tensors[name])
             except UNREADABLE as error:
                 if faults is None or not name.startswith(DISPENSABLE):
@@ -296,7 +296,7 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
     return size, crc
 
 
-def _read(path: Path, size: int, crc: int, shelf: Shelf) -> Tensor:
+def _read(path: Path, shelf: Shelf, size: int, crc: int) -> Tensor:
     """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. shelf: where the tensor then
     lies. Raises DamagedSnapshot."""
     if path.stat().st_size != size:

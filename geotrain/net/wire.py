@@ -33,6 +33,7 @@ MAX_FRAME_BYTES = 4 + max(CHUNK_BYTES, MAX_HEADER_BYTES)
 MAX_TEXT = 4096  # characters of a str field
 MAX_INT = 1 << 62
 CRC_BYTES = 4
+Payload = bytes | memoryview
 LENGTH = struct.Struct("<I")
 MAX_BUNDLE_BYTES = LENGTH.size + MAX_FRAME_BYTES
 
@@ -50,7 +51,7 @@ class DamagedError(WireError):
 
 def frames(message: Any, first_chunk: int = 0) -> Iterator[bytes]:
     """The message as frames: a header, then the chunks of its payloads, from `first_chunk` on."""
-    payloads: list[bytes] = []
+    payloads: list[Payload] = []
     header = msgpack.packb([VERSION, type(message).__name__, _plain(message, payloads)])
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(f"{type(message).__name__}: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES}")
@@ -90,10 +91,10 @@ def _sealed(body: bytes | memoryview) -> bytes:
     return b"".join((crc32(body).to_bytes(CRC_BYTES, "little"), body))
 
 
-def _plain(value: Any, payloads: list[bytes]) -> Any:
+def _plain(value: Any, payloads: list[Payload]) -> Any:
     if is_dataclass(value):
         return [_plain(getattr(value, f.name), payloads) for f in fields(value)]
-    if isinstance(value, bytes | memoryview):
+    if isinstance(value, Payload):
         payloads.append(value)
         return len(value)
     if isinstance(value, tuple):

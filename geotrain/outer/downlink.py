@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -87,7 +87,7 @@ class WeightsSender(_Mirror):
         if not self.changes:
             return PieceWeights(piece, version, to_bytes(payload))
         mirror = self.mirror[piece] = self.shelf.put(payload.view(held.dtype))  # not copied before the next change
-        memory = cast(bytes, memoryview(mirror.view(payload.dtype).numpy()).toreadonly())
+        memory = cast(bytes, memoryview(cast(Any, mirror.view(payload.dtype).numpy())).toreadonly())
         return self._note(PieceWeights(piece, version, memory))
 
 

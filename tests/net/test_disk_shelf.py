@@ -122,6 +122,25 @@ def test_one_that_cannot_be_written_ends_the_server(tmp_path: Path, monkeypatch)
             use(vector)
 
 
+@pytest.mark.parametrize("number", [errno.EFAULT, errno.EINVAL])
+def test_one_that_cannot_be_read_ends_the_server_an_older_kernel_does_not(
+    tmp_path: Path, monkeypatch, number
+) -> None:
+    def fails(*_: Any) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    shelf = DiskShelf(tmp_path, pytest.fail)
+    vector = shelf.put(torch.ones(1000))
+    monkeypatch.setattr(disk_shelf, "_C", SimpleNamespace(madvise=fails))
+    if number == errno.EINVAL:
+        shelf.fetch(vector)
+    else:
+        with pytest.raises(OSError, match="a mirror cannot be read") as raised:
+            shelf.fetch(vector)
+        assert raised.value.errno == errno.EFAULT
+
+
 def test_a_snapshot_gives_mirrors_to_the_shelf_and_what_it_read_goes_back(tmp_path: Path) -> None:
     shelf, size = DiskShelf(tmp_path, pytest.fail), 4 * MIB
     values = torch.arange(size // 4, dtype=torch.float32)

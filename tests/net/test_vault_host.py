@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +93,9 @@ class Life:
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Callable[..., Life]:
+def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
+    lives: list[Life] = []
+
     def made(wrong: int = 0) -> Life:
         machine, address = FakeMachine(wrong), Address(host="127.0.0.1", port=1)
         journal = Journal(tmp_path / "journal", ORDERS, 0)
@@ -101,9 +103,13 @@ def begin(tmp_path: Path) -> Callable[..., Life]:
         setup = VaultSetup("eu", address, address, None, tmp_path, None, 1)
         log = EventLog(tmp_path / "events.jsonl", enabled=False)
         host = VaultHost(machine, setup, SnapshotStore(tmp_path / "s"), journal, log, 0)  # type: ignore[arg-type]
-        return Life(host, machine, journal)
+        lives.append(Life(host, machine, journal))
+        return lives[-1]
 
-    return made
+    yield made
+    for life in lives:
+        life.host.events.close()
+        life.journal.close()
 
 
 def ended(life: Life, book: FakeBook) -> list[int]:
