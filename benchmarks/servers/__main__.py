@@ -29,8 +29,8 @@ bitwise_equal_over_vaults
                      all that both servers hold for good is the same with each number, though a process of each role
                      was killed with -9 on the way, where vaults are processes
 mirrors              of a global server with four regions, whose mirrors are in memory, and on the disk: the most
-                     resident bytes a parameter, mapped files and a snapshot included, the same at rest, and ns a
-                     parameter of an update
+                     resident bytes a parameter, a snapshot included; the same with mapped files, which the kernel can
+                     take, and with them at rest; ns a parameter of an update
 first_weights_mb_s   speed at which the region and its first worker got the weights
 """
 

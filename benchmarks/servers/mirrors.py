@@ -38,13 +38,14 @@ def _live(folder: Path, parameters: float, rounds: int, where: str) -> dict[str,
     for key in ("local", "server_state"):
         del block["outer"][key]
     block["outer"] |= {"levels": 1, "rule": {"name": "region_momentum"}, "mirrors": where}
+    block["outer"]["fragments"]["layers_per_fragment"] *= 5  # as pieces of large models, none is kept by malloc
     run_path.write_text(json.dumps(block))
     server = ServerProcess(run_path, "global")
     members: list[Member] = []
     try:
         server.start()
-        bare_bytes = server.resident_bytes(mapped=True)  # with the weights, and no mirror
-        memory = PeakMemory([server], mapped=True)
+        bare_bytes = server.resident_bytes(), server.resident_bytes(mapped=True)  # with the weights, and no mirror
+        memory, all_of_it = PeakMemory([server]), PeakMemory([server], mapped=True)
         members += [Member(run_path, name, server.address) for name in MEMBERS]
         numel, every = members[0].numel, range(len(members[0].pieces_of))
         times = []
@@ -57,14 +58,15 @@ def _live(folder: Path, parameters: float, rounds: int, where: str) -> dict[str,
                     times.append((time.perf_counter() - begin) / len(members) / members[0].sizes[fragment])
         command(server.address, rpc.Control("snapshot"), WAIT_S)
         at_rest = server.resident_bytes(mapped=True)
-        peak = memory.close()["global"]
+        peak, all_peak = memory.close()["global"], all_of_it.close()["global"]
     finally:
         for member in members:
             member.client.close()
         server.kill()
     return {
-        "bytes_per_parameter": (peak - bare_bytes) / numel + 4,
-        "at_rest_bytes_per_parameter": (at_rest - bare_bytes) / numel + 4,
+        "bytes_per_parameter": (peak - bare_bytes[0]) / numel + 4,
+        "with_files_bytes_per_parameter": (all_peak - bare_bytes[1]) / numel + 4,
+        "at_rest_bytes_per_parameter": (at_rest - bare_bytes[1]) / numel + 4,
         "update_ns_per_parameter": 1e9 * median(times),
     }
 

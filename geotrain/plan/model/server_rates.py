@@ -27,7 +27,7 @@ MEASURED = ServerRates(
         "answer": 1.79,
         "up_encode": 2.34,
         "merge": 0.508,
-        "mirror": 5.0,
+        "mirror": 9.9,
     },
     of_byte={
         "frames_in": 0.432,
