@@ -66,6 +66,7 @@ PARTS = (
             Goal("stall_at_snapshot", most=2),
             Goal("recovery_s_per_gb"),
             Goal("bitwise_equal_over_vaults", least=1),
+            Goal("mirrors.disk.bytes_per_parameter", most=16),
             Goal("vaults.book_growth", most=1.2),
             Goal("vaults.1.parameters_per_s"),
             Goal("vaults.2.parameters_per_s"),

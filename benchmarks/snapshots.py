@@ -35,9 +35,9 @@ from geotrain.net.frozen_state import FrozenState
 from geotrain.net.recovery import Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.net.server_thread import ServerThread
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import to_bytes
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import AnswerWanted, Identity, Join, PieceDelta, UpdatePart
+from geotrain.staging import to_bytes
 
 REGION, LIFE = "eu", "life-1"
 CALM_UPDATES = 40  # timed before each snapshot

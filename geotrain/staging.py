@@ -138,3 +138,8 @@ def from_bytes(payload: bytes) -> Tensor:
     """A message's payload as a tensor (uint8, 1-D, CPU) over the same memory, which must not be written to.
     `frombuffer` refuses an empty buffer, which a part that holds nothing of a fragment sends."""
     return torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+
+
+def to_bytes(payload: Tensor) -> bytes:
+    """A payload (uint8, 1-D, on any device) as bytes for a message. On a GPU this waits for the device."""
+    return payload.cpu().numpy().tobytes()

@@ -19,11 +19,12 @@ from geotrain.config import CodecConfig
 from geotrain.layout import Layout, Piece, gather, numel, scatter
 from geotrain.narrow import narrow, widened
 from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, rounding_seed
-from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender, to_bytes
+from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender
 from geotrain.outer.messages import Answer, Join, PieceWeights, UpdatePart
 from geotrain.outer.rules import RegionRule, Rule, Vectors
 from geotrain.outer.rules.rule import Told
-from geotrain.staging import from_bytes
+from geotrain.shelf import Shelf
+from geotrain.staging import from_bytes, to_bytes
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ class _Known:
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
 
 
+MIRRORS = "held.", "mirror."  # how the names of those begin in `Vault.state`
+
+
 class Vault:
     """name: of the server. pieces: those that it has. up, down: codecs of the links to members.
     above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
@@ -155,8 +159,13 @@ class Vault:
         self._came: dict[int, PieceWeights] = {}  # global weights that were heard and are not merged yet
         self.up_codec = up if above is None else make_codec(above[0])
         self.downlink = WeightsReceiver(down if above is None else above[1])
+        self.shelf = Shelf()  # of mirrors: see `put_mirrors_on`
         # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
         self.will_change: Callable[..., None] = lambda *tensors: None
+
+    def put_mirrors_on(self, shelf: Shelf) -> None:
+        """For a vault that has no state yet."""
+        self.shelf = self.downlink.shelf = shelf
 
     # -- what comes from outside
 
@@ -268,10 +277,14 @@ class Vault:
             for part, join in known.joins.items():
                 held = gather(self.vectors[piece.index].x, join.holds[piece.index])
                 if part not in known.senders:
-                    known.senders[part] = WeightsSender(self.down)
-                if piece.index in known.senders[part].mirror:
-                    self.will_change(known.senders[part].mirror[piece.index])
-                answer[part, piece.index] = known.senders[part].encode(piece.index, order.version, held)
+                    known.senders[part] = WeightsSender(self.down, self.shelf)
+                sender = known.senders[part]
+                if (mirror := sender.mirror.get(piece.index)) is not None:
+                    self.will_change(mirror)
+                    self.shelf.fetch(mirror)
+                answer[part, piece.index] = sender.encode(piece.index, order.version, held)
+                if sender.changes:
+                    self.shelf.back(sender.mirror[piece.index])
 
     def _forget(self, order: Forget) -> None:
         known = self._member(order.member)
@@ -309,8 +322,9 @@ class Vault:
     def _merge(self, piece: Piece, first: bool) -> None:
         rule: RegionRule = self.rule  # type: ignore[assignment]
         i = piece.index
-        if i in self.downlink.mirror:
-            self.will_change(self.downlink.mirror[i])
+        if (mirror := self.downlink.mirror.get(i)) is not None:
+            self.will_change(mirror)
+            self.shelf.fetch(mirror)
         vector = self.downlink.decode(self._came.pop(i), piece.numel)
         if self.newest is not None:
             self.newest[i] = vector.bfloat16()
@@ -321,6 +335,7 @@ class Vault:
             self.in_flight.pop(i)
             self.will_change(*self.vectors[i].all())
             rule.merge(self.vectors[i], vector)
+        self.shelf.back(vector)
 
     # -- what others get
 
@@ -404,7 +419,7 @@ class Vault:
             if f"in_flight.{i}" in tensors:
                 self.in_flight[i] = to_bytes(tensors[f"in_flight.{i}"])
             if f"mirror.{i}" in tensors:
-                self.downlink.mirror[i] = tensors[f"mirror.{i}"]
+                self.downlink.mirror[i] = self.shelf.put(tensors[f"mirror.{i}"])
             if str(i) in marks:
                 self.downlink.marks[i] = marks[str(i)]
             for name, saved in sent.items():
@@ -412,10 +427,11 @@ class Vault:
 
     def _load_sent(self, name: str, piece: int, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
         known = self._member(name)
-        sender = known.senders.setdefault(0, WeightsSender(self.down))
+        sender = known.senders.setdefault(0, WeightsSender(self.down, self.shelf))
         for i, mark, before in saved["marks"]:
             if i == piece:
-                sender.marks[i], sender.before[i], sender.mirror[i] = mark, before, tensors[f"held.{name}.{i}"]
+                sender.marks[i], sender.before[i] = mark, before
+                sender.mirror[i] = self.shelf.put(tensors[f"held.{name}.{i}"])
         for sequence, _, frozen in saved["answers"]:
             for i, version, increment in frozen:
                 if i == piece:

@@ -18,6 +18,7 @@ from geotrain.outer.member import Member
 from geotrain.outer.messages import Answer, Elsewhere, Join, PieceWeights, Refused, UpdatePart
 from geotrain.outer.rules import Rule, Vectors
 from geotrain.pieces import deal
+from geotrain.shelf import Shelf
 from geotrain.vault import Apply, Decode, Decoded, Forget, Freeze, Merge, Order, SendUp, StartOver, Vault
 
 
@@ -124,6 +125,11 @@ class Vaults:
 
     def take_over(self, former: Any) -> None:
         """The server's process begins a new life; `load` follows. former: those of the life before."""
+
+    def put_mirrors_on(self, shelf: Shelf) -> None:
+        """See `Vault.put_mirrors_on`."""
+        for vault in self.all:
+            vault.put_mirrors_on(shelf)
 
     def watch(self, will_change: Callable[..., None]) -> None:
         """See `Vault.will_change`."""
@@ -414,6 +420,9 @@ class FarVaults:
 
     def take_over(self, former: Any) -> None:
         self.kept = former.kept
+
+    def put_mirrors_on(self, shelf: Shelf) -> None:
+        """There is no tensor here."""
 
     def watch(self, will_change: Callable[..., None]) -> None:
         """There is no tensor here."""

@@ -23,7 +23,8 @@ LAYERS = [
     {"config", "files", "kernels"},
     {"parameter_file"},
     {"layout"},
-    {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "expert_order", "staging"},
+    {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "expert_order"},
+    {"staging", "shelf"},
     {"outer", "vault", "vaults", "vault_machine", "lent", "narrow", "older_states", "optimizers"},
     {
         "inner",

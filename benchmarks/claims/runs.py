@@ -61,7 +61,8 @@ class Job:
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json")
         outer["fragments"].pop("piece_elements")  # models of studies are smaller than a piece
-        outer.pop("state_device")  # which changes no bit
+        for key in ("state_device", "mirrors"):  # which change no bit
+            outer.pop(key)
         if outer["server_state"] == "fp32":  # as all was before there was a choice
             outer.pop("server_state")
         later = {"until", "warmup_share"}  # left out where None: rows from before there were any keep their keys

@@ -23,9 +23,9 @@ from geotrain.net.grpc_client import Unreachable
 from geotrain.net.vaulted_link import vaults_above
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import to_bytes
 from geotrain.outer.messages import Join, PieceDelta, Refused, UpdatePart
 from geotrain.outer.server import identity_of
+from geotrain.staging import to_bytes
 
 WAIT_S = 20.0
 LIAR = "liar-"  # so begins the name of its life

@@ -28,6 +28,9 @@ vaults               by their number a server (1: in its process; more: processe
 bitwise_equal_over_vaults
                      all that both servers hold for good is the same with each number, though a process of each role
                      was killed with -9 on the way, where vaults are processes
+mirrors              of a global server with four regions, whose mirrors are in memory, and on the disk: the most
+                     resident bytes a parameter, a snapshot included; the same with mapped files, which the kernel can
+                     take, and with them at rest; ns a parameter of an update
 first_weights_mb_s   speed at which the region and its first worker got the weights
 """
 
@@ -43,7 +46,7 @@ from statistics import median
 import torch
 
 from benchmarks.common import command_line, report, spread, units_by_ending
-from benchmarks.servers import rates, stages, vaults
+from benchmarks.servers import mirrors, rates, stages, vaults
 from benchmarks.servers.world import (
     QUIET_S,
     REGION,
@@ -73,14 +76,16 @@ UNITS = {
 }
 ROUNDS_S = 240.0
 VAULTED_ROUNDS = 2
+QUICK = {"parameters": 2e7, "rounds": 2, "vaults": [1, 2], "vaulted": 2e6, "mirrored": 5e6}
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"parameters": 2e7, "rounds": 2, "vaults": [1, 2], "vaulted": 2e6})
+    parser = command_line(__doc__, quick=QUICK)
     parser.add_argument("--parameters", type=float, default=0.5e9)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--vaults", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; 2 among them")
     parser.add_argument("--vaulted", type=float, default=1.6e7, help="parameters in the worlds with vaults")
+    parser.add_argument("--mirrored", type=float, default=4.8e7, help="parameters beside four regions")
     parser.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
@@ -93,6 +98,7 @@ def main() -> None:
         for server in servers:
             server.kill()
         figures |= vaults.measure(folder / "vaults", options.vaulted, VAULTED_ROUNDS, options.vaults)
+        figures["mirrors"] = mirrors.measure(folder / "mirrors", options.mirrored, VAULTED_ROUNDS)
     finally:
         for server in servers:
             server.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, upd
 PAGE = ROOT / "docs/operations.md"
 BYTES = 2  # of a parameter in the benchmark's updates and answers, which are bf16
 OF_BYTE = ("frames_in", "journal_write", "journal_flush", "frames_out")
-OF_PARAMETER = ("decode_and_norm", "rule", "answer", "up_encode", "merge")
+OF_PARAMETER = ("decode_and_norm", "rule", "answer", "up_encode", "merge", "mirror")
 
 WORKERS, REGIONS, GBPS, HOST_BYTES = 2, (4, 16), 10.0, 1e12
 OUTER = {
@@ -41,6 +42,9 @@ HEADER = (
     "a send",
     "link",
     "recovery",
+    "memory with mirrors on the disk",
+    "bytes a parameter",
+    "longer by",
 )
 
 
@@ -71,7 +75,8 @@ def literal(rates: ServerRates) -> str:
     """As it stands in the product's source, in three digits."""
 
     def short(numbers: dict[str, float]) -> str:
-        return json.dumps({name: float(f"{value:.3g}") for name, value in numbers.items()})
+        lines = [f"        {json.dumps(name)}: {float(f'{value:.3g}')},\n" for name, value in numbers.items()]
+        return "".join(("{\n", *lines, "    }"))
 
     return (
         f"MEASURED = ServerRates(\n    hardware={json.dumps(rates.hardware)},\n    note={json.dumps(rates.note)},\n"
@@ -109,12 +114,15 @@ def markdown(rates: ServerRates = product.MEASURED) -> str:
         layout = layout_of(run)
         places = [place_of("region", run.outer, WORKERS), *(place_of("global", run.outer, n) for n in REGIONS)]
         for place in places:
-            needs = server_needs(place, run.outer, layout, run.checkpoint.keep, rates)
-            rows.append(_row(model, place.members, needs, layout.numel))
+            needs, on_disk = (
+                server_needs(each, run.outer, layout, run.checkpoint.keep, rates)
+                for each in (place, replace(place, on_disk=True))
+            )
+            rows.append(_row(model, place.members, needs, on_disk, layout.numel))
     return f"{table(rows, HEADER)}\n\nRates: {rates.hardware}; {rates.note}."
 
 
-def _row(model: str, members: int, needs: ServerNeeds, numel: int) -> list[str]:
+def _row(model: str, members: int, needs: ServerNeeds, on_disk: ServerNeeds, numel: int) -> list[str]:
     region = needs.role == "region"
     link_s = 8 * needs.up_bytes / GBPS / 1e9
     return [
@@ -128,6 +136,9 @@ def _row(model: str, members: int, needs: ServerNeeds, numel: int) -> list[str]:
         f"{needs.send_s:,.0f} s" if region else "–",
         f"{link_s:,.0f} s" if region else "–",
         f"{needs.recovery_s / 60:,.0f} min",
+        f"{on_disk.memory_bytes / 1e9:,.0f} GB",
+        f"{on_disk.memory_bytes / numel:.1f}",
+        f"{on_disk.update_s + on_disk.send_s - needs.update_s - needs.send_s:,.0f} s",
     ]
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 from geotrain.config import RegionMomentumConfig, codec_config, rule_config
 from geotrain.layout import Layout, Parameter
 from geotrain.net import wire
+from geotrain.net.disk_shelf import DiskShelf
 from geotrain.net.journal import Journal
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import WeightsSender, to_bytes
+from geotrain.outer.downlink import WeightsSender
 from geotrain.outer.messages import Answer, Join, PieceDelta, UpdatePart
 from geotrain.outer.rules import Counts
 from geotrain.outer.rules.region_momentum import MomentumRegion
+from geotrain.staging import to_bytes
 from geotrain.vault import Apply, Decode, Forget, Freeze, Merge, SendUp, Vault
 
 ROUNDS = 3
@@ -55,6 +57,9 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
     noise = to_bytes(make_codec(local).encode(1e-4 * torch.randn(numel)).payload)
     journal = Journal(folder / "stages", (UpdatePart,), 8 * numel)
     list(journal.replay(1))
+    shelf = DiskShelf(folder, print)
+    mirror = shelf.put(torch.zeros(numel))
+    shelf.back(mirror)
     times: dict[str, list[float]] = {}
 
     @contextmanager
@@ -91,6 +96,12 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
             vault.hear(change)
             vault.obey(Merge(0, first=False))
         rule.on_global_weights(counts)
+        shelf.settle()
+        with stage("mirror"):  # read from the disk, changed, and written there again
+            shelf.fetch(mirror)
+            mirror.neg_()
+            shelf.back(mirror)
+            shelf.settle()
     journal.close()
     return times
 

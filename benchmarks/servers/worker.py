@@ -17,9 +17,9 @@ from geotrain.layout import StridedSlice, layout_of
 from geotrain.net.vaulted_link import vaults_above
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import to_bytes
 from geotrain.outer.messages import Join, PieceDelta, UpdatePart
 from geotrain.outer.server import identity_of
+from geotrain.staging import to_bytes
 
 NOISE = 1e-4
 

@@ -142,13 +142,12 @@ class ServerProcess:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def resident_bytes(self) -> int:
-        """Memory of its own, without files that are mapped and can be read again."""
+    def resident_bytes(self, mapped: bool = False) -> int:
+        """Memory of its own. mapped: also files that are mapped, and could be read again."""
         assert self.process is not None
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * sum(
-            int(line.split()[1]) for line in status.splitlines() if line.startswith(("RssAnon", "RssShmem"))
-        )
+        kinds = ("RssAnon", "RssShmem", *(["RssFile"] if mapped else []))
+        return 1024 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(kinds))
 
     def kill(self) -> None:
         if self.process is not None:
@@ -157,10 +156,10 @@ class ServerProcess:
 
 
 class PeakMemory:
-    """The most resident bytes of each server, looked at every 20 ms."""
+    """The most resident bytes of each server, looked at every 20 ms. mapped: as `resident_bytes` takes it."""
 
-    def __init__(self, servers: list[ServerProcess]) -> None:
-        self.servers, self.peak_bytes = servers, {server.name: 0 for server in servers}
+    def __init__(self, servers: list[ServerProcess], mapped: bool = False) -> None:
+        self.servers, self.mapped, self.peak_bytes = servers, mapped, {server.name: 0 for server in servers}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -169,7 +168,9 @@ class PeakMemory:
         while not self._over.wait(0.02):
             for server in self.servers:
                 with suppress(OSError):
-                    self.peak_bytes[server.name] = max(self.peak_bytes[server.name], server.resident_bytes())
+                    self.peak_bytes[server.name] = max(
+                        self.peak_bytes[server.name], server.resident_bytes(self.mapped)
+                    )
 
     def close(self) -> dict[str, int]:
         self._over.set()

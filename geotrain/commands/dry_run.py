@@ -54,11 +54,12 @@ class LinkNeeds:
 
 @dataclass(frozen=True)
 class Needs:
-    """servers: by name, the global one's first."""
+    """servers: by name, the global one's first. on_disk: the same with mirrors on the disk (`outer.mirrors`)."""
 
     parameters: int
     fragments: tuple[tuple[str, int], ...]
     servers: dict[str, ServerNeeds]
+    on_disk: dict[str, ServerNeeds]
     workers: tuple[WorkerNeeds, ...]
     links: tuple[LinkNeeds, ...]
 
@@ -103,7 +104,9 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         seconds = [None if gbps is None else 8 * size_bytes / gbps / 1e9 for size_bytes in (up, down)]
         links.append(LinkNeeds(region.name, up, down, steps, *seconds))
     fragments = tuple((f.name, f.numel) for f in layout.fragments)
-    return Needs(layout.numel, fragments, servers(run, cluster, layout), tuple(workers), tuple(links))
+    beside = run.model_copy(update={"outer": outer.model_copy(update={"mirrors": "disk"})})
+    of_servers = servers(run, cluster, layout), servers(beside, cluster, layout)
+    return Needs(layout.numel, fragments, *of_servers, tuple(workers), tuple(links))
 
 
 def servers(run: RunConfig, cluster: ClusterConfig, layout: Layout) -> dict[str, ServerNeeds]:
@@ -198,6 +201,12 @@ def show_servers(found: Needs, console: Console) -> None:
         for name, n in found.servers.items()
     ]
     console.print("\nservers, at most; times of one thread", table_of(rows, left=("server",)), sep="\n")
+    for name, n in found.servers.items():
+        other = found.on_disk[name]
+        if (saved := n.memory_bytes - other.memory_bytes) > 0:
+            more_s = other.update_s + other.send_s - n.update_s - n.send_s
+            said = f"takes {size(saved)} out of the memory of {name}; an update of all takes {seconds(more_s)} more"
+            console.print(f'outer.mirrors = "disk" {said}', highlight=False)
     console.print(f"rates: {MEASURED.hardware}; {MEASURED.note}")
 
 

@@ -231,6 +231,9 @@ class OuterConfig(Block):
     server_state: Literal["fp32", "bf16"] = Field(
         "fp32", description="Momenta and residuals of servers between updates; bf16: half their memory."
     )
+    mirrors: Literal["memory", "disk"] = Field(
+        "memory", description="Where servers keep mirrors of what was sent as changes, 4 bytes a parameter each."
+    )
 
     @property
     def flat(self) -> bool:
@@ -262,6 +265,8 @@ class OuterConfig(Block):
             idle, why = reserve, "rule 'sync', whose rounds are dealt with every worker there"
         if idle:
             raise ValueError(f"{', '.join(idle)}: without effect with {why}; leave out what does nothing")
+        if self.differing("mirrors") and {self.down.name, self.local.name} <= {"fp32", "bf16"}:
+            raise ValueError("mirrors: without effect where weights travel whole (fp32, bf16); leave it out")
         if not isinstance(self.down, Fp32Config) and self.down.differing("error_decay"):
             raise ValueError(
                 f"down.error_decay = {self.down.error_decay}: weights that come down leave no residual; leave it out"

@@ -369,7 +369,8 @@ def config_digest(run: RunConfig) -> str:
     shared["model"].pop("recompute")  # a matter of memory, not of what is trained
     shared["model"].pop("init_from")
     shared["model"].pop("weights")  # names and shapes are in the layout's digest
-    shared["outer"].pop("state_device")  # so is this
+    for key in ("state_device", "mirrors"):  # so are these
+        shared["outer"].pop(key)
     shared["data"].pop("sha256")  # compared by itself: not every machine knows it
     shared["data"]["train"] = [each.weight for each in run.data.train]
     for key in ("validation", "tokenizer", "cache_folder", "cache_gb"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -22,11 +22,15 @@ class FrozenState:
 
     tensors: name → contiguous tensor on the CPU. largest_share: of the state that one update may change, those of the
     largest fragment. That much is copied at most: an update that needs more waits until earlier copies were read.
+    done: is called with each tensor that was read.
 
     It is `open` until everything was read or it was closed; then it holds nothing and copies nothing.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], largest_share: float = 1.0) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], largest_share: float = 1.0, done: Callable[[Tensor], None] | None = None
+    ) -> None:
+        self._done = done or (lambda tensor: None)
         self.kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         self.state_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self.budget_bytes = largest_share * self.state_bytes
@@ -77,12 +81,14 @@ class FrozenState:
             with self._changed:
                 left = self._left.get(name)
                 if left is None or not left.numel():
-                    self._drop(name)
-                    return
+                    read = self._drop(name)
+                    break
                 piece = buffer[: left.numel()]
                 piece.copy_(left[: len(piece)])
                 self._left[name] = left[len(piece) :]
             yield memoryview(piece.numpy())  # type: ignore[arg-type]
+        if read is not None:
+            self._done(read)
 
     def close(self) -> None:
         """Nothing more is read."""
@@ -90,12 +96,13 @@ class FrozenState:
             for name in list(self._left):
                 self._drop(name)
 
-    def _drop(self, name: str) -> None:
+    def _drop(self, name: str) -> Tensor | None:
         self._left.pop(name, None)
         tensor = self._tensors.pop(name, None)
         self._names.pop(id(tensor), None)
         self._copied_bytes -= self._copied.pop(name, 0)
         self._changed.notify_all()
+        return tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ MAGIC = b"GeoTrnJ1"
 CONTINUED = b"GeoTrnJ+"
 PAIR = struct.Struct("<QQ")
 CRC = struct.Struct("<I")
-LENGTH = struct.Struct("<I")
 # A segment may grow to so many times the model's size in fp32, but always to so many bytes, before a snapshot is due.
 JOURNAL_PER_STATE, MIN_JOURNAL_BYTES = 8, 256 << 20
 SEGMENT_HEAD_BYTES = len(MAGIC) + PAIR.size + CRC.size
@@ -160,7 +159,7 @@ class Journal:
             raise wire.WireError(f"record {number} of {length} bytes does not belong here")
         reader = wire.FrameReader(*self._kinds, limit_bytes=self._limit_bytes)
         while not reader.complete:
-            frame_bytes = int.from_bytes(file.read(LENGTH.size), "little")
+            frame_bytes = int.from_bytes(file.read(wire.LENGTH.size), "little")
             if file.tell() + frame_bytes > end:
                 raise wire.WireError("a frame reaches beyond its record")
             reader.feed(file.read(frame_bytes))
@@ -170,26 +169,27 @@ class Journal:
 
     # -- writing
 
-    def append(self, message: Any) -> None:
-        """Write a record; durable only after `flush`. Whatever is raised, the journal is as it was.
+    def append(self, *messages: Any) -> None:
+        """Write a record for each; durable only after `flush`. Whatever is raised, the journal is as it was.
 
-        Raises JournalFull; WireError, ValueError if the message cannot be encoded.
+        Raises JournalFull; WireError, ValueError if a message cannot be encoded.
         """
         assert self._file is not None
-        body = self.segment_bytes + RECORD_HEAD_BYTES
-        position = body
+        before = self._number, self.segment_bytes
         try:
-            for frame in wire.frames(message):
-                position = self._write(position, LENGTH.pack(len(frame)) + frame)
-            # The record's head goes last: until it is there, the record counts as torn.
-            self._write(self.segment_bytes, _sealed_pair(self._number + 1, position - body))
+            for message in messages:
+                body = position = self.segment_bytes + RECORD_HEAD_BYTES
+                for frame in wire.frames(message):
+                    position = self._write(position, wire.LENGTH.pack(len(frame)) + frame)
+                # The record's head goes last: until it is there, the record counts as torn.
+                self._write(self.segment_bytes, _sealed_pair(self._number + 1, position - body))
+                self._number, self.segment_bytes = self._number + 1, position
         except Exception as error:
+            self._number, self.segment_bytes = before
             self._file.truncate(self.segment_bytes)
             if isinstance(error, OSError):
                 raise _full(error, self._path(self._segment)) from error
             raise
-        self._number += 1
-        self.segment_bytes = position
 
     def flush(self) -> None:
         """Put all records on disk. An error here is final: after a failed sync nobody knows what the disk holds, and

@@ -19,6 +19,7 @@ from geotrain.net.snapshot_mirror import SnapshotMirror, newest_snapshot
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
 from geotrain.outer.server import Server
+from geotrain.shelf import Shelf
 from geotrain.vault_machine import VaultMachine
 from geotrain.vaults import FromVaults, HeldPart
 
@@ -62,14 +63,16 @@ def recover(
     folder: Path,
     keep: int,
     mirror: SnapshotMirror | None = None,
+    shelf: Shelf | None = None,
 ) -> Recovered:
     """Bring a server back from its folder, or begin a new one in an empty folder.
 
     build: makes the server, without state. begin: gives a new server what it starts from. keep: how many snapshots
-    stay. mirror: where copies of the snapshots are, for a folder that has lost its own.
+    stay. mirror: where copies of the snapshots are, for a folder that has lost its own. shelf: where the server's
+    mirrors lie.
     Raises StoreError, JournalDamaged, OSError.
     """
-    store = SnapshotStore(folder / SNAPSHOTS, keep)
+    store = SnapshotStore(folder / SNAPSHOTS, keep, shelf)
     snapshot, faults = newest_snapshot(store, mirror)
     server = build()
     journal = Journal(folder / JOURNAL, KINDS, limit_bytes=8 * server.layout.numel + 65536)
@@ -139,7 +142,8 @@ def begin_snapshot(
     journal.flush()
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
     tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
-    frozen = FrozenState(tensors, largest_share=max(f.numel for f in server.layout.fragments) / server.layout.numel)
+    share = max(f.numel for f in server.layout.fragments) / server.layout.numel
+    frozen = FrozenState(tensors, largest_share=share, done=store.shelf.back)
     server.vaults.watch(frozen.before_write)
     return frozen, {"state": state, "segment": segment, "ended": ended}
 

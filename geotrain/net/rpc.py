@@ -17,7 +17,7 @@ beat      Beat                       Ack
 status    nothing                    JSON
 control   Control                    Told
 vault     VaultHello, then what it holds, streamed
-                                     orders, and Bring, Fetch, Save, Farewell, streamed
+                                     orders, and Bring, Fetch, Save, Farewell, streamed, several in a bundle
 
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
 """
@@ -42,8 +42,8 @@ REGION_BEAT_S = 2.0  # time between heartbeats of a region
 MAX_METRICS = 32  # how many numbers a heartbeat may bring
 
 OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_BUNDLE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_BUNDLE_BYTES),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -28,6 +28,7 @@ from geotrain.config import (
     RunConfig,
     Topology,
     UnsupportedModelError,
+    vault_name,
     vaults_of,
 )
 from geotrain.files import OutputError, out_of_room
@@ -40,6 +41,7 @@ from geotrain.monitor.events import (
     Trouble,
 )
 from geotrain.net.certs import CertificateError, load_credentials
+from geotrain.net.disk_shelf import shelf_of
 from geotrain.net.grpc_client import Unreachable
 from geotrain.net.journal import JournalDamaged
 from geotrain.net.recovery import JOURNAL, recover
@@ -155,7 +157,8 @@ def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int,
         above = None if top else cluster.global_vaults[index]
         own = load_credentials(Path(cluster.security.folder), "vault", server) if cluster.security else None
         setup = VaultSetup(server, addresses[index], book, above, folder, own, run.checkpoint.keep)
-        run_vault(machine, setup, run.monitor.enabled)
+        with EventLog(folder / EVENTS, source=vault_name(server, index), enabled=run.monitor.enabled) as events:
+            run_vault(machine, setup, events, shelf_of(run.outer, folder, events))
 
     return _live_on(folder, live, resume)
 
@@ -269,12 +272,15 @@ def _live(build: Callable[[], Server], begin: Callable[[Server], None], place: S
     ):
         life = uuid.uuid4().hex
 
+        shelf = shelf_of(run.outer, folder, events)
+
         def named() -> Server:
             server = build()
             server.incarnation = life
+            server.vaults.put_mirrors_on(shelf)
             return server
 
-        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror)
+        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror, shelf)
         for fault in recovered.faults:
             log.error("%s", fault)
             events.write(Trouble(fault))

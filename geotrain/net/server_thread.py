@@ -29,12 +29,13 @@ FULL_RETRY_S = 5.0
 
 @dataclass
 class _Work:
-    """A message to be handled, or a call between messages.
+    """Messages to be handled, or a call between messages.
 
-    message: what the journal gets; None for a call. call: what is then run. alone: it shares no flush with others.
+    messages: what the journal gets, all or nothing; none for a call. call: what is then run. alone: it shares no
+    flush with others.
     """
 
-    message: Any
+    messages: tuple[Any, ...]
     call: Callable[[], Any]
     done: Future[Any]
     alone: bool = False
@@ -76,11 +77,18 @@ class ServerThread:
 
     async def say(self, message: Any) -> Any:
         """Make the message durable and handle it; returns the state machine's reply. Raises Refused."""
-        return await self._put(message, lambda: self._say(message))
+        [reply] = await self.say_all(message)
+        return reply
+
+    async def say_all(self, *messages: Any) -> list[Any]:
+        """The same with messages of which none may be left out, one after another: all are made durable, with one
+        flush, or none is, and handled. What handling one raises ends the process. Raises Refused: none was taken."""
+        replies: list[Any] = await self._put(messages, lambda: self._say(messages))
+        return replies
 
     async def read(self, call: Callable[[], T]) -> T:
         """Run, between two messages, something that does not change the durable state."""
-        result: T = await self._put(None, call)
+        result: T = await self._put((), call)
         return result
 
     async def alone(self, call: Callable[[], T]) -> T:
@@ -89,7 +97,7 @@ class ServerThread:
         Messages that share a flush are all written before the first of them is applied. Between two of them the
         journal is ahead of the state.
         """
-        result: T = await self._put(None, call, alone=True)
+        result: T = await self._put((), call, alone=True)
         return result
 
     async def until(self, call: Callable[[], T | None], wait_s: float) -> T | None:
@@ -118,8 +126,8 @@ class ServerThread:
 
     # -- inside
 
-    async def _put(self, message: Any, call: Callable[[], Any], alone: bool = False) -> Any:
-        work = _Work(message, call, Future(), alone)
+    async def _put(self, messages: tuple[Any, ...], call: Callable[[], Any], alone: bool = False) -> Any:
+        work = _Work(messages, call, Future(), alone)
         self._queue.put(work)
         return await asyncio.wrap_future(work.done)
 
@@ -142,20 +150,23 @@ class ServerThread:
 
     def _work_on(self, group: list[_Work]) -> None:
         try:
-            refused = self._record([work for work in group if work.message is not None])
+            refused = self._record([work for work in group if work.messages])
         except Exception as error:
             self._loop.call_soon_threadsafe(self._fail, error)
             for work in group:
                 work.done.set_exception(error)
             return
         for work in group:
+            if id(work) in refused:
+                work.done.set_exception(refused[id(work)])
+                continue
             try:
-                if id(work) in refused:
-                    raise refused[id(work)]
                 work.done.set_result(work.call())
             except Exception as error:
-                # A call between messages that found no room, as for a snapshot, has not changed the state.
-                if not isinstance(error, Refused) and (work.message is not None or not out_of_room(error)):
+                # What is refused has not changed the state, nor has a call between messages that found no room, as
+                # for a snapshot. Of several messages those after it would be left out.
+                harmless = isinstance(error, Refused) or (not work.messages and out_of_room(error))
+                if not harmless or len(work.messages) > 1:
                     self._loop.call_soon_threadsafe(self._fail, error)
                 work.done.set_exception(error)
 
@@ -164,7 +175,7 @@ class ServerThread:
         refused = {}
         for work in group:
             try:
-                self.journal.append(work.message)
+                self.journal.append(*work.messages)
             except JournalFull as full:
                 self._note_room(full)
                 refused[id(work)] = Refused(f"the server's disk is full ({full.strerror})", FULL_RETRY_S)
@@ -176,7 +187,7 @@ class ServerThread:
         self.journal.flush()
         if group:
             self.flushes, self.flush_s = self.flushes + 1, self.flush_s + time.perf_counter() - begin
-            self.calls += len(group)
+            self.calls += sum(len(work.messages) for work in group)
         return refused
 
     def _note_room(self, full: JournalFull | None) -> None:
@@ -195,18 +206,22 @@ class ServerThread:
             log.error("%s", said)
             self.write_event(Trouble(said))
 
-    def _say(self, message: Any) -> Any:
-        handled = self.server.handle(message)
-        for event in handled.events:
-            self.write_event(event)
-        self._loop.call_soon_threadsafe(self._after, handled.sends, self.server.status())
-        return handled.reply
+    def _say(self, messages: tuple[Any, ...]) -> list[Any]:
+        replies, sends = [], list[Send]()
+        for message in messages:
+            handled = self.server.handle(message)
+            for event in handled.events:
+                self.write_event(event)
+            replies.append(handled.reply)
+            sends += handled.sends
+        self._loop.call_soon_threadsafe(self._after, sends, self.server.status())
+        return replies
 
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _after(self, sends: tuple[Send, ...], status: dict[str, Any]) -> None:
+    def _after(self, sends: list[Send], status: dict[str, Any]) -> None:
         self.status = status
         for send in sends:
             self.deliver(send)

@@ -32,6 +32,8 @@ from geotrain.files import make_folder, sync
 from geotrain.layout import Layout, LayoutError
 from geotrain.net.frozen_state import PIECE_BYTES, FrozenState
 from geotrain.pieces import deal
+from geotrain.shelf import Shelf
+from geotrain.vault import MIRRORS
 
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
@@ -79,10 +81,10 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots in one folder. keep: how many stay when a new one is written."""
+    """The snapshots in one folder. keep: how many stay when a new one is written. shelf: where mirrors lie."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int = 2, shelf: Shelf | None = None) -> None:
+        self.folder, self.keep, self.shelf = folder, keep, shelf or Shelf()
         self._kept: set[int] = set()  # numbers of snapshots that are in use, and must not be dropped
 
     def save(self, state: FrozenState, meta: dict[str, Any]) -> int:
@@ -139,7 +141,7 @@ class SnapshotStore:
 
         Raises DamagedSnapshot when it is not whole, OSError.
         """
-        snapshot = _load(folder, number)
+        snapshot = _load(folder, number, shelf=self.shelf)
         for path in (*folder.iterdir(), folder):
             sync(path)
         shutil.rmtree(self.path(number), ignore_errors=True)
@@ -155,7 +157,7 @@ class SnapshotStore:
         faults: list[str] = []
         for number in reversed(self.numbers()):
             try:
-                return _load(self.path(number), number, names, faults), faults
+                return _load(self.path(number), number, names, faults, self.shelf), faults
             except DamagedSnapshot as error:
                 faults.append(f"{self.path(number)}: damaged, passed over: {error}")
         return None, faults
@@ -230,10 +232,11 @@ def _in_vaults(folder: Path, layout: Layout, number: int, orders: int, **_: Any)
 
 
 def _load(
-    folder: Path, number: int, names: tuple[str, ...] | None = None, faults: list[str] | None = None
-) -> Snapshot:
+    folder: Path, number: int, names: tuple[str, ...] | None = None, faults: list[str] | None = None,
+    shelf: Shelf | None = None,
+) -> Snapshot:  # fmt: skip
     """Read a snapshot. names: read only these tensors. faults: gets a sentence for each damaged tensor that a server
-    can do without (`DISPENSABLE`), which is left out; None: there may be none.
+    can do without (`DISPENSABLE`), which is left out; None: there may be none. shelf: where mirrors then lie.
 
     Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable.
     """
@@ -243,7 +246,9 @@ def _load(
         tensors = {}
         for name, stated in wanted.items():
             try:
-                tensors[name] = _read(folder / _file(name), *stated)
+                place = shelf if shelf is not None and name.startswith(MIRRORS) else Shelf()
+                tensors[name] = _read(folder / _file(name), place, *stated)
+                place.back(tensors[name])
             except UNREADABLE as error:
                 if faults is None or not name.startswith(DISPENSABLE):
                     raise
@@ -291,8 +296,9 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
     return size, crc
 
 
-def _read(path: Path, size: int, crc: int) -> Tensor:
-    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. Raises DamagedSnapshot."""
+def _read(path: Path, shelf: Shelf, size: int, crc: int) -> Tensor:
+    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. shelf: where the tensor then
+    lies. Raises DamagedSnapshot."""
     if path.stat().st_size != size:
         raise DamagedSnapshot(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
     with path.open("rb") as file:
@@ -306,7 +312,7 @@ def _read(path: Path, size: int, crc: int) -> Tensor:
         dtype = KINDS[stated["dtype"]]
         if prod(stated["shape"]) * dtype.itemsize != size - len(head) - len(text):
             raise DamagedSnapshot(f"{path.name}: its header does not fit its size")
-        tensor = torch.empty(stated["shape"], dtype=dtype)
+        tensor = shelf.room(stated["shape"], dtype)
         data = _bytes_of(tensor)
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ from geotrain.net.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.net.grpc_service import GrpcService
 from geotrain.net.journal import Journal
 from geotrain.net.recovery import JOURNAL, begin_snapshot, finish_snapshot
-from geotrain.net.server_thread import ServerThread
+from geotrain.net.server_thread import GROUP, ServerThread
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
+from geotrain.shelf import Shelf
 from geotrain.vault import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
 from geotrain.vault_machine import VaultMachine
 from geotrain.vaults import NewLife
@@ -73,15 +75,16 @@ class VaultSetup:
 
 
 def recover_vault(
-    machine: VaultMachine, folder: Path, keep: int
+    machine: VaultMachine, folder: Path, keep: int, shelf: Shelf | None = None
 ) -> tuple[SnapshotStore, Journal, int, int, list[str]]:
     """Bring the vault's state back from its folder; in an empty folder it stays as it is. Returns where it is kept,
     after how many orders its newest snapshot was taken (-1: there is none), how many messages were handled again, and
-    sentences about what was found damaged.
+    sentences about what was found damaged. shelf: where its mirrors lie.
 
     Raises StoreError, JournalDamaged, LayoutError.
     """
-    store = SnapshotStore(folder / SNAPSHOTS, keep)
+    store = SnapshotStore(folder / SNAPSHOTS, keep, shelf)
+    machine.vaults.put_mirrors_on(store.shelf)
     newest, faults = store.load_newest()
     if newest is None and faults:
         raise StoreError(
@@ -199,7 +202,9 @@ class VaultHost:
         machine = self.machine
         hello = rpc.VaultHello(self.setup.server, machine.index, machine.number, machine.orders)
         await call.write(wire.pack(hello))
-        tasks = [asyncio.ensure_future(each) for each in (self._speak(call), self._tell_state(), self._listen(call))]
+        told: asyncio.Queue[Any] = asyncio.Queue(GROUP)
+        parts = self._speak(call), self._tell_state(), self._listen(call, told), self._obey(told)
+        tasks = [asyncio.ensure_future(each) for each in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -226,25 +231,40 @@ class VaultHost:
                 before = state
             await asyncio.sleep(STATE_S)
 
-    async def _listen(self, call: Any) -> None:
-        """Obey, one order after the other: none may be left out, as where the disk is full for one of them."""
+    async def _listen(self, call: Any, told: asyncio.Queue[Any]) -> None:
         while True:
-            told = wire.unpack(await rpc.next_frame(call.read()), *TOLD)
-            match told:
-                case rpc.Bring(update):
-                    self._go(("up", *(d.piece for d in update.deltas)), update, self._bring)
-                case rpc.Fetch():
-                    self._go(("down", *told.fragments), told, self._fetch)
-                case rpc.Save():
-                    try:
-                        await self._save()
-                    except StoreError as error:  # the older ones are whole
-                        self._tell(str(error))
-                case rpc.Farewell():
-                    self._dismissed = True
-                    self._out.put_nowait(told)  # the book ends the stream when it has come
-                case _:
-                    await self.thread.say(told)  # raises Refused where the disk is full: the book begins a new life
+            for frame in wire.unbundle(await rpc.next_frame(call.read())):
+                await told.put(wire.unpack(frame, *TOLD))
+
+    async def _obey(self, told: asyncio.Queue[Any]) -> None:
+        """One thing after the other. Orders that wait together share a flush. None may be left out: where the disk is
+        full for one of them this raises Refused, and the book begins a new life."""
+        while True:
+            waiting = [await told.get()]
+            while not told.empty():
+                waiting.append(told.get_nowait())
+            for are_orders, several in groupby(waiting, key=lambda each: isinstance(each, ORDERS)):
+                if are_orders:
+                    await self.thread.say_all(*several)
+                else:
+                    for each in several:
+                        await self._do(each)
+
+    async def _do(self, told: rpc.Bring | rpc.Fetch | rpc.Save | rpc.Farewell) -> None:
+        """What is no order, after those before it."""
+        match told:
+            case rpc.Bring(update):
+                self._go(("up", *(d.piece for d in update.deltas)), update, self._bring)
+            case rpc.Fetch():
+                self._go(("down", *told.fragments), told, self._fetch)
+            case rpc.Save():
+                try:
+                    await self._save()
+                except StoreError as error:  # the older ones are whole
+                    self._tell(str(error))
+            case rpc.Farewell():
+                self._dismissed = True
+                self._out.put_nowait(told)  # the book ends the stream when it has come
 
     async def _end_session(self) -> None:
         await self.thread.read(self.machine.end_life)
@@ -330,13 +350,11 @@ class VaultHost:
         self.writing.add_done_callback(done)
 
 
-def run_vault(machine: VaultMachine, setup: VaultSetup, enabled: bool) -> None:
-    """The vault's whole life."""
-    name = f"{setup.server}.vault-{machine.index}"
-    with EventLog(setup.folder / "events.jsonl", source=name, enabled=enabled) as events:
-        store, journal, saved, replayed, faults = recover_vault(machine, setup.folder, setup.keep)
-        for fault in faults:
-            log.error("%s", fault)
-            events.write(Trouble(fault))
-        events.write(Recovery(replayed))
-        asyncio.run(VaultHost(machine, setup, store, journal, events, saved).run())
+def run_vault(machine: VaultMachine, setup: VaultSetup, events: EventLog, shelf: Shelf) -> None:
+    """The vault's whole life. shelf: where its mirrors lie."""
+    store, journal, saved, replayed, faults = recover_vault(machine, setup.folder, setup.keep, shelf)
+    for fault in faults:
+        log.error("%s", fault)
+        events.write(Trouble(fault))
+    events.write(Recovery(replayed))
+    asyncio.run(VaultHost(machine, setup, store, journal, events, saved).run())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -50,7 +51,7 @@ class VaultSessions:
         self._ending = False
         self._left: set[int] = set()  # vaults that have said farewell
         # Only the server's thread touches these: an order must not fall between what is caught up and what is new.
-        self._queues: list[asyncio.Queue[Any]] = []
+        self._queues: list[asyncio.Queue[bytes]] = []
         self._begun = False
         far.emit = self.tell_all
 
@@ -141,7 +142,7 @@ class VaultSessions:
             raise Refused(f"vault {hello.vault} of {self.server!r} is here already", RETRY_S)
         self._here.add(hello.vault)
         # Its bound: an update is handled only once every vault holds its part, so a slow one holds up all orders.
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        queue: asyncio.Queue[bytes] = asyncio.Queue()
         try:
             await self.server_thread.read(lambda: self._catch_up(queue, hello))
             tasks: list[asyncio.Future[Any]] = [
@@ -159,7 +160,7 @@ class VaultSessions:
                 self.lost.set_exception(VaultLost(f"{self.server}: the stream to vault {hello.vault} has ended"))
                 self.lost.exception()  # it may be that nobody waits for it any more
 
-    def _catch_up(self, queue: asyncio.Queue[Any], hello: rpc.VaultHello) -> None:
+    def _catch_up(self, queue: asyncio.Queue[bytes], hello: rpc.VaultHello) -> None:
         try:
             missing = self.far.since(hello.orders)
         except ValueError as error:
@@ -184,9 +185,14 @@ class VaultSessions:
 
         await self.server_thread.read(begin)
 
-    async def _write(self, context: Any, queue: asyncio.Queue[Any]) -> None:
+    async def _write(self, context: Any, queue: asyncio.Queue[bytes]) -> None:
+        """What waits goes together: so a vault can put the orders of an update on its disk with one flush."""
         while True:
-            await context.write(await queue.get())
+            waiting = deque([await queue.get()])
+            while not queue.empty():
+                waiting.append(queue.get_nowait())
+            while waiting:
+                await context.write(wire.bundle(waiting))
 
     async def _read(self, context: Any, hello: rpc.VaultHello) -> None:
         kinds = HeldPart, HeldAnswer, Froze, rpc.VaultState, rpc.Farewell

@@ -11,8 +11,10 @@ So a message of gigabytes is never built in one piece, and a receiver knows ever
 
 from __future__ import annotations
 
+import struct
 import types
 import typing
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -31,6 +33,9 @@ MAX_FRAME_BYTES = 4 + max(CHUNK_BYTES, MAX_HEADER_BYTES)
 MAX_TEXT = 4096  # characters of a str field
 MAX_INT = 1 << 62
 CRC_BYTES = 4
+Payload = bytes | memoryview
+LENGTH = struct.Struct("<I")
+MAX_BUNDLE_BYTES = LENGTH.size + MAX_FRAME_BYTES
 
 
 class WireError(ValueError):
@@ -46,7 +51,7 @@ class DamagedError(WireError):
 
 def frames(message: Any, first_chunk: int = 0) -> Iterator[bytes]:
     """The message as frames: a header, then the chunks of its payloads, from `first_chunk` on."""
-    payloads: list[bytes] = []
+    payloads: list[Payload] = []
     header = msgpack.packb([VERSION, type(message).__name__, _plain(message, payloads)])
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(f"{type(message).__name__}: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES}")
@@ -73,14 +78,23 @@ def pack(message: Any) -> bytes:
     return header
 
 
+def bundle(waiting: deque[bytes]) -> bytes:
+    """Take frames from the left, as many as may travel together, and put them end to end, each behind its length."""
+    taken = [waiting.popleft()]
+    room = MAX_BUNDLE_BYTES - LENGTH.size - len(taken[0])
+    while waiting and (room := room - LENGTH.size - len(waiting[0])) >= 0:
+        taken.append(waiting.popleft())
+    return b"".join(part for frame in taken for part in (LENGTH.pack(len(frame)), frame))
+
+
 def _sealed(body: bytes | memoryview) -> bytes:
     return b"".join((crc32(body).to_bytes(CRC_BYTES, "little"), body))
 
 
-def _plain(value: Any, payloads: list[bytes]) -> Any:
+def _plain(value: Any, payloads: list[Payload]) -> Any:
     if is_dataclass(value):
         return [_plain(getattr(value, f.name), payloads) for f in fields(value)]
-    if isinstance(value, bytes):
+    if isinstance(value, Payload):
         payloads.append(value)
         return len(value)
     if isinstance(value, tuple):
@@ -189,6 +203,17 @@ class FrameReader:
         if self._kind is None:
             raise WireError("the message has not begun")
         return _reader(self._kind)(self._raw, self._kind.__name__, payload)
+
+
+def unbundle(together: bytes) -> Iterator[bytes]:
+    """The frames of a bundle. Raises DamagedError."""
+    position = 0
+    while position < len(together):
+        begin = position + LENGTH.size
+        position = begin + int.from_bytes(together[position:begin], "little")
+        if not begin < position <= len(together):
+            raise DamagedError(f"a bundle of {len(together)} bytes ends within a frame")
+        yield together[begin:position]
 
 
 def unpack(frame: bytes, *allowed: type) -> Any:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any, cast
 
 from torch import Tensor
 
 from geotrain.config import CodecConfig, codec_config
 from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
 from geotrain.outer.messages import PieceWeights
-from geotrain.staging import from_bytes, on_host
+from geotrain.shelf import Shelf
+from geotrain.staging import from_bytes, on_host, to_bytes
 
 # Takes a payload and a check, runs the check on the payload in host memory, returns it on the device that decodes it.
 Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
@@ -38,13 +40,14 @@ class _Mirror:
     """What both ends of a way down keep. mirror: piece → fp32 vector that the receiver has of it (empty for codecs
     that carry whole weights). marks: piece → mark of the mirror."""
 
-    def __init__(self, config: CodecConfig) -> None:
-        self.changes = sends_changes(config)
+    def __init__(self, config: CodecConfig, shelf: Shelf | None = None) -> None:
+        self.changes, self.shelf = sends_changes(config), shelf or Shelf()  # the mirror's; callers fetch it
         self.codec = make_codec(config)
         # The first weights go whole, and exactly: there is nothing yet that they could be a change of.
         self.plain = make_codec(codec_config("fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
         self.marks: dict[int, int] = {}
+        self.before: dict[int, int] = {}  # a sender's: piece → the mark before the last weights of it
 
     def _note(self, weights: PieceWeights) -> PieceWeights:
         """The mirror holds these weights now."""
@@ -58,15 +61,11 @@ def mark(weights: PieceWeights, before: int) -> int:
 
     It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own."""
     sample = weights.payload[:: 1 + len(weights.payload) // MARK_BYTES]
-    return (weights.version + 1 << 32 | zlib.crc32(sample, before & 0xFFFFFFFF)) & (1 << 63) - 1
+    return (weights.version + 1 << 32 | zlib.crc32(bytes(sample), before & 0xFFFFFFFF)) & (1 << 63) - 1
 
 
 class WeightsSender(_Mirror):
-    """The server's end, for one part of one member. before: piece → the mark before the last weights of it."""
-
-    def __init__(self, config: CodecConfig) -> None:
-        super().__init__(config)
-        self.before: dict[int, int] = {}
+    """The server's end, for one part of one member."""
 
     def encode(self, piece: int, version: int, held: Tensor) -> PieceWeights:
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
@@ -78,17 +77,18 @@ class WeightsSender(_Mirror):
         was_whole, self.before[piece] = not self.before.get(piece), self.marks.get(piece, 0)
         if piece in self.mirror:
             if was_whole:  # the mirror is still the memory of that payload
-                self.mirror[piece] = self.mirror[piece].clone()
+                self.mirror[piece] = self.shelf.put(self.mirror[piece].clone())
             mirror, seed = self.mirror[piece], rounding_seed(version, piece)
             # The codec encodes anchor − values, so this is the change: weights now minus what the receiver has.
             payload = self.codec.encode(mirror, anchor=held, seed=seed, what=what).payload
             self.codec.decode_accumulate(payload, mirror)
             return self._note(PieceWeights(piece, version, to_bytes(payload), increment=True))
-        whole = PieceWeights(piece, version, to_bytes(self.plain.encode(held, what=what).payload))
+        payload = self.plain.encode(held, what=what).payload
         if not self.changes:
-            return whole
-        self.mirror[piece] = from_bytes(whole.payload).view(held.dtype)  # not copied before the next change
-        return self._note(whole)
+            return PieceWeights(piece, version, to_bytes(payload))
+        mirror = self.mirror[piece] = self.shelf.put(payload.view(held.dtype))  # not copied before the next change
+        memory = cast(bytes, memoryview(cast(Any, mirror.view(payload.dtype).numpy())).toreadonly())
+        return self._note(PieceWeights(piece, version, memory))
 
 
 class WeightsReceiver(_Mirror):
@@ -116,7 +116,7 @@ class WeightsReceiver(_Mirror):
             return mirror
         vector = codec.decode(payload, numel, checked=True)
         if self.changes:
-            self.mirror[weights.piece] = vector
+            vector = self.mirror[weights.piece] = self.shelf.put(vector)
             self._note(weights)
         return vector
 
@@ -133,8 +133,3 @@ class WeightsReceiver(_Mirror):
         if weights.increment and (not self.changes or weights.piece not in self.mirror):
             raise CodecError(f"a change of piece {weights.piece} came, but not what it changes")
         return self.codec if weights.increment else self.plain
-
-
-def to_bytes(payload: Tensor) -> bytes:
-    """A payload (uint8, 1-D, on any device) as bytes for a message. On a GPU this waits for the device."""
-    return payload.cpu().numpy().tobytes()

@@ -150,7 +150,7 @@ class PieceWeights:
     """One piece's weights for one part, at `version` of its fragment.
 
     increment: the payload is a change, to be added to what the receiver was last sent, and not the weights
-    themselves.
+    themselves. payload: on a server also a view of memory that nobody changes.
     """
 
     piece: int

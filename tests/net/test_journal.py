@@ -205,9 +205,12 @@ def test_a_message_that_cannot_be_written_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match="a header of"):
         journal.append(LeaseRequest("a" * 10_000_000, 1, 0.5))
     journal.append(update(2))
+    with pytest.raises(ValueError, match="a header of"):  # of several, all or none
+        journal.append(update(3), update(4), LeaseRequest("a" * 10_000_000, 1, 0.5), update(5))
+    journal.append(update(6), update(7))
     journal.flush()
     journal.close()
-    assert read(tmp_path)[0] == [update(1), update(2)]
+    assert read(tmp_path)[0] == [update(1), update(2), update(6), update(7)]
 
 
 def test_new_folders_are_on_disk_in_their_parents(tmp_path, monkeypatch):

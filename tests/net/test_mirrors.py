@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
+from geotrain.net.disk_shelf import DiskShelf, on_disk
 from geotrain.net.frozen_state import FrozenState
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.snapshots import SnapshotStore
 from geotrain.outer.downlink import MARK_BYTES, mark
 from geotrain.outer.events import SentWhole
 from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, PieceWeights
+from geotrain.shelf import Shelf
+from geotrain.vault import MIRRORS
 from tests.support.net_worlds import Cluster, clusters, outer
 from tests.support.net_worlds import whole as in_one_part
 from tests.support.outer_world import config, make, random_deltas, weights_of
@@ -29,7 +32,9 @@ class Twin:
     """A world of which the global server and region eu are told everything through journals on disk. `kill` drops
     one of them without a word, and recovers it from its folder."""
 
-    def __init__(self, folder: Path, rule: str = "halos") -> None:
+    def __init__(self, folder: Path, rule: str = "halos", on_disk: bool = False) -> None:
+        folder.mkdir(exist_ok=True)
+        self.shelf = DiskShelf(folder, pytest.fail) if on_disk else Shelf()
         every = {} if rule == "sync" else {"updates_per_send": 1}
         self.world = make(config(rule, **LINKS, **every), fragments=1)
         self.folder, self.lives, self.seed = folder, 1, 0
@@ -50,8 +55,11 @@ class Twin:
         world, old = self.world, self.world.top if name == GLOBAL else self.world.regions[name]
         if name == GLOBAL:
             names = {r: tuple(region.members) for r, region in world.regions.items()}
-            return type(old)(world.identity, world.layout, world.config, names, 1 << 20, 1)
-        return type(old)(name, world.identity, world.layout, world.config, old.rule, tuple(old.members))
+            new = type(old)(world.identity, world.layout, world.config, names, 1 << 20, 1)
+        else:
+            new = type(old)(name, world.identity, world.layout, world.config, old.rule, tuple(old.members))
+        new.vaults.put_mirrors_on(self.shelf)
+        return new
 
     def _begin(self, name: str, server: Any) -> None:
         if name == GLOBAL:
@@ -59,7 +67,12 @@ class Twin:
 
     def _recover(self, name: str) -> list[str]:
         self.recovered[name] = recovered = recover(
-            lambda: self._build(name), lambda server: self._begin(name, server), self.folder / name, keep=2
+            lambda: self._build(name),
+            lambda server: self._begin(name, server),
+            self.folder / name,
+            2,
+            None,
+            self.shelf,
         )
         server, journal, real = recovered.server, recovered.journal, type(recovered.server).handle
 
@@ -128,10 +141,11 @@ class Twin:
             recovered.journal.close()
 
 
+@pytest.mark.parametrize("mirrors", ["memory", "disk"])
 @pytest.mark.parametrize("rule", ["halos", "sync"])
-def test_kills_change_no_bit_of_what_is_sent(tmp_path, rule):
+def test_kills_change_no_bit_of_what_is_sent(tmp_path, rule, mirrors):
     """Kills of both servers between any two messages that matter, with snapshots before and after."""
-    calm, shaken = Twin(tmp_path / "calm", rule), Twin(tmp_path / "shaken", rule)
+    calm, shaken = Twin(tmp_path / "calm", rule), Twin(tmp_path / "shaken", rule, on_disk=mirrors == "disk")
     first = len(calm.told)
     for turn in range(8):
         calm.step()
@@ -156,6 +170,9 @@ def test_kills_change_no_bit_of_what_is_sent(tmp_path, rule):
     assert len(calm.told) > first and all(weights.increment for weights in calm.told[first:])
     assert all(map(torch.equal, weights_of(shaken.world.top), weights_of(calm.world.top)))
     assert not [event for event in shaken.events if isinstance(event, SentWhole)]
+    where = [on_disk(x) for s in shaken.servers.values() for n, x in s.state()[0].items() if n.startswith(MIRRORS)]
+    assert where and all(each == (mirrors == "disk") for each in where)
+    assert sorted(path.name for path in shaken.folder.iterdir()) == ["eu", "global"]  # nothing has a name
     calm.close()
     shaken.close()
 

@@ -10,6 +10,7 @@ from grpc import aio
 
 from geotrain.net import rpc, wire
 from geotrain.net.vault_sessions import VaultLost, VaultSessions
+from geotrain.vault import Copy
 
 
 class FakeVault:
@@ -18,7 +19,7 @@ class FakeVault:
     def __init__(self, index: int, holds_s: float = 0.0) -> None:
         self.says: asyncio.Queue[Any] = asyncio.Queue()
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
-        self.holds_s = holds_s
+        self.holds_s, self.written = holds_s, 0
         self.say(rpc.VaultHello("eu", index, 2, 0))
 
     def say(self, message: Any) -> None:
@@ -29,7 +30,9 @@ class FakeVault:
 
     async def write(self, frame: bytes) -> None:
         await asyncio.sleep(self.holds_s)
-        self.heard.put_nowait(wire.unpack(frame, rpc.Farewell))
+        self.written += 1
+        for each in wire.unbundle(frame):
+            self.heard.put_nowait(wire.unpack(each, rpc.Farewell, Copy))
 
     async def leave(self, after: float = 0.0) -> None:
         assert isinstance(await self.heard.get(), rpc.Farewell)
@@ -110,5 +113,20 @@ def test_who_says_no_farewell_is_named_and_before_the_end_a_stream_that_breaks_i
             raise AssertionError("a lost vault ends the life")
         except VaultLost as lost:
             assert "vault 0" in str(lost) or "vault 1" in str(lost)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_orders_of_one_message_go_to_a_vault_together() -> None:
+    async def main() -> None:
+        book, *vaults = sessions(), FakeVault(0), FakeVault(1)
+        served = await here(book, *vaults)
+        orders = [Copy(number) for number in range(1, 20)]
+        for order in orders:  # as on the server's thread, while it handles one message
+            book.tell_all(order)
+        for vault in vaults:
+            assert [await vault.heard.get() for _ in orders] == orders and vault.written == 1
+        for task in served:
+            task.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from benchmarks import ROOT
 from benchmarks.servers.rates import PAGE, literal, literal_of, markdown
+from geotrain import vault
 from geotrain.commands.dry_run import needs, show
 from geotrain.config import codec_config, load_cluster, load_run
 from geotrain.layout import layout_of
+from geotrain.net.disk_shelf import DiskShelf, on_disk
+from geotrain.outer import downlink
 from geotrain.outer.server import Server
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import place_of, server_needs
@@ -25,16 +29,18 @@ LAYOUT = layout(1)  # four fragments, of 24, 16, 16 and 8 elements
 EVERY = tuple(range(len(LAYOUT.fragments)))
 # How the names of a state's tensors begin → as what they are counted.
 PARTS = {"residual.": "residual", "mirror.": "mirror", "held.": "mirrors of members"}
-COMING = "payloads and answers"
+WHERE = "memory", "disk"
+COMING, ON_DISK = "payloads and answers", "on disk"
 
 
 def kept(server: Server) -> dict[str, int]:
-    """Bytes of live tensors and payloads, by part. Each memory counts once: a mirror begins as that of a payload."""
-    found = dict.fromkeys(("vectors", *PARTS.values(), COMING), 0)
+    """Bytes of live tensors and payloads, by part. Each memory counts once: a mirror begins as that of a payload.
+    What lies on the disk is a part of its own."""
+    found = dict.fromkeys(("vectors", *PARTS.values(), COMING, ON_DISK), 0)
     seen: set[int] = set()
     for part, tensor in held(server):
         if tensor.data_ptr() not in seen:
-            found[part] += tensor.nbytes
+            found[ON_DISK if on_disk(tensor) else part] += tensor.nbytes
             seen.add(tensor.data_ptr())
     return found
 
@@ -45,9 +51,9 @@ def held(server: Server) -> Iterator[tuple[str, Tensor]]:
             yield COMING if ".waiting." in name else "vectors", tensor
         elif not name.startswith(("answer.", "in_flight.")):
             yield next(part for head, part in PARTS.items() if name.startswith(head)), tensor
-    for vault in server.vaults.all:  # payloads as they lie in memory, not as the state names some of them
-        yield from ((COMING, from_bytes(payload)) for payload in vault.in_flight.values())
-        for known in vault.members.values():
+    for each in server.vaults.all:  # payloads as they lie in memory, not as the state names some of them
+        yield from ((COMING, from_bytes(payload)) for payload in each.in_flight.values())
+        for known in each.members.values():
             for answer in known.answers.values():
                 yield from ((COMING, from_bytes(weights.payload)) for weights in answer.values())
 
@@ -76,12 +82,23 @@ def play(world: World) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
-@pytest.mark.parametrize(("up", "down"), [("fp32", "fp32"), ("bf16", "bf16"), ("int4", "int4"), ("topk2", "int8")])
+@pytest.mark.parametrize(
+    ("up", "down", "mirrors"),
+    [
+        *(("fp32", "fp32", "memory"), ("bf16", "bf16", "memory"), ("topk2", "int8", "memory")),
+        *(("int4", "int4", "memory"), ("int4", "int4", "disk")),
+    ],
+)
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
-def test_a_servers_memory_is_that_of_its_live_tensors(rule: str, up: str, down: str, state: str) -> None:
+def test_a_servers_memory_is_that_of_its_live_tensors(
+    rule: str, up: str, down: str, mirrors: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exactly, part by part, of what is kept, at its most."""
     more = {} if rule == "sync" else {"updates_per_send": 2}
-    settings = config(rule, up=codec_config(up), down=codec_config(down), server_state=state, **more)
+    codecs = {"up": codec_config(up), "down": codec_config(down)}
+    settings = config(rule, **codecs, server_state=state, mirrors=mirrors, **more)
+    for module in (vault, downlink) if mirrors == "disk" else ():
+        monkeypatch.setattr(module, "Shelf", lambda: DiskShelf(tmp_path, pytest.fail))
     workers = {"eu": ("a", "b"), "us": ("c", "d")}
     fakes = {r: [FakeWorker(name, LAYOUT, whole(LAYOUT)) for name in names] for r, names in workers.items()}
     start = [start_vector()[: f.numel].clone() for f in LAYOUT.fragments]
@@ -96,10 +113,10 @@ def test_a_servers_memory_is_that_of_its_live_tensors(rule: str, up: str, down: 
                 largest[role] = max(largest[role], sum(tensor.nbytes for tensor in server.state()[0].values()))
     for role, server in servers.items():
         needs = server_needs(place_of(role, settings, 2), settings, LAYOUT, snapshots=2)
-        assert most[role] == dict.fromkeys(most[role], 0) | needs.kept, role
-        [vault] = server.vaults.all
+        assert most[role] == dict.fromkeys(most[role], 0) | needs.kept | {ON_DISK: needs.mirrors_bytes}, role
+        [of_server] = server.vaults.all
         assert largest[role] <= needs.snapshot_bytes <= 1.25 * largest[role]
-        buffers = sum(buffer.nbytes for buffer in (*vault._spare, *vault._deltas.values()))
+        buffers = sum(buffer.nbytes for buffer in (*of_server._spare, *of_server._deltas.values()))
         assert buffers == needs.passing["decoding"]
 
 
@@ -117,6 +134,24 @@ def test_the_dry_run_tells_each_servers_needs() -> None:
     told = " ".join(output.getvalue().split())
     of_parameter = found.servers["global"].memory_bytes / lay.numel
     assert f" {of_parameter:.1f} " in told and MEASURED.hardware in told
+
+
+def test_the_dry_run_tells_what_mirrors_on_the_disk_would_be_worth() -> None:
+    cluster = load_cluster(CONFIGS / "clusters/four-regions-ssh.json")
+    here, there = (load_run(CONFIGS / "runs/1b.json", [f"outer.mirrors={m}"]) for m in WHERE)
+    found, of_disk = needs(here, cluster), needs(there, cluster)
+    assert found.on_disk == of_disk.servers == of_disk.on_disk
+    numel, mine, other = found.parameters, found.servers["global"], of_disk.servers["global"]
+    in_use = 3 * 4 * max(piece.numel for piece in layout_of(here).pieces)  # used, read for a snapshot, on its way out
+    assert mine.memory_bytes - other.memory_bytes == 4 * 4 * numel - in_use
+    assert other.mirrors_bytes == 4 * 4 * numel == other.disk_bytes - mine.disk_bytes
+    more_s = MEASURED.of_parameter["mirror"] * numel / 1e9
+    assert other.update_s - mine.update_s == pytest.approx(more_s)
+    output = StringIO()
+    show(found, Console(file=output, width=200))
+    assert 'outer.mirrors = "disk" takes' in output.getvalue() and "of the memory of global" in output.getvalue()
+    whole = needs(load_run(CONFIGS / "runs/1b.json", ["outer.down.name=bf16"]), cluster)
+    assert all(n.memory_bytes == whole.on_disk[name].memory_bytes for name, n in whole.servers.items())
 
 
 def test_the_page_has_the_table_that_follows_from_the_rates() -> None:

@@ -44,7 +44,7 @@ def update_s(rates: ServerRates) -> float:
 def test_a_servers_time_is_the_formulas() -> None:
     found = simulated(1, RATES)
     of_send = sum(send_stages(NUMEL, SIZES.wide.up[0], RATES).values())
-    of_merge = sum(merge_stages(NUMEL, SIZES.wide.down[0], RATES).values())
+    of_merge = sum(merge_stages(place_of("region", OUTER, 1), NUMEL, SIZES.wide.down[0], RATES).values())
     of_top = update_stages(place_of("global", OUTER, 1), SIZES.wide.up[0], NUMEL, SIZES.wide.down[0], RATES)
     updates, sends = STEPS // H, STEPS // H // 2
     merges = sends + 1  # the first weights, too

@@ -29,12 +29,13 @@ from geotrain.net.server_thread import ServerThread
 from geotrain.net.vaulted_link import VaultsAbove
 from geotrain.net.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import WeightsReceiver, to_bytes
+from geotrain.outer.downlink import WeightsReceiver
 from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import GLOBAL, Answer, Join, Lease, LeaseRequest, PieceDelta, Send, UpdatePart
 from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server import Identity, Server
+from geotrain.staging import to_bytes
 from tests.support.outer_configs import outer_config
 from tests.support.outer_world import UPDATES
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from geotrain.config import CodecConfig, OuterConfig
 from geotrain.layout import Layout, Piece, fragments_due
+from geotrain.net.disk_shelf import LEAVING
 from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
@@ -25,7 +26,8 @@ PROCESS_BYTES = 300 << 20  # Python, torch, gRPC; measured
 @dataclass(frozen=True)
 class ServerNeeds:
     """kept: bytes of what it holds all the time, at most, by what it is. passing: of what comes and goes. snapshot:
-    bytes of one. disk: of all snapshots, while one is written, and of the journal.
+    bytes of one. mirrors: bytes of those that are on the disk. disk: theirs, of all snapshots, while one is written,
+    and of the journal.
 
     update_s: one update of every parameter by one member, from the first byte in to the last byte out. send_s: of a
     region, what sending all of its progress up and merging the answer costs; up_bytes: of that. recovery_s: from a
@@ -36,6 +38,7 @@ class ServerNeeds:
     kept: dict[str, int]
     passing: dict[str, int]
     snapshot_bytes: int
+    mirrors_bytes: int
     disk_bytes: int
     update_s: float
     send_s: float
@@ -51,7 +54,7 @@ class ServerNeeds:
 @dataclass(frozen=True)
 class Place:
     """Where a server stands: its members, their codecs, and those of its link to the global server. validates:
-    whether workers evaluate the global weights."""
+    whether workers evaluate the global weights. on_disk: whether mirrors are."""
 
     role: Literal["region", "global"]
     rule: Rule
@@ -60,14 +63,15 @@ class Place:
     down: CodecConfig
     above: tuple[CodecConfig, CodecConfig] | None = None
     validates: bool = False
+    on_disk: bool = False
 
 
 def place_of(role: Literal["region", "global"], outer: OuterConfig, members: int, validates: bool = False) -> Place:
-    names = tuple(f"m{i}" for i in range(members))
+    names, on_disk = tuple(f"m{i}" for i in range(members)), outer.mirrors == "disk"
     if role == "region":
         rule = region_rule(outer.rule, names, updates=1e3)
-        return Place(role, rule, members, outer.local, outer.local, (outer.up, outer.down), validates)
-    return Place(role, global_rule(outer.rule, names), members, outer.up, outer.down, None, validates)
+        return Place(role, rule, members, outer.local, outer.local, (outer.up, outer.down), validates, on_disk)
+    return Place(role, global_rule(outer.rule, names), members, outer.up, outer.down, None, validates, on_disk)
 
 
 def server_needs(
@@ -95,6 +99,8 @@ def server_needs(
         coming = max(in_flight, *(4 * numel * n + (place.members - n) * answer for n in range(place.members)))
         saved = coming if changes else max(in_flight, 4 * numel * (place.members - 1))
     snapshot = sum(state.values()) + saved
+    on_disk = [part for part in state if part.startswith("mirror")] if place.on_disk else []
+    mirrors = sum(state.pop(part) for part in on_disk)
     other = {"payloads and answers": coming}
     if place.validates:
         other["validation"] = (4 if place.role == "region" else 2) * numel
@@ -106,6 +112,8 @@ def server_needs(
         "decoding": 4 * largest * len(due),
         # A vector's difference or mean, and what is kept in 16 bits, in fp32 meanwhile.
         "computing": 4 * largest * (1 + narrow),
+        # One is computed with, a snapshot reads another.
+        "mirrors in use": min(mirrors, 4 * largest * (LEAVING + 2)),
         "snapshot's copies": int(share * snapshot),
         "process": PROCESS_BYTES,
     }
@@ -115,13 +123,12 @@ def server_needs(
     send_s, wide_up = 0.0, 0
     if place.above is not None:
         wide_up, wide_down = (coded(codec, pieces) for codec in place.above)
-        beyond = [send_stages(numel, wide_up, rates), merge_stages(numel, wide_down, rates)]
+        beyond = [send_stages(numel, wide_up, rates), merge_stages(place, numel, wide_down, rates)]
         send_s = sum(sum(each.values()) for each in beyond)
     replay_s = journal / max(1, coded(place.up, pieces)) * update_s
-    disk = (snapshots + 1) * snapshot + snapshots * journal
-    return ServerNeeds(
-        place.role, state | other, passing, snapshot, disk, update_s, send_s, wide_up, recovery_s, replay_s
-    )
+    disk = mirrors + (snapshots + 1) * snapshot + snapshots * journal
+    sizes = snapshot, mirrors, disk
+    return ServerNeeds(place.role, state | other, passing, *sizes, update_s, send_s, wide_up, recovery_s, replay_s)
 
 
 def update_stages(
@@ -137,6 +144,7 @@ def update_stages(
         **{stage: parameter[stage] * numel for stage in ("decode_and_norm", "rule")},
         "answer": answer * numel,
         "frames_out": byte["frames_out"] * out_bytes,
+        "mirror": parameter["mirror"] * numel if place.on_disk and sends_changes(place.down) else 0.0,
     }
     return {stage: value / 1e9 for stage, value in ns.items()}
 
@@ -147,10 +155,12 @@ def send_stages(numel: float, up_bytes: float, rates: ServerRates = MEASURED) ->
     return {stage: value / 1e9 for stage, value in ns.items()}
 
 
-def merge_stages(numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
+def merge_stages(place: Place, numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
     """Seconds of the answer to it, by stage."""
     ns = {stage: rates.of_byte[stage] * down_bytes for stage in ("frames_in", "journal_write", "journal_flush")}
     ns["merge"] = rates.of_parameter["merge"] * numel
+    if place.on_disk and place.above is not None and sends_changes(place.above[1]):
+        ns["mirror"] = rates.of_parameter["mirror"] * numel
     return {stage: value / 1e9 for stage, value in ns.items()}
 
 
@@ -185,7 +195,7 @@ def server_seconds(
     update = of(partial(update_stages, place), up, numels, down)
     if place.above is None:
         return ServerSeconds(update)
-    return ServerSeconds(update, of(send_stages, numels, above[0]), of(merge_stages, numels, above[1]))
+    return ServerSeconds(update, of(send_stages, numels, above[0]), of(partial(merge_stages, place), numels, above[1]))
 
 
 def coded(codec: CodecConfig, pieces: Sequence[Piece]) -> int:

@@ -1,0 +1,187 @@
+"""A vault's process without sockets: how it obeys its book."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from geotrain.config import Address
+from geotrain.monitor.events import EventLog
+from geotrain.net import journal as journal_module
+from geotrain.net import rpc, wire
+from geotrain.net.journal import Journal
+from geotrain.net.server_thread import ServerThread
+from geotrain.net.snapshots import SnapshotStore
+from geotrain.net.vault_host import ORDERS, VaultHost, VaultSetup
+from geotrain.outer.messages import Refused, Send
+from geotrain.outer.server import Handled
+from geotrain.vault import Copy
+from geotrain.vault_machine import BOOK
+from geotrain.vaults import Froze
+
+
+class FakeMachine:
+    """Tells its book of each order that it obeys; `wrong` is one that it cannot obey."""
+
+    index, number, orders = 0, 1, 0
+
+    def __init__(self, wrong: int = 0) -> None:
+        self.obeyed: list[int] = []
+        self.wrong = wrong
+
+    def handle(self, order: Copy) -> Handled:
+        if order.number == self.wrong:
+            raise KeyError(order.number)
+        self.obeyed.append(order.number)
+        return Handled(None, (Send(BOOK, Froze("w", 0, order.number, ())),))  # type: ignore[arg-type]
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def end_life(self) -> None: ...
+
+
+class FakeBook:
+    """A stream that brings these orders, each list in a bundle, and then nothing. told: what the vault said of its
+    orders. on_told: is called with each of them."""
+
+    def __init__(self, *bundles: list[int], on_told: Callable[[Froze], None] = lambda told: None) -> None:
+        self.bundles, self.told, self.on_told = list(bundles), asyncio.Queue[int](), on_told
+
+    async def read(self) -> bytes:
+        if not self.bundles:
+            await asyncio.Event().wait()
+        return wire.bundle(deque(wire.pack(Copy(number)) for number in self.bundles.pop(0)))
+
+    async def write(self, frame: bytes) -> None:
+        said = wire.unpack(frame, rpc.VaultHello, rpc.VaultState, Froze)
+        if isinstance(said, Froze):
+            self.on_told(said)
+            self.told.put_nowait(said.orders)
+
+    def cancel(self) -> None: ...
+
+
+@dataclass
+class Life:
+    host: VaultHost
+    machine: FakeMachine
+    journal: Journal
+
+    async def obey(self, book: FakeBook) -> None:
+        """A session with this book."""
+        self.host.thread = ServerThread(self.machine, self.journal, self.host._deliver)  # type: ignore[arg-type]
+        self.host.thread.failure.add_done_callback(lambda failed: failed.exception())
+        try:
+            await self.host._session(book)
+        finally:
+            await self.host._end_session()
+            self.host.thread.close()
+
+    def on_disk(self, folder: Path) -> list[int]:
+        self.journal.close()
+        return [order.number for order in Journal(folder / "journal", ORDERS, 0).replay(1)]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
+    lives: list[Life] = []
+
+    def made(wrong: int = 0) -> Life:
+        machine, address = FakeMachine(wrong), Address(host="127.0.0.1", port=1)
+        journal = Journal(tmp_path / "journal", ORDERS, 0)
+        assert not list(journal.replay(1))
+        setup = VaultSetup("eu", address, address, None, tmp_path, None, 1)
+        log = EventLog(tmp_path / "events.jsonl", enabled=False)
+        host = VaultHost(machine, setup, SnapshotStore(tmp_path / "s"), journal, log, 0)  # type: ignore[arg-type]
+        lives.append(Life(host, machine, journal))
+        return lives[-1]
+
+    yield made
+    for life in lives:
+        life.host.events.close()
+        life.journal.close()
+
+
+def ended(life: Life, book: FakeBook) -> list[int]:
+    """The orders that the book was told of; then the stream is cancelled."""
+
+    async def main() -> list[int]:
+        session = asyncio.ensure_future(life.obey(book))
+        orders = [number for bundle in book.bundles for number in bundle]
+        told = [await book.told.get() for _ in orders]
+        session.cancel()
+        await asyncio.gather(session, return_exceptions=True)
+        return told
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, tmp_path: Path, monkeypatch) -> None:
+    life, flushes, real = begin(), 0, os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        nonlocal flushes
+        real(descriptor)
+        flushes += 1
+
+    monkeypatch.setattr(journal_module.os, "fdatasync", fdatasync)
+    flushed = []
+    book = FakeBook(list(range(1, 41)), on_told=lambda told: flushed.append(life.journal._durable))
+    assert ended(life, book) == life.machine.obeyed == list(range(1, 41))
+    assert flushes == life.host.thread.flushes == 1 and life.host.thread.calls == 40
+    assert set(flushed) == {40}
+    assert life.on_disk(tmp_path) == list(range(1, 41))
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
+    begin, tmp_path: Path, monkeypatch, room: int
+) -> None:
+    """Of those that came with it none was obeyed, told, or is found on the disk by the next life. room: for how many
+    of the first bundle's five."""
+    life, real = begin(), os.pwrite
+    full = SimpleNamespace(after=None)
+
+    def pwrite(descriptor: int, content: Any, position: int) -> int:
+        if full.after is not None and position + len(content) > full.after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content, position)
+
+    monkeypatch.setattr(journal_module.os, "pwrite", pwrite)
+
+    async def main() -> None:
+        life.journal.append(Copy(1))
+        record_bytes, full.after = life.journal.segment_bytes, None
+        life.journal.flush()
+        full.after = record_bytes + room * 80
+        book = FakeBook([2, 3, 4, 5, 6], [7], [8])
+        with pytest.raises(Refused, match="disk is full"):
+            await life.obey(book)
+        assert book.told.empty()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert life.machine.obeyed == []
+    full.after = None
+    assert life.on_disk(tmp_path) == [1]
+
+
+def test_after_an_order_that_cannot_be_obeyed_no_other_is(begin) -> None:
+    life = begin(wrong=3)
+
+    async def main() -> None:
+        with pytest.raises(KeyError):
+            await life.obey(FakeBook([1, 2, 3, 4], [5]))
+        assert life.host.thread.failure.done()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert life.machine.obeyed == [1, 2]
