@@ -125,6 +125,10 @@ class _Known:
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
 
 
+def no_snapshot(*tensors: Tensor) -> None:
+    """None is being written that would need these as they are."""
+
+
 class Vault:
     """name: of the server. pieces: those that it has. up, down: codecs of the links to members.
     above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
@@ -156,7 +160,7 @@ class Vault:
         self.up_codec = up if above is None else make_codec(above[0])
         self.downlink = WeightsReceiver(down if above is None else above[1])
         # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
-        self.will_change: Callable[..., None] = lambda *tensors: None
+        self.will_change: Callable[..., None] = no_snapshot
 
     # -- what comes from outside
 
