@@ -41,8 +41,8 @@ AT_ONCE = 1 << 24  # bytes that are read at once
 
 @cache
 def code() -> str:
-    """Of the files of CODE, of Python and torch. They are those on disk: do not edit what runs, work in another
-    checkout."""
+    """A digest of the files of CODE, and of the versions of Python and torch. The files are those on disk: what is
+    edited while a run goes on is another's code, so run in a checkout of its own."""
     found = hashlib.sha256(f"{platform.python_version()} {torch.__version__}".encode())
     for pattern in CODE:
         for path in sorted(path for path in ROOT.glob(pattern) if path.suffix in (".py", ".c", ".h")):
