@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -84,27 +85,25 @@ def test_a_run_that_was_ended_gives_the_same_row(of, every, stops, tmp_path, cap
 
 
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 import benchmarks.claims.kept as keeping
-from tests.simulate.test_kept import job
-from benchmarks.claims.runs import run
+from benchmarks.claims.runs import Job, run
 
 def write(self, part, states=[0]):
-    if self.bytes == 0:
-        states[0] += 1
-    if states[0] == 20 and self.bytes > 20_000:
+    states[0] += self.bytes == 0
+    if states[0] == 5 and self.bytes > 20_000:
         os.kill(os.getpid(), signal.SIGKILL)
     return of_its_own(self, part)
 
 of_its_own, keeping._Summed.write = keeping._Summed.write, write
-run(job(sys.argv[1]), None, Path(sys.argv[2]), every_s=0)
+run(Job(**json.loads(sys.argv[1])), None, Path(sys.argv[2]), every_s=0)
 """
 
 
 def test_a_run_killed_while_its_state_is_written_goes_on_with_the_one_before(tmp_path, capsys):
     of = job(muon(OURS_2BIT))
-    command = [sys.executable, "-c", KILLED, of.method, str(tmp_path)]
+    command = [sys.executable, "-c", KILLED, json.dumps(asdict(of)), str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert len(list(tmp_path.glob("*.state"))) == 2  # a whole one, and a part
