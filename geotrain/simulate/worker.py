@@ -155,6 +155,7 @@ class SimWorker:
                 self.job_starts_s.append(self.clock.now)
                 self._job_s, self._done = self.trained_s, 0
             yield from self._train_job(lease)
+            assert self._following is not None
             self.lease = yield self._following
         yield from self.exchange.finish()
         self.left = True
