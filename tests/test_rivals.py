@@ -50,13 +50,13 @@ def test_the_rate_warms_up_and_falls() -> None:
 
 
 def write_marks(folder: Path, region: str) -> None:
-    """Four steps of 0.1 s, between them 0.1 s of exchange; alone a step takes 0.08 s."""
+    """Four steps that work for 0.1 s and wait for as long; alone a step takes 0.08 s."""
     marks: list[dict[str, Any]] = [
         {"what": "alone", "at_s": 0.0, "seconds": [0.08, 0.08, 0.08], "cpu_s": 0.05},
-        {"what": "begin", "at_s": 1.0, "bytes": 500},
+        {"what": "begin", "at_s": 1.0, "bytes": 500, "thread_s": 0.3},
     ]
     for i in range(4):
-        marks.append({"what": "step", "number": i + 1, "trained_s": 1.1 + 0.2 * i, "at_s": 1.2 + 0.2 * i})
+        marks.append({"what": "step", "number": i + 1, "thread_s": 0.4 + 0.1 * i, "at_s": 1.2 + 0.2 * i})
     marks.append({"what": "end", "at_s": 1.8, "bytes": 500 + 4 * BATCH * LENGTH * 3})
     (folder / f"{region}.jsonl").write_text("".join(json.dumps(mark) + "\n" for mark in marks))
 

@@ -12,7 +12,8 @@ of the data, start weights, optimizer and schedule, by the same loop (`worker.py
 
 utilization      seconds of a step without communication (both regions at once, just before and after) over seconds of
                  a step in the run, the last exchange included
-standing_still   share of the time that a trainer is not in a step: waiting, or working on the exchange
+standing_still   share of the time that a trainer's own thread is not on a processor: it waits for the link, for the
+                 others, or for a processor. Some exchange within a step's call, so that calls do not tell them apart
 bytes_per_token  received and sent at a region's device, over the tokens that its worker trained
 loss             validation loss of the weights that a user would export, at equal tokens
 seconds_to_loss  until the first region's weights reach the loss with which the worst method ends

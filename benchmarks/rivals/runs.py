@@ -82,13 +82,12 @@ def figures(folder: Path, setting: Setting) -> dict[str, Any]:
         (begin,), (end,) = ([m for m in told if m["what"] == what] for what in ("begin", "end"))
         steps = [m for m in told if m["what"] == "step"]
         timed = steps[setting.first :]
-        since = steps[setting.first - 1]["at_s"] if setting.first else begin["at_s"]
+        since = steps[setting.first - 1] if setting.first else begin
+        wall_s = end["at_s"] - since["at_s"]
         alone = median(s for m in told if m["what"] == "alone" for s in m["seconds"])
-        seconds = (end["at_s"] - since) / len(timed)
-        ends = [since, *(m["at_s"] for m in timed[:-1])]
-        computing = sum(m["trained_s"] - at for m, at in zip(timed, ends, strict=True))
+        seconds = wall_s / len(timed)
         utilization.append(alone / seconds)
-        still.append(1 - computing / (end["at_s"] - since))
+        still.append(1 - (timed[-1]["thread_s"] - since["thread_s"]) / wall_s)
         first_bytes = begin["bytes"]
         byte_counts.append((end["bytes"] - first_bytes) / (len(steps) * BATCH * LENGTH))
         step_s.append(seconds)

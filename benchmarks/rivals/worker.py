@@ -112,14 +112,13 @@ def main(path: str, region: str) -> None:
     snapshots: list[tuple[int, list[tuple[str, torch.Tensor]]]] = []
     if not again:
         marks.meet("joined")
-    marks.tell("begin", bytes=interface_bytes(), again=again)
+    marks.tell("begin", bytes=interface_bytes(), again=again, thread_s=time.thread_time())
     number = 0
     for progress, samples in method.steps():
         loss = trainer.step(method.module, method.optimizer, progress, samples)
-        trained_s = time.monotonic()
         method.after_step(loss)
         number += 1
-        marks.tell("step", number=number, trained_s=trained_s, loss=loss)
+        marks.tell("step", number=number, thread_s=time.thread_time(), loss=loss)
         if number % task.snapshot_every == 0:
             snapshots.append((number, [(n, p.detach().clone()) for n, p in trainer.model.named_parameters()]))
     method.finish()
