@@ -7,8 +7,10 @@
 
 Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
 of a tenth of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
-the results file (JSON lines), which is committed, and not done again; points of a curve are written as they come. The
-last line printed is one JSON object.
+the results file (JSON lines), which is committed, and not done again; points of a curve are written as they come. A
+run that was ended, in whatever way, goes on when the same is called again in the same checkout, from what it kept in
+`--state` some five minutes before at most; the row is the same to the last bit on the same machine. The last line
+printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.claims.kept import Kept
 from benchmarks.claims.markdown import number
 from benchmarks.claims.methods import METHODS, ONE_WORKER_2BIT, OURS, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.claims.report import plain, plot_curves, replace_block, table, time_to
 from benchmarks.claims.runs import Job, Results, run
 from benchmarks.claims.search import RUNGS, SEED, best, ladders, rates, settings_found
-from benchmarks.common import command_line, hardware, record
+from benchmarks.common import command_line, record
 from benchmarks.learner.training import Point
 from geotrain.files import whole_file
 
@@ -52,7 +55,11 @@ def main() -> None:
     results = Results(Path(arguments.results))
 
     def complete(jobs: list[Job]) -> list[dict[str, Any]]:
-        return results.complete(jobs, arguments.jobs, partial(run_told, folder))
+        states = Path(arguments.state)
+        rows = results.complete(jobs, arguments.jobs, partial(run_told, folder, states))
+        for job in jobs:
+            Kept(states, job.key).drop()
+        return rows
 
     def trial(method: str, settings: Settings) -> Job:
         tried = steps_of(arguments.search_tokens)
@@ -97,12 +104,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--points", type=int, default=48, help="evaluations of a run")
     parser.add_argument("--results", default=str(RESULTS), help="JSON lines")
+    parser.add_argument("--state", default=str(ROOT / "build/confirm"), help="folder for runs that are under way")
     parser.add_argument("--docs", action="store_true", help="renew docs/evidence.md, its picture and results.csv")
     parser.add_argument("--out", default=str(ROOT / "runs/confirm"), help="folder for curves, table and plot")
     return parser.parse_args()
 
 
-def run_told(folder: Path, job: Job) -> dict[str, Any]:
+def run_told(folder: Path, states: Path, job: Job) -> dict[str, Any]:
     """`run`, with a file of the points known so far, and a line a point on the screen."""
     rate = f"{job.settings['lr']:.4g}"
     name = f"{job.method}, rate {rate}"
@@ -114,7 +122,7 @@ def run_told(folder: Path, job: Job) -> dict[str, Any]:
             share = f"{100 * point.committed_share:.1f} % of the tokens"
             print(f"{name}: {share}, {point.time_s:.0f} virtual s, test {point.test:.4f}", flush=True)
 
-        return {**run(job, tell), "hardware": hardware()}
+        return run(job, tell, states)
 
 
 def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) -> dict[str, Any]:
@@ -149,6 +157,7 @@ def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) ->
                 "end_s": row["seconds"],
                 "time_to_target_s": times[m],
                 "hardware": row["hardware"],
+                "products": row.get("products", "library"),  # as all were before there was a choice
                 **speed(row),
             }
             for m, row in by_method.items()

@@ -129,6 +129,10 @@ class _Known:
 MIRRORS = "held.", "mirror."  # how the names of those begin in `Vault.state`
 
 
+def no_snapshot(*tensors: Tensor) -> None:
+    """None is being written that would need these as they are."""
+
+
 class Vault:
     """name: of the server. pieces: those that it has. up, down: codecs of the links to members.
     above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
@@ -161,7 +165,7 @@ class Vault:
         self.downlink = WeightsReceiver(down if above is None else above[1])
         self.shelf = Shelf()  # of mirrors: see `put_mirrors_on`
         # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
-        self.will_change: Callable[..., None] = lambda *tensors: None
+        self.will_change: Callable[..., None] = no_snapshot
 
     def put_mirrors_on(self, shelf: Shelf) -> None:
         """For a vault that has no state yet."""

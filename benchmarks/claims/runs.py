@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.claims.exchange import wide_bytes
+from benchmarks.claims.kept import EVERY_S, Keeper, Kept, Spent
 from benchmarks.claims.methods import METHODS, Settings, whole_steps
 from benchmarks.claims.worlds import WORLDS
 from benchmarks.learner.text import standard_library
@@ -117,8 +119,13 @@ class LossReached(Exception):
     """The run need not go on."""
 
 
-def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]:
+def run(
+    job: Job, tell: Callable[[Point], None] | None = None, states: Path | None = None, every_s: float = EVERY_S
+) -> dict[str, Any]:
     """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points; tell: of each.
+
+    states: a folder in which the run's state is kept every so many seconds; a run that finds its own there goes on
+    with it, and tells its points once more. The row is the same, but for the times that it took.
 
     final, final_selection: the losses at the end, on more windows than the curve's points. A run without a result
     says why in `failed`, and its losses and measures are None. One that ends at `job.until` has no final loss, and
@@ -130,10 +137,8 @@ def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]
     from benchmarks.learner.training import Curve, training_task
     from geotrain.simulate.world import VirtualWorld
 
-    begin, begin_wall = time.process_time(), time.perf_counter()
+    begin = time.process_time(), time.perf_counter()
     r = job.resolved
-    task = training_task(r.study, r.outer, r.environment.numel, r.devices)
-    task = replace(task, momentum_decay=r.momentum_decay)
 
     def told(point: Point) -> None:
         if tell:
@@ -141,9 +146,27 @@ def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]
         if job.until is not None and point.test <= job.until:
             raise LossReached
 
-    curve = Curve(r.study, job.points, tell=told)
-    world = VirtualWorld(r.world, task, curve.watch)
-    measured = _measured(job, world, curve) if r.study.steps else {"failed": NO_ROUND}
+    with nullcontext() if states is None else Kept(states, job.key) as kept:
+        if found := kept and kept.load():
+            world, curve, before = found
+            kept.tell(f"{job.method}: goes on at {100 * curve.share(world):.1f} % of the tokens")
+            world.wake()
+            curve.tell = told
+            for point in curve.points:
+                told(point)
+        else:
+            task = training_task(r.study, r.outer, r.environment.numel, r.devices)
+            curve, before = Curve(r.study, job.points, tell=told), Spent()
+            world = VirtualWorld(r.world, replace(task, momentum_decay=r.momentum_decay), curve.watch)
+
+        def state() -> tuple[Any, dict[str, Any]]:
+            spent = before.with_sitting(*begin, curve.model.products)
+            about = {"method": job.method, "settings": job.settings, "steps": job.steps}
+            return (world, curve, spent), about | {"committed_share": curve.share(world)} | asdict(spent)
+
+        look = Keeper(kept, every_s, lambda: world.at_rest, state).look if kept else None
+        measured = _measured(job, world, curve, look) if r.study.steps else {"failed": NO_ROUND}
+    spent = before.with_sitting(*begin, curve.model.products)
     return {
         "key": job.key,
         **asdict(job),
@@ -151,14 +174,16 @@ def run(job: Job, tell: Callable[[Point], None] | None = None) -> dict[str, Any]
         "curve": [],
         "seconds": world.clock.now,
         **measured,
-        "numel": task.layout.numel,
-        "cpu_s": time.process_time() - begin,
-        "wall_s": time.perf_counter() - begin_wall,
+        "numel": world.task.layout.numel,
+        "cpu_s": spent.cpu_s,
+        "wall_s": spent.wall_s,
+        "hardware": "; ".join(spent.hardware),
+        "products": "; ".join(spent.products),
         "text": standard_library().digest,
     }
 
 
-def _measured(job: Job, world: VirtualWorld, curve: Curve) -> dict[str, Any]:
+def _measured(job: Job, world: VirtualWorld, curve: Curve, look: Callable[[], None] | None) -> dict[str, Any]:
     from geotrain.outer.codec import NonFiniteError
     from geotrain.outer.messages import Refused
 
@@ -166,7 +191,7 @@ def _measured(job: Job, world: VirtualWorld, curve: Curve) -> dict[str, Any]:
     selection: float | None = None
     final: tuple[float | None, float | None] = None, None
     try:
-        report = world.run()
+        report = world.run(after_event=look)
         selection = curve.last(world, report["committed_steps"] * r.devices / r.study.steps)
         final = curve.final_losses(world)
     except LossReached:

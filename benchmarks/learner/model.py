@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.learner.compiled import LIBRARY, CompiledLM, library, torch_sgemm
+from benchmarks.learner.compiled import CompiledLM, library, products, torch_sgemm
 from geotrain.config import Architecture
 from geotrain.layout import Parameter, canonical_parameters
 
@@ -44,19 +45,35 @@ class SmallLM:
         """compiled: use the compiled functions, if there are any and the model is on a CPU. device: on other devices
         than a CPU, torch computes in bf16 from fp32 weights. gradient: the vector to write it to, if several models
         that step one after another share one."""
-        self.a, self.device = architecture, device
+        flat = start.to(device, copy=True)
+        self._around(architecture, flat, torch.zeros_like(flat) if gradient is None else gradient, compiled, device)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.a, self.flat, self.gradient, self.compiled, self.device
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._around(*state)
+
+    def _around(
+        self, architecture: Architecture, flat: Tensor, gradient: Tensor, compiled: bool, device: str
+    ) -> None:
+        """All that is not the two vectors."""
+        self.a, self.flat, self.gradient, self.compiled, self.device = architecture, flat, gradient, compiled, device
         self.parameters = canonical_parameters(architecture)
-        self.flat = start.to(device, copy=True)
-        self.gradient = torch.zeros_like(self.flat) if gradient is None else gradient
         self.masters: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
         self._place()
         cosine, sine = _rotary_angles(architecture)
         self._angles = cosine.to(device), sine.to(device)
-        # Large matrices need BLAS: without torch's, torch's own way is faster than the compiled one.
-        fast = architecture.hidden_size < LIBRARY or torch_sgemm() is not None
+        # Where large matrices need BLAS and torch has none, torch's own way is faster than the compiled one.
+        fast = products(architecture.hidden_size) == "compiled" or torch_sgemm() is not None
         loaded = library() if compiled and device == "cpu" and fast else None
         self._compiled = CompiledLM(loaded, architecture, self._angles) if loaded else None
+
+    @property
+    def products(self) -> str:
+        """What multiplies its matrices: "compiled", "library" (`compiled.products`), or torch."""
+        return products(self.a.hidden_size) if self._compiled else "torch"
 
     def decays(self) -> Tensor:
         """1 where weight decay applies."""

@@ -6,6 +6,7 @@ Stated in torch; where a C compiler is found, `compiled.py` computes the same fa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Protocol
@@ -98,15 +99,20 @@ class FlatAdamW:
     def __init__(self, settings: InnerSettings, decays: Tensor, compiled: bool = True) -> None:
         """decays: 1 where weight decay applies. The optimizer's state is on the same device."""
         self.settings, self.decays = settings, decays
-        self._loaded = library() if compiled and decays.device.type == "cpu" else None
+        self._compiled = compiled and decays.device.type == "cpu"
         self.m, self.v, self.steps = torch.zeros_like(decays), torch.zeros_like(decays), 0
+
+    @property
+    def _loaded(self) -> CDLL | None:
+        """Not kept, so that the optimizer can be pickled."""
+        return library() if self._compiled else None
 
     @torch.no_grad()
     def step(self, weights: Tensor, gradient: Tensor, lr: float) -> None:
         self.steps += 1
         coefficients = self._coefficients(lr)
-        if self._loaded is not None:
-            adamw(self._loaded, (weights, gradient, self.m, self.v, self.decays), coefficients)
+        if (loaded := self._loaded) is not None:
+            adamw(loaded, (weights, gradient, self.m, self.v, self.decays), coefficients)
             return
         self._clip(gradient)
         self._adamw(slice(None), weights, gradient, coefficients)
@@ -152,11 +158,11 @@ class FlatMuon(FlatAdamW):
         s = self.settings
         self.steps += 1
         adam = self._coefficients(lr)
-        if self._loaded is not None:
+        if (loaded := self._loaded) is not None:
             of = MuonStep(
                 s.momentum, s.momentum_share, lr * s.scale, lr * s.weight_decay, EPS, *s.coefficients, s.iterations
             )
-            muon(self._loaded, (weights, gradient, self.m, self.v, self.decays), adam, of, self._places)
+            muon(loaded, (weights, gradient, self.m, self.v, self.decays), adam, of, self._places)
             return
         self._clip(gradient)
         done = 0

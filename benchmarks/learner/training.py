@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,10 +73,7 @@ def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devic
 
     shared = Shared(model.gradient, model.decays().to(study.device))
 
-    def learner(spec: WorkerSpec) -> Learning:
-        quarter = study.quarter_of.get(spec.name)
-        return Learning(study, outer, layout, shared, steps * samples, samples, quarter)
-
+    learner = partial(Learning, study, outer, layout, shared, steps * samples, samples)
     sizes = Sizes(outer, tuple(max(1, round(f.numel * share)) for f in layout.fragments))
     return VirtualTask(outer, sizes, layout, start, steps * samples, samples, learner)
 
@@ -102,9 +100,10 @@ class Learning:
         shared: Shared,
         train_samples: int,
         samples: int,
-        quarter: int | None,
+        spec: WorkerSpec,
     ) -> None:
-        self.study, self.train_samples, self.samples, self.quarter = study, train_samples, samples, quarter
+        self.study, self.train_samples, self.samples = study, train_samples, samples
+        self.quarter = study.quarter_of.get(spec.name)
         self.model = study.model(shared.gradient)
         self.outer, self.layout = outer, layout
         self.jobs = 0
@@ -189,8 +188,17 @@ class Curve:
         self.points: list[Point] = []
         self.tell = tell
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without whom to tell: that is set anew after unpickling."""
+        return self.__dict__ | {"tell": None}
+
+    @staticmethod
+    def share(world: VirtualWorld) -> float:
+        """Of the run's samples, committed."""
+        return world.top.server.book.committed_samples / world.task.train_samples
+
     def watch(self, world: VirtualWorld) -> None:
-        share = world.top.server.book.committed_samples / world.task.train_samples
+        share = self.share(world)
         if share >= self.next_share:
             self.next_share = share + self.every
             self.add(world, share)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator
-from itertools import count
 from typing import Any, Generic, TypeVar
 
 from geotrain.staging import Pending
@@ -14,34 +13,41 @@ T = TypeVar("T")
 
 
 class Clock:
-    """now: virtual seconds since the run began."""
+    """now: virtual seconds since the run began. What is to happen is data: a function or method by its name, and its
+    arguments, so that a clock can be pickled."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._order = count()
+        self._scheduled = 0
 
     def at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
         """Have `call(*args)` happen at that time; raises ValueError for a time that has passed."""
         if time_s < self.now:
             raise ValueError(f"virtual time is {self.now:.6f} s: nothing can happen at {time_s:.6f} s any more")
-        heapq.heappush(self._queue, (time_s, next(self._order), call, args))
+        self._scheduled += 1
+        heapq.heappush(self._queue, (time_s, self._scheduled, call, args))
 
     def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), call, args))
+        self.at(self.now + delay_s, call, *args)
+
+    def read(self) -> float:
+        return self.now
 
     def end(self) -> None:
         """Drop all events that have not happened yet."""
         self._queue.clear()
 
-    def run(self, until_s: float = float("inf")) -> None:
-        """Until nothing is left to happen, or until that time."""
+    def run(self, until_s: float = float("inf"), after_event: Callable[[], None] | None = None) -> None:
+        """Until nothing is left to happen, or until that time. after_event: called after each of them."""
         queue, pop = self._queue, heapq.heappop
         while queue and queue[0][0] <= until_s:
             self.now, _, call, args = pop(queue)
             self.events += 1
             call(*args)
+            if after_event is not None:
+                after_event()
 
 
 class Promise(Generic[T]):
@@ -84,13 +90,22 @@ Script = Generator[Pending[Any] | float, Any, None]  # waits for what happens, o
 class VirtualProcess:
     """Runs a generator in virtual time: it yields promises to wait for, or seconds to sleep.
 
-    So the simulated worker is written as a plain sequence of steps, as the real one is."""
+    So the simulated worker is written as a plain sequence of steps, as the real one is. A generator cannot be
+    pickled: a process that was has an empty one, and needs another that goes on from the same place (`go_on`)."""
 
     __slots__ = ("clock", "dead", "script")
 
     def __init__(self, clock: Clock, script: Script) -> None:
         self.clock, self.script, self.dead = clock, script, False
         clock.at(clock.now, self._resume, None)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {"clock": self.clock, "dead": self.dead, "script": None}
+
+    def go_on(self, script: Script) -> None:
+        """After unpickling. script: waits first for what is among the clock's events already."""
+        self.script = script
+        next(script)
 
     def kill(self) -> None:
         """End the process where it waits: what it has not sent yet is lost, as when a real one is killed."""

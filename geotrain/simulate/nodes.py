@@ -32,6 +32,10 @@ from geotrain.simulate.server_work import ServerWork
 from geotrain.simulate.sizes import LinkSizes
 
 
+def nothing(*_: Any) -> None:
+    """A call that is not needed. No lambda, which could not be pickled."""
+
+
 class VirtualClient:
     """A member's connection to the server above it (`geotrain.outer.exchange.Client`).
 
@@ -45,7 +49,7 @@ class VirtualClient:
         self.pulls: dict[int, tuple[tuple[int, ...], Promise[Answer]]] = {}
         self.leases: dict[int, Promise[Lease | Finished]] = {}  # by job
         self.on_lease: Callable[[Lease | Finished], None] = self._keep_lease
-        self.on_delivered: Callable[[tuple[int, ...]], None] = lambda leases: None  # leases that the server has whole
+        self.on_delivered: Callable[[tuple[int, ...]], None] = nothing  # leases that the server has whole
 
     def join(self, join: Join) -> Welcome:
         self.incarnation = join.incarnation
@@ -126,9 +130,7 @@ class Node:
         welcome: Welcome = handled.reply
         return welcome
 
-    def on_message(
-        self, uplink: VirtualClient | None, message: Message, taken: Callable[[], None] = lambda: None
-    ) -> None:
+    def on_message(self, uplink: VirtualClient | None, message: Message, taken: Callable[[], None] = nothing) -> None:
         """A message has come over this connection of a member; None: from the server above. taken: called when it has
         been handled, unless the member dies before."""
         self.work.on(message, self._fragments(message), self._if_there, uplink, message, taken)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.layout import Layout, fragments_due
 from geotrain.outer.exchange import Exchange, Weights
-from geotrain.outer.messages import Lease, LeaseRequest, PieceDelta, PieceWeights
+from geotrain.outer.messages import Finished, Lease, LeaseRequest, PieceDelta, PieceWeights
 from geotrain.outer.server import Identity
 from geotrain.simulate.clock import Clock, Script, VirtualProcess
 from geotrain.simulate.nodes import VirtualClient
@@ -98,8 +98,13 @@ class SimWorker:
         self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
         self.job_starts_s: list[float] = []
         self.left = False
+        # What a life knows is here and not in its script, so that another script can go on with it.
+        self.lease: Lease | Finished | None = None
+        self._following: Pending[Any] | None = None  # the lease after it
+        self._done = 0  # inner steps of the lease
         self._past_s = 0.0  # trained in bursts that are over
         self._burst_s: float | None = None  # when the present one began
+        self._burst_steps = 0
         self._job_s = 0.0  # trained before this job
         self._at_risk_s: dict[int, float] = {}  # lease → seconds of a job whose deltas are on their way
 
@@ -107,6 +112,11 @@ class SimWorker:
     def trained_s(self) -> float:
         """Seconds spent in inner steps until now, lost ones included."""
         return self._past_s + (0.0 if self._burst_s is None else self.clock.now - self._burst_s)
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether inner steps are under way, and nothing else is waited for."""
+        return self._burst_s is not None
 
     def die(self) -> None:
         self.lost_s += self.trained_s - self._job_s + sum(self._at_risk_s.values())
@@ -119,47 +129,58 @@ class SimWorker:
         self.lives += 1
         self.learner.born()
         uplink.on_delivered = self._delivered
-        alone, now_s = OneRank(), lambda: self.clock.now
-        exchange = Exchange(self.spec.name, self.outer, alone, self.learner, uplink, self.pieces, now_s)
-        return VirtualProcess(self.clock, self._life(exchange, uplink))
+        about = self.spec.name, self.outer, OneRank(), self.learner, uplink, self.pieces, self.clock.read
+        self.uplink, self.exchange = uplink, Exchange(*about)
+        return VirtualProcess(self.clock, self._life())
+
+    def go_on(self, process: VirtualProcess) -> None:
+        """Go on with a life that was pickled with all around it while inner steps were under way."""
+        process.go_on(self._jobs())
 
     def _delivered(self, leases: tuple[int, ...]) -> None:
         for lease in leases:
             self._at_risk_s.pop(lease, None)
 
-    def _life(self, exchange: Exchange, uplink: VirtualClient) -> Script:
+    def _life(self) -> Script:
         name = self.spec.name
-        job = yield from exchange.start(self.identity, f"{name}-{self.lives}")
-        lease = yield uplink.lease(LeaseRequest(name, job))
-        while isinstance(lease, Lease):
-            following = uplink.lease(LeaseRequest(name, lease.job + 1, exchange.step_s))
-            yield from self._train_job(exchange, lease)
-            lease = yield following
-        yield from exchange.finish()
-        self.left = True
-        uplink.leave()
+        job = yield from self.exchange.start(self.identity, f"{name}-{self.lives}")
+        self.lease = yield self.uplink.lease(LeaseRequest(name, job))
+        yield from self._jobs()
 
-    def _train_job(self, exchange: Exchange, lease: Lease) -> Script:
-        exchange.begin(lease)
-        self.job_starts_s.append(self.clock.now)
-        self._job_s = self.trained_s
-        done = 0
+    def _jobs(self) -> Script:
+        while isinstance(lease := self.lease, Lease):
+            if not self.in_steps:  # else it goes on
+                self._following = self.uplink.lease(LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s))
+                self.exchange.begin(lease)
+                self.job_starts_s.append(self.clock.now)
+                self._job_s, self._done = self.trained_s, 0
+            yield from self._train_job(lease)
+            assert self._following is not None
+            self.lease = yield self._following
+        yield from self.exchange.finish()
+        self.left = True
+        self.uplink.leave()
+
+    def _train_job(self, lease: Lease) -> Script:
         for step, due in stops(len(self.pieces), lease.steps):
-            while done < step:
-                steps = 1 if self.learner.every_step else exchange.steps_at_rest(step - done)
-                self._burst_s = self.clock.now
+            while self._done < step:
+                if not self.in_steps:
+                    left = step - self._done
+                    self._burst_steps = 1 if self.learner.every_step else self.exchange.steps_at_rest(left)
+                    self._burst_s = self.clock.now
+                steps = self._burst_steps
                 yield steps * self.spec.step_s
                 self._past_s, self._burst_s = self.trained_s, None
-                self.learner.train(lease, done, steps)
+                self.learner.train(lease, self._done, steps)
                 self.trained_steps += steps
-                done += steps
-                now_due = due if done == step else ()
+                self._done += steps
+                now_due = due if self._done == step else ()
                 metrics = {}
-                if done == lease.steps:
+                if self._done == lease.steps:
                     metrics = self.learner.job_done(lease)
                     self._at_risk_s[lease.lease] = self.trained_s - self._job_s
                     self._job_s = self.trained_s
-                yield from exchange.after_step(now_due, metrics, steps)
+                yield from self.exchange.after_step(now_due, metrics, steps)
 
 
 @lru_cache(maxsize=4096)

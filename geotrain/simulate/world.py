@@ -103,7 +103,11 @@ def rare_collections() -> Iterator[None]:
 
 
 class VirtualWorld:
-    """watch: called with the world after every update that the global server applied."""
+    """watch: called with the world after every update that the global server applied.
+
+    A world can be pickled, while it is `at_rest`, if its task's learners and `watch` can; `wake` makes what comes of
+    it go on, as if nothing had been.
+    """
 
     def __init__(
         self, spec: WorldSpec, task: VirtualTask, watch: Callable[[VirtualWorld], None] | None = None
@@ -134,11 +138,24 @@ class VirtualWorld:
             for worker in region.workers:
                 self._build_worker(region.name, worker)
 
-    def run(self, until_s: float = float("inf")) -> dict[str, Any]:
-        """Until the run's data is trained and its servers have parted, or until that time. Returns the report."""
+    def run(self, until_s: float = float("inf"), after_event: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Until the run's data is trained and its servers have parted, or until that time. Returns the report.
+        after_event: called after everything that happens."""
         with nullcontext() if self.task.tensors else rare_collections():
-            self.clock.run(until_s)
+            self.clock.run(until_s, after_event)
         return self.report()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether every worker that lives is in the midst of inner steps, the place of their scripts from which
+        others can go on."""
+        return all(process.dead or self.workers[name].in_steps for name, (_, process) in self._lives.items())
+
+    def wake(self) -> None:
+        """After unpickling."""
+        for name, (_, process) in self._lives.items():
+            if not process.dead:
+                self.workers[name].go_on(process)
 
     def report(self) -> dict[str, Any]:
         """Plain JSON data."""

@@ -28,6 +28,13 @@ def compiled_here() -> None:
     assert torch_sgemm() is not None, "this build of torch exports no sgemm"
 
 
+INTEL, ZEN_2, ZEN_5 = (
+    ("GenuineIntel", frozenset({"avx2", "avx512f"})),
+    ("AuthenticAMD", frozenset({"avx2"})),
+    ("AuthenticAMD", frozenset({"avx2", "avx512f"})),
+)
+
+
 def both(hidden: int, layers: int, heads: int, ffn: int, length: int) -> tuple[SmallLM, SmallLM]:
     a = small_architecture(hidden, layers, heads, ffn, length)
     start = torch.cat([initial_tensor(p, 3).flatten() for p in canonical_parameters(a)])
@@ -46,10 +53,12 @@ def both(hidden: int, layers: int, heads: int, ffn: int, length: int) -> tuple[S
         ((LIBRARY + 4, 1, 3, 24, 7), 2),
     ],
 )
-def test_loss_and_gradient_are_torchs(shape, batch):
-    """Also where nothing is a multiple of a vector, and a batch is more than one chunk or less."""
+@pytest.mark.parametrize("processor", [INTEL, ZEN_5], ids=["library", "compiled"])
+def test_loss_and_gradient_are_torchs(processor, shape, batch, monkeypatch):
+    """Also where nothing is a multiple of a vector, a batch is more than one chunk or less; whoever multiplies."""
+    monkeypatch.setattr(compiling, "processor", lambda: processor)
     compiled, plain = both(*shape)
-    assert (compiled._compiled.sgemm is not None) == (shape[0] >= LIBRARY)
+    assert (compiled._compiled.sgemm is not None) == (shape[0] >= LIBRARY and processor == INTEL)
     tokens = torch.randint(0, 256, (batch, shape[-1] + 1), generator=torch.Generator().manual_seed(1))
     assert compiled.backward(tokens) == pytest.approx(plain.backward(tokens), rel=1e-5)
     for name, leaf in plain._leaves.items():
@@ -82,12 +91,14 @@ def test_adamw_is_torchs():
     assert float((weights[0] - start).abs().min()) > 0
 
 
+@pytest.mark.parametrize("processor", [INTEL, ZEN_5], ids=["library", "compiled"])
 @pytest.mark.parametrize("settings", [MuonSettings(), QuasiHyperbolicMuonSettings(momentum=0.99, momentum_share=0.7)])
 @pytest.mark.parametrize("shape", [(64, 2, 4, 176, 32), (48, 2, 3, 40, 20), (LIBRARY, 1, 2, 344, 48)])
-def test_muon_is_torchs(shape, settings):
+def test_muon_is_torchs(shape, settings, processor, monkeypatch):
     """Steps with a gradient that is clipped, and with one that is not; also where nothing is a multiple of a vector,
     and where the matrices are BLAS's. The compiled form works on XᵀX, whose rounding weighs more on small singular
     values: a step's element differs by less than a thousandth of the largest."""
+    monkeypatch.setattr(compiling, "processor", lambda: processor)
     generator = torch.Generator().manual_seed(0)
     _, plain = both(*shape)
     decays, matrices = plain.decays(), hidden_matrices(plain.parameters)
@@ -224,3 +235,21 @@ def test_without_a_compiler_torch_does_its_work(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.warns(RuntimeWarning, match="no-such-compiler.*Install gcc"):
         assert library.__wrapped__() is None
+
+
+def test_the_processor_says_what_multiplies(monkeypatch):
+    """And no trial's time: the same run has the same bits the next time."""
+    for processor, large in (
+        (INTEL, "library"),
+        (ZEN_2, "library"),
+        (ZEN_5, "compiled"),
+        (("", frozenset()), "library"),
+    ):
+        monkeypatch.setattr(compiling, "processor", lambda processor=processor: processor)
+        assert (compiling.products(LIBRARY - 1), compiling.products(LIBRARY)) == ("compiled", large)
+
+
+def test_the_processors_own_words_are_understood(monkeypatch, tmp_path):
+    told = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512f\n\nprocessor\t: 1\n"
+    monkeypatch.setattr(compiling.Path, "read_text", lambda self: told)
+    assert compiling.processor.__wrapped__() == ("AuthenticAMD", frozenset({"fpu", "avx512f"}))

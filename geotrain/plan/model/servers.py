@@ -195,7 +195,8 @@ def server_seconds(
     update = of(partial(update_stages, place), up, numels, down)
     if place.above is None:
         return ServerSeconds(update)
-    return ServerSeconds(update, of(send_stages, numels, above[0]), of(partial(merge_stages, place), numels, above[1]))
+    merge = of(partial(merge_stages, place), numels, above[1])
+    return ServerSeconds(update, of(send_stages, numels, above[0]), merge)
 
 
 def coded(codec: CodecConfig, pieces: Sequence[Piece]) -> int:
