@@ -101,10 +101,10 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path) -> None:
         for process in map(psutil.Process, marked(mark)):  # the region would live on
             if "--keep" in process.cmdline():
                 process.kill()
-    assert until(lambda: marked(mark) == [], 60.0)
+    assert until(lambda: marked(mark) == [])
 
     again = start(tmp_path, "launch", "run.json", "cluster.json", env=env)
-    said = again.communicate(timeout=60)[0]
+    said = again.communicate(timeout=START_S)[0]
     assert again.returncode == 2
     assert "holds a run already: continue it with --resume" in said
 
@@ -156,12 +156,12 @@ def test_the_quickstart_over_emulated_links_from_a_wheel(tmp_path: Path) -> None
     said = subprocess.check_output([sys.executable, "-c", where], cwd=tmp_path, env={**os.environ, **away}, text=True)
     assert said.split() == [str(site / "geotrain/__init__.py"), "True"]
     done = start(tmp_path, "configs", "mine", env=away)
-    assert done.communicate(timeout=100)[0] == "mine\n"
+    assert done.communicate(timeout=START_S)[0] == "mine\n"
     shipped = [path for path in CONFIGS.rglob("*.*") if "schema" not in path.parts]
     assert len(shipped) > 20
     for path in shipped:
         assert (tmp_path / "mine" / path.relative_to(CONFIGS)).read_bytes() == path.read_bytes()
-    assert "mine is there already" in start(tmp_path, "configs", "mine", env=away).communicate(timeout=100)[0]
+    assert "mine is there already" in start(tmp_path, "configs", "mine", env=away).communicate(timeout=START_S)[0]
     raw = small_run(tmp_path, steps=96)
     cluster = site / "geotrain/configs/clusters/local-wan.json"
     mark = new_mark()
