@@ -17,6 +17,7 @@ from geotrain.commands.logs import stream
 from geotrain.commands.operate import LiveRun, RunState, judge, launcher_runs
 from geotrain.config import ConfigError
 from geotrain.launch.launcher import locked
+from tests.support.command_line import Run
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import prepare_text, write_files
 
@@ -27,18 +28,13 @@ LIVE: dict[str, Any] = {"phase": "running"}
 ENDED: dict[str, Any] = {"phase": "ended", "complete": True}
 
 
-def geotrain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "geotrain", *map(str, arguments)]
-    return subprocess.run(command, text=True, capture_output=True, timeout=START_S + 60)
-
-
 def updates(folder: Path, site: str) -> int:
     return sum(m["updates"] for m in LiveRun(folder).see().statuses.get(site, {}).get("members", {}).values())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path) -> None:
+def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path, geotrain: Run) -> None:
     prepare_text(tmp_path)
     halos = {"rule": {"name": "halos", "updates_per_send": 2}}
     files = write_files(tmp_path, "run", ENOUGH, {"eu": [1], "us": [1]}, halos, min_step_s=PACE_S)
@@ -121,10 +117,10 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         assert (status.returncode, last["state"]) == (RunState.FINISHED, "finished")
         assert top["committed_samples"] == top["train_samples"] == committed + 160
         assert last["servers"]["eu"]["links"]["up_bytes"] > carried  # counted from the run's beginning
-        again = launch().communicate(timeout=START_S)[0]
+        again = geotrain("launch", *files).stderr
         assert "holds a run that is finished: all its data is trained" in again
         assert "raise data.train_samples and launch with --resume" in again
-        again = launch("--resume").communicate(timeout=START_S)[0]
+        again = geotrain("launch", *files, "--resume").stdout
         assert "small: is finished" in again and "processes started" not in again
     finally:
         launcher.kill()
