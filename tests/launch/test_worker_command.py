@@ -93,8 +93,8 @@ def options_of(job: LauncherCommand) -> str:
 
 def one_host(job: LauncherCommand) -> tuple[dict[str, list[int]], str]:
     """Of DeepSpeed's launcher of one host: host → devices, and the other options."""
-    program, world, options = job.command[:4], job.command[4], job.command[5:]
-    assert program == (sys.executable, "-u", "-m", "deepspeed.launcher.launch")
+    program, world, options = job.command[:5], job.command[5], job.command[6:]
+    assert program == (sys.executable, "-u", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch")
     return json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))), " ".join(options)
 
 
