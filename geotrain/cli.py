@@ -12,6 +12,7 @@ import typer
 
 from geotrain import cli_operate
 from geotrain.cli_operate import RunFolder
+from geotrain.launch.loading import leave_quickly, loading
 
 app = typer.Typer(
     name="geotrain",
@@ -69,6 +70,7 @@ def before_commands(
 
 def main() -> None:
     """Entry point. An error of GeoTrain's own, or of the operating system, is one message and exit code 2."""
+    leave_quickly()
     try:
         app()
     except Exception as error:
@@ -167,8 +169,8 @@ def launch(
     log file a process. With --only, each region is started by hand or by a job of its own, also long after the
     others; --resume then begins what has not begun, so that one command line serves a job that is requeued.
     """
-    from geotrain.launch.launcher import launch as start
-
+    with loading():
+        from geotrain.launch.launcher import launch as start
     raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ())))
 
 
@@ -177,8 +179,8 @@ def launch_site(
     keep: Annotated[bool, typer.Option("--keep", help="Be the process that keeps the site.")] = False,
 ) -> None:
     """What `launch` starts on another machine: reads what to do from standard input."""
-    from geotrain.launch.far_site import keep_site, launch_site
-
+    with loading():
+        from geotrain.launch.far_site import keep_site, launch_site
     raise typer.Exit(keep_site() if keep else launch_site())
 
 
@@ -191,8 +193,8 @@ def before_serving() -> None:
 @serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
 def serve_global(run: RunOption, cluster: ClusterOption = None, resume: Resume = False) -> None:
     """Run the global server until every region has left."""
-    from geotrain.commands.serve import run_server
-
+    with loading():
+        from geotrain.commands.serve import run_server
     raise typer.Exit(run_server(None, run, cluster, resume))
 
 
@@ -204,8 +206,8 @@ def serve_region(
     resume: Resume = False,
 ) -> None:
     """Run a region's server until its workers have left and all they did is sent."""
-    from geotrain.commands.serve import run_server
-
+    with loading():
+        from geotrain.commands.serve import run_server
     raise typer.Exit(run_server(region, run, cluster, resume))
 
 
@@ -218,8 +220,8 @@ def serve_vault(
     resume: Resume = False,
 ) -> None:
     """Run one vault of a server until that has ended."""
-    from geotrain.commands.serve import run_server
-
+    with loading():
+        from geotrain.commands.serve import run_server
     raise typer.Exit(run_server(None if server == "global" else server, run, cluster, resume, number))
 
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.jit_locks import build_folder, release_stale_locks
+from geotrain.launch.loading import loading
 from geotrain.launch.rank_environment import address_to, capability_here, library_settings, rank_environment
-from geotrain.net.worker_client import ServerForgot
-from geotrain.outer.messages import Refused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +38,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    with loading():  # they import torch
+        from geotrain.net.worker_client import ServerForgot
+        from geotrain.outer.messages import Refused
     try:
         run = load_run(args.run)
         cluster = load_cluster(args.cluster or args.run.parent / "cluster.json")
@@ -87,17 +89,18 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     )
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
     # right.
-    from geotrain.data.dataset import end_of_document, training_digest
-    from geotrain.data.loader import LeasedLoader, cache_of, open_source, open_training, validation_batches
-    from geotrain.inner.build import build_engine
-    from geotrain.layout import layout_of
-    from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
-    from geotrain.monitor.utilization import peak_flops, training_flops_per_token
-    from geotrain.net.certs import trust_between
-    from geotrain.net.vaulted_link import vaults_above
-    from geotrain.net.worker_client import WorkerClient
-    from geotrain.outer.server import identity_of
-    from geotrain.trainer import Trainer
+    with loading():
+        from geotrain.data.dataset import end_of_document, training_digest
+        from geotrain.data.loader import LeasedLoader, cache_of, open_source, open_training, validation_batches
+        from geotrain.inner.build import build_engine
+        from geotrain.layout import layout_of
+        from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
+        from geotrain.monitor.utilization import peak_flops, training_flops_per_token
+        from geotrain.net.certs import trust_between
+        from geotrain.net.vaulted_link import vaults_above
+        from geotrain.net.worker_client import WorkerClient
+        from geotrain.outer.server import identity_of
+        from geotrain.trainer import Trainer
 
     server, folder = topology.servers[site], run.run_folder
     for line in release_stale_locks(build_folder()):

@@ -1,19 +1,22 @@
 """The commands that start one worker: DeepSpeed's launcher, its hostfile and its environment. Pure, except for
 `this_machine`.
 
-With `local` and `ssh`, DeepSpeed's launcher is started on each host with `--no_ssh`; `pdsh`, `slurm` and the MPIs are
-DeepSpeed's own multi-node launchers; with these, all hosts of a worker must see the run's folder under the same path.
+With `local` and `ssh`, DeepSpeed's launcher of one host is started on each; `deepspeed --no_ssh` starts the same one
+after it has imported DeepSpeed once more. `pdsh`, `slurm` and the MPIs are DeepSpeed's own multi-node launchers; with
+these, all hosts of a worker must see the run's folder under the same path.
 Ranks are numbered in the order of the worker's hosts, whatever regions they are in: by that order
 `geotrain plan` decides which pipeline stage is computed where.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -135,6 +138,20 @@ def deepspeed_program() -> str:
     return str(beside) if beside.exists() else (shutil.which("deepspeed") or "deepspeed")
 
 
+def host_launcher(
+    devices: Mapping[str, Sequence[int]], node_rank: int, master: str, master_port: int
+) -> tuple[str, ...]:
+    """DeepSpeed's launcher of one host, to be followed by a script and its arguments. devices: of all the worker's
+    hosts."""
+    listed = {host: list(numbers) for host, numbers in devices.items()}
+    world = base64.urlsafe_b64encode(json.dumps(listed).encode()).decode()  # as DeepSpeed's runner hands it on
+    return (
+        *(sys.executable, "-u", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch"),
+        f"--world_info={world}",
+        *("--node_rank", str(node_rank), "--master_addr", master, "--master_port", str(master_port)),
+    )
+
+
 def worker_commands(place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
     """How to start a worker of this region. Raises ConfigError if its launcher cannot start it."""
     hosts = [h.host for h in worker.hosts]
@@ -159,30 +176,28 @@ def _one_command_per_host(place: WorkerPlace, region: str, worker: WorkerConfig)
             f"{len(regions)} entries; keep one a region, or use 'ssh', 'pdsh', 'slurm' or an MPI"
         )
     slots = {h.host: h.slots for h in worker.hosts}
+    if local and len(slots) == 1:
+        slots = {"localhost": worker.ranks}
+    devices: dict[str, Sequence[int]] = {host: range(count) for host, count in slots.items()}
     env = dict(worker.env)
-    include: tuple[str, ...] = ()
     if local:
-        if len(slots) == 1:
-            slots = {"localhost": worker.ranks}
         network = {"GLOO_SOCKET_IFNAME": place.interface}  # gloo would choose by the machine's name
         if place.devices:
             network["NCCL_SOCKET_IFNAME"] = place.interface
             # With emulated links, NCCL would otherwise go through the machine's memory, past the links.
             if place.interface != "lo":
                 network.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-            # A hostfile only counts slots: --include says which device numbers are used, host by host.
             free = iter(place.devices)
-            numbers = [f"{host}:{','.join(map(str, islice(free, count)))}" for host, count in slots.items()]
-            slots, include = dict.fromkeys(slots, max(place.devices) + 1), ("--include", "@".join(numbers))
+            devices = {host: list(islice(free, count)) for host, count in slots.items()}
         else:
             network.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS=str(place.threads))
         env = {**network, **env}
     master = place.master or ("127.0.0.1" if local else worker.hosts[0].host)
     commands = []
     for node_rank, host in enumerate(slots):
-        options = (*include, "--no_ssh", "--node_rank", str(node_rank))
+        launcher = host_launcher(devices, node_rank, master, place.master_port)
+        command = (*launcher, *_training(place, region, worker))
         name = worker.name if len(slots) == 1 else f"{worker.name}.{node_rank}"
-        command = _deepspeed(place, region, worker, master, options)
         commands.append(LauncherCommand(name, command, env, None if local else host, regions[node_rank]))
     return WorkerCommands(tuple(commands), {hostfile_path(worker.name): _hostfile(slots)})
 
@@ -214,18 +229,19 @@ def _multi_node_launcher(place: WorkerPlace, region: str, worker: WorkerConfig) 
         *(() if worker.launcher == "pdsh" else ("--no_ssh_check",)),
         *(("--launcher_args=" + arguments,) if arguments else ()),
     )
-    command = _deepspeed(place, region, worker, master, options)
-    return WorkerCommands((LauncherCommand(worker.name, command, env, region=region),), files)
-
-
-def _deepspeed(
-    place: WorkerPlace, region: str, worker: WorkerConfig, master: str, options: tuple[str, ...]
-) -> tuple[str, ...]:
-    return (
+    command = (
         deepspeed_program(),
         *("--hostfile", str(place.folder / hostfile_path(worker.name))),
         *("--master_addr", master, "--master_port", str(place.master_port)),
         *options,
+        *_training(place, region, worker),
+    )
+    return WorkerCommands((LauncherCommand(worker.name, command, env, region=region),), files)
+
+
+def _training(place: WorkerPlace, region: str, worker: WorkerConfig) -> tuple[str, ...]:
+    """What each rank runs."""
+    return (
         *(str(SCRIPT), "--run", str(place.folder / "run.json"), "--region", region, "--worker", worker.name),
         *(("--resume",) if place.resume else ()),
     )

@@ -23,6 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture
+def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Says a command of GeoTrain's in this process: see `tests.support.command_line`."""
+    from tests.support.command_line import running
+
+    return running(monkeypatch, capfd)
+
+
 LEFT_OUT = pytest.StashKey[dict[str, int]]()  # file → slow tests of it that -m has left out
 
 

@@ -5,13 +5,13 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from geotrain import __version__, cli
+from geotrain import __version__
 from geotrain.commands.operate import RunState
+from tests.support.command_line import Run
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
@@ -20,31 +20,6 @@ COMMANDS = (
     "snapshot", "stop", "export", "picture", "eval", "sample", "dry-run", "plan", "probe", "simulate", "certs",
     "schema",
 )  # fmt: skip
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command line, in this process: what it needs is slow to import."""
-
-    def run(*arguments: str | Path, cwd: Path = ROOT) -> Done:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["geotrain", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Done(int(ended.value.code or 0), *capfd.readouterr())
-
-    return run
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_a_buffer_is_allocated_once_and_not_touched_while_a_copy_uses_it():
     cuda.late = False
     other = threading.Thread(target=lambda: staging.bring(1, b"xyz", lambda host: None), name="other")
     other.start()
-    other.join(10)  # another fragment's has nothing to wait for
+    other.join(60)  # another fragment's has nothing to wait for
     assert not other.is_alive()
     again: list[torch.Tensor] = []
     next_ = threading.Thread(target=lambda: again.append(staging.bring(0, b"de", lambda host: None)), name="next")
@@ -72,7 +72,7 @@ def test_a_buffer_is_allocated_once_and_not_touched_while_a_copy_uses_it():
     next_.join(0.2)
     assert next_.is_alive() and bytes(first.numpy()) == b"abc"
     cuda.events[0].happened.set()
-    next_.join(10)
+    next_.join(60)
     assert bytes(again[0].numpy()) == b"de"
     assert again[0].data_ptr() == first.data_ptr()
 

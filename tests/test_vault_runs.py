@@ -44,7 +44,7 @@ def test_two_regions_with_two_vaults_each_train_the_same_weights(tmp_path: Path)
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     launched(two)
-    killer.join(10)
+    killer.join(120)
     assert killed
     found, wanted = weights(two[0]), weights(one[0])
     assert found.keys() == wanted.keys()

@@ -120,7 +120,7 @@ class Chromium:
             raise RuntimeError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait_for(self, script: str, within_s: float = 20.0, good: Callable[[Any], Any] = bool) -> Any:
+    def wait_for(self, script: str, within_s: float = 120.0, good: Callable[[Any], Any] = bool) -> Any:
         """Ask until the value is good. Raises TimeoutError with the last value."""
         deadline_s = time.monotonic() + within_s
         while not good(value := self.evaluate(script)):

@@ -21,7 +21,7 @@ from geotrain.config import ParallelConfig, RunConfig, parse
 from geotrain.config.deepspeed import completed
 from geotrain.launch.check import free_ports
 from geotrain.launch.site_processes import over_ssh
-from geotrain.launch.worker_command import deepspeed_program, this_machine
+from geotrain.launch.worker_command import host_launcher, this_machine
 
 MICRO_BATCHES = 4
 WARM_STEPS, MAX_STEPS, MIN_STEPS = 2, 20, 3
@@ -64,8 +64,8 @@ def run_step(
     job = {"run": config.model_dump(by_alias=True, mode="json"), "seconds": seconds}
     text = base64.b64encode(json.dumps(job).encode()).decode()
     command: tuple[str, ...] = (
-        *(deepspeed_program(), "--hostfile", "/none", "--num_accelerators", str(slots)),
-        *("--master_port", str(free_ports(1)[0]), str(Path(__file__).resolve()), text),
+        *host_launcher({"localhost": range(slots)}, 0, "127.0.0.1", free_ports(1)[0]),
+        *(str(Path(__file__).resolve()), text),
     )
     machine, settings = this_machine(), {}
     if not machine.devices:

@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from geotrain.kernels.devices import cuda_devices
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
 
 HAS_CUDA = cuda_devices() > 0
+_UNUSED = ("torch.utils.tensorboard", "wandb")  # Megatron-core imports them where they are installed: 0.7 s of 3
 
 if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed probes for accelerators and logs that
@@ -45,7 +47,8 @@ def capability() -> tuple[int, int] | None:
 def use_deterministic_algorithms(wanted: bool) -> None:
     """Let torch refuse, from now on, what does not give the same bits twice. What must be set before CUDA starts,
     `geotrain.launch.rank_environment` sets."""
-    torch.use_deterministic_algorithms(wanted)
+    if wanted != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(wanted)
     # It would write all memory before its first use.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -71,6 +74,9 @@ def quiet_imports() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
         if not HAS_CUDA:
             stack.enter_context(mock.patch.object(torch, "compile", _not_compiled))
+        for name in set(_UNUSED) - set(sys.modules):
+            sys.modules[name] = None  # type: ignore[assignment]  # to import it is an ImportError now
+            stack.callback(sys.modules.pop, name)
         yield
 
 

@@ -252,7 +252,7 @@ def test_a_killed_prepare_leaves_no_process_and_no_output(tmp_path: Path) -> Non
         children = psutil.Process(job.pid).children(recursive=True)
         assert len(children) >= 2
         job.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=120)
         assert not alive
         assert not (tmp_path / "out").exists()
         assert len(list(tmp_path.glob(".out.*.partial"))) == 1
@@ -263,7 +263,7 @@ def test_a_killed_prepare_leaves_no_process_and_no_output(tmp_path: Path) -> Non
         for process in (job, *children):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        job.communicate(timeout=20)
+        job.communicate(timeout=120)
 
 
 def test_the_blocks_in_flight_are_bounded() -> None:

@@ -64,5 +64,5 @@ def test_a_lost_rank_ends_the_others_in_time_with_the_last_commit_whole(
     assert f"rank 0: the {lost} failed" in message
     assert f"of step {whole}, which is whole" in message
     assert f"acco.timeout_s = {DEADLINE_S:g}" in message and "\n" not in message
-    assert took < 2 * DEADLINE_S
+    assert took < DEADLINE_S + 30.0  # a collective without a deadline takes 60 s here, and elsewhere half an hour
     assert intact == (whole == 3)

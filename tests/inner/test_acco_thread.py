@@ -68,7 +68,7 @@ def test_hosts_meet_before_a_collective_and_its_thread_waits_for_it(
 
     thread, flat = CommunicationThread(Place(), 7.0), torch.zeros(8)  # type: ignore[arg-type]
     arguments = (flat, flat.clone()) if call == "exchange" else (flat,)
-    thread.start(lambda: getattr(thread, call)(*arguments)).wait(5.0)
+    thread.start(lambda: getattr(thread, call)(*arguments)).wait(60.0)
     thread.close()
     meeting = ("dp", "gloo", timedelta(seconds=7))
     assert log == [("acco_0", "cuda:1"), meeting, (collective, ("dp", "nccl")), "the host waits"]

@@ -29,7 +29,7 @@ from geotrain.outer.events import Event
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import prepare_text, write_files
 
-BUSY_S = 60.0
+BUSY_S = 120.0
 
 # Keeps a process as a site's servers and workers are kept.
 KEEPER = """

@@ -285,7 +285,7 @@ def test_servers_and_vaults_are_started_as_the_command_line_takes_it(region: str
 def test_ranks_are_started_as_the_launcher_starts_them_on_each_host(
     region: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deepspeed.launcher.runner import parse_args
+    from deepspeed.launcher import launch, runner
 
     from geotrain.launch.pretrain import arguments
 
@@ -309,20 +309,25 @@ def test_ranks_are_started_as_the_launcher_starts_them_on_each_host(
         words = words_of(job, number)
         split = words.index("--")
         assert words[:split] == ["python", "-m", "geotrain.launch.guard"] and container(job)["stdin"] is True
-        assert words[split + 1] == Path(launcher.command[0]).name == "deepspeed"
-        theirs, own = vars(parse_args(words[split + 2 :])), vars(parse_args(list(launcher.command[1:])))
-        assert Path(theirs.pop("hostfile")) == Path(RUN) / f"{worker.name}.hosts" and own.pop("hostfile")
-        assert Path(theirs.pop("user_script")) == IMAGE_ROOT / SCRIPT.relative_to(ROOT)
-        assert Path(own.pop("user_script")) == SCRIPT
+        assert words[split + 1] == "deepspeed"
+        theirs = runner.parse_args(words[split + 2 :])
+        monkeypatch.setattr(sys, "argv", list(launcher.command[launcher.command.index(launch.__name__) :]))
+        own = launch.parse_args()
+        assert Path(theirs.hostfile) == Path(RUN) / f"{worker.name}.hosts" and theirs.no_ssh
+        slots = runner.fetch_hostfile(FOLDER / f"{worker.name}.hosts")
+        world = runner.parse_inclusion_exclusion(slots, theirs.include, theirs.exclude)
+        assert runner.encode_world_info(world) == own.world_info
+        assert Path(theirs.user_script) == IMAGE_ROOT / SCRIPT.relative_to(ROOT)
+        assert Path(own.training_script) == SCRIPT
         parsed = []
-        for said in (theirs.pop("user_args"), own.pop("user_args")):
+        for said in (theirs.user_args, own.training_script_args):
             monkeypatch.setattr(sys, "argv", ["pretrain.py", *said])
             parsed.append(vars(arguments()))
         assert parsed[0] == parsed[1] and parsed[0]["resume"]
-        assert theirs == own and own["node_rank"] == number
+        assert theirs.node_rank == own.node_rank == number
         (port,) = container(job)["ports"]
-        assert theirs["master_port"] == port["containerPort"]
-    assert theirs["master_addr"] == worker.hosts[0].host
+        assert theirs.master_port == own.master_port == port["containerPort"]
+        assert theirs.master_addr == own.master_addr == worker.hosts[0].host
     for containers in (ROOT / "containers").glob("*.Dockerfile"):
         assert f"WORKDIR {IMAGE_ROOT}\n" in containers.read_text()
         assert f"ENV PATH={IMAGE_ROOT}/.venv/bin:" in containers.read_text()

@@ -17,6 +17,7 @@ from geotrain.commands.logs import stream
 from geotrain.commands.operate import LiveRun, RunState, judge, launcher_runs
 from geotrain.config import ConfigError
 from geotrain.launch.launcher import locked
+from tests.support.command_line import Run
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import prepare_text, write_files
 
@@ -27,18 +28,13 @@ LIVE: dict[str, Any] = {"phase": "running"}
 ENDED: dict[str, Any] = {"phase": "ended", "complete": True}
 
 
-def geotrain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "geotrain", *map(str, arguments)]
-    return subprocess.run(command, text=True, capture_output=True, timeout=120)
-
-
 def updates(folder: Path, site: str) -> int:
     return sum(m["updates"] for m in LiveRun(folder).see().statuses.get(site, {}).get("members", {}).values())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path) -> None:
+def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path, geotrain: Run) -> None:
     prepare_text(tmp_path)
     halos = {"rule": {"name": "halos", "updates_per_send": 2}}
     files = write_files(tmp_path, "run", ENOUGH, {"eu": [1], "us": [1]}, halos, min_step_s=PACE_S)
@@ -75,11 +71,11 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
             return [updates(folder, site) for site in ("eu", "us")] == quiet
 
         # Regions hear of it by their next heartbeats; their workers then finish the job in hand and the next.
-        assert until(at_rest, 60.0)
+        assert until(at_rest, START_S)
         assert LiveRun(folder).see().headline.startswith("paused; ")
         assert "paused; " in geotrain("status", folder, "--once").stdout
         assert geotrain("resume", folder).stdout == "running\n"
-        assert until(lambda: updates(folder, "eu") > quiet[0], 30.0)
+        assert until(lambda: updates(folder, "eu") > quiet[0], START_S)
 
         written = geotrain("snapshot", folder)
         assert written.returncode == 0, written.stdout + written.stderr
@@ -88,16 +84,16 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         for place in places.values():
             assert (Path(place.partition(":")[2]) / "meta.json").exists()
 
-        drained = geotrain("drain", folder, "us", "--wait", "60")
+        drained = geotrain("drain", folder, "us", "--wait", "200")
         assert drained.returncode == 0 and "draining us" in drained.stdout, drained.stderr
         before = updates(folder, "eu")
-        assert until(lambda: updates(folder, "eu") > before, 30.0)
-        assert until(lambda: not (folder / "servers/us/listening.json").exists(), 20.0)  # its server has ended
+        assert until(lambda: updates(folder, "eu") > before, START_S)
+        assert until(lambda: not (folder / "servers/us/listening.json").exists(), START_S)  # its server has ended
         assert launcher.poll() is None
 
-        stopped = geotrain("stop", folder, "--wait", "60")
+        stopped = geotrain("stop", folder, "--wait", "200")
         assert stopped.returncode == 0 and "stopped; " in stopped.stdout, stopped.stderr
-        said = launcher.communicate(timeout=60)[0]
+        said = launcher.communicate(timeout=START_S)[0]
         assert launcher.returncode == 0, said
         assert "% of the data is trained, and kept; the run goes on with: geotrain launch " in said
         assert ": loss " in (folder / "logs/eu-0.log").read_text()
@@ -121,10 +117,10 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         assert (status.returncode, last["state"]) == (RunState.FINISHED, "finished")
         assert top["committed_samples"] == top["train_samples"] == committed + 160
         assert last["servers"]["eu"]["links"]["up_bytes"] > carried  # counted from the run's beginning
-        again = launch().communicate(timeout=60)[0]
+        again = geotrain("launch", *files).stderr
         assert "holds a run that is finished: all its data is trained" in again
         assert "raise data.train_samples and launch with --resume" in again
-        again = launch("--resume").communicate(timeout=60)[0]
+        again = geotrain("launch", *files, "--resume").stdout
         assert "small: is finished" in again and "processes started" not in again
     finally:
         launcher.kill()

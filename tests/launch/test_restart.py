@@ -17,7 +17,7 @@ from geotrain.monitor.events import ProcessDied, ProcessEnded, Trouble
 from geotrain.outer.events import Event
 from tests.support.process_trees import marked, names, new_mark, only_deaths, until
 
-BUSY_S = 60.0  # until a process has started, on a busy machine
+BUSY_S = 120.0  # until a process has started, on a busy machine
 FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=60.0)
 
 
@@ -29,6 +29,16 @@ def lasting(script: str, name: str, **more: Any) -> ProcessSpec:
 
 def supervisor(folder: Path, deaths: list[ProcessDied], **more: Any) -> Supervisor:
     return Supervisor(folder, restart=more.pop("restart", FAST), on_event=only_deaths(deaths), **more)
+
+
+def until_there(file: Path) -> str:
+    """A script that waits for the file."""
+    return f"until [ -e '{file}' ]; do sleep 0.05; done"
+
+
+def note(file: Path, happened: object) -> None:
+    if happened:
+        file.touch()
 
 
 def test_pauses_double_and_begin_anew_after_a_long_life() -> None:
@@ -85,8 +95,9 @@ def test_a_worker_that_dies_at_once_again_and_again_is_given_up_and_the_others_g
     deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
         running.start(lasting("echo the cause; exit 1", "ill"))
-        running.start(lasting("sleep 2", "well"))
-        outcome = running.wait()
+        running.start(lasting(until_there(tmp_path / "given up"), "well"))
+        given_up = tmp_path / "given up"
+        outcome = running.wait(lambda: note(given_up, deaths and deaths[-1].pause_s is None), every_s=0.05)
     assert [d.pause_s is None for d in deaths] == [False, False, False, True]
     assert outcome.code == 0
     assert "the others have finished, but\nprocess 'ill' failed with exit code 1" in outcome.reason
@@ -165,9 +176,9 @@ def test_a_worker_whose_server_has_ended_well_is_not_started_again(tmp_path: Pat
     deaths: list[ProcessDied] = []
     slow = RestartConfig(limit=3, first_s=300.0)
     with supervisor(tmp_path, deaths, restart=slow) as running:
-        running.start(lasting("sleep 0.3", "eu", role="server"))
+        running.start(lasting(until_there(tmp_path / "died"), "eu", role="server"))
         running.start(lasting("exit 1", "eu-0", depends_on="eu"))
-        assert running.wait().code == 0
+        assert running.wait(lambda: note(tmp_path / "died", deaths), every_s=0.05).code == 0
     assert len(deaths) == 1
     assert (tmp_path / "eu-0.log").read_text() == ""
 
@@ -188,7 +199,7 @@ def test_what_outlives_its_server_is_stopped_and_fails_nothing(tmp_path: Path) -
         running.start(lasting("true", "eu", role="server", depends_on="global"))
         running.start(lasting("sleep 300", "us", role="server", depends_on="global", env=mark))
         running.start(lasting("sleep 300", "eu-0", depends_on="eu", env=mark))
-        running.start(lasting(f"until [ -e {tmp_path}/over ]; do sleep 0.1; done; exit 1", "eu-1", depends_on="eu"))
+        running.start(lasting(f"{until_there(tmp_path / 'over')}; exit 1", "eu-1", depends_on="eu"))
         outcome = running.wait()
     assert (outcome.code, outcome.reason) == (0, "")
     assert marked(mark) == []

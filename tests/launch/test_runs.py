@@ -18,6 +18,7 @@ from geotrain.data.dataset import read_manifest
 from geotrain.emulate import wan
 from geotrain.launch.check import free_ports
 from geotrain.launch.terminal import ask
+from tests.support.command_line import Run
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import FAKE_SSH
 
@@ -51,7 +52,7 @@ def start(folder: Path, *arguments: str, env: dict[str, str]) -> subprocess.Pope
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_far_region_is_killed_and_resumed(tmp_path: Path) -> None:
+def test_a_far_region_is_killed_and_resumed(tmp_path: Path, geotrain: Run) -> None:
     """One region on "another machine", its worker started host by host: both launchers are killed, and resume."""
     raw = small_run(tmp_path, steps=128, local_steps=4)  # so that it is not over when the launcher is killed
     (tmp_path / "text.txt").write_text("".join(f"the number {i} and the next\n" for i in range(20_000)))
@@ -89,10 +90,7 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path) -> None:
         # Of the three calls of the worker's host, the first looks at it, the second brings the run's files.
         assert hosts.read_text().split() == ["eu.example.org", "127.0.0.1", "127.0.0.1", "127.0.0.1"]
         assert len(marked(mark)) >= 8  # launcher; two servers; far launcher; guards, deepspeed, ranks
-        second = subprocess.run(
-            [sys.executable, "-m", "geotrain", "launch", "run.json", "cluster.json"],
-            cwd=tmp_path, capture_output=True, text=True,
-        )  # fmt: skip
+        second = geotrain("launch", "run.json", "cluster.json", cwd=tmp_path)
         assert second.returncode == 2
         assert "this run is running already" in second.stderr
     finally:
@@ -101,12 +99,11 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path) -> None:
         for process in map(psutil.Process, marked(mark)):  # the region would live on
             if "--keep" in process.cmdline():
                 process.kill()
-    assert until(lambda: marked(mark) == [], 60.0)
+    assert until(lambda: marked(mark) == [])
 
-    again = start(tmp_path, "launch", "run.json", "cluster.json", env=env)
-    said = again.communicate(timeout=60)[0]
+    again = geotrain("launch", "run.json", "cluster.json", cwd=tmp_path)
     assert again.returncode == 2
-    assert "holds a run already: continue it with --resume" in said
+    assert "holds a run already: continue it with --resume" in again.stderr
 
     resumed = start(tmp_path, "launch", "run.json", "cluster.json", "--resume", env=env)
     said = resumed.communicate(timeout=START_S)[0]
@@ -156,12 +153,12 @@ def test_the_quickstart_over_emulated_links_from_a_wheel(tmp_path: Path) -> None
     said = subprocess.check_output([sys.executable, "-c", where], cwd=tmp_path, env={**os.environ, **away}, text=True)
     assert said.split() == [str(site / "geotrain/__init__.py"), "True"]
     done = start(tmp_path, "configs", "mine", env=away)
-    assert done.communicate(timeout=100)[0] == "mine\n"
+    assert done.communicate(timeout=START_S)[0] == "mine\n"
     shipped = [path for path in CONFIGS.rglob("*.*") if "schema" not in path.parts]
     assert len(shipped) > 20
     for path in shipped:
         assert (tmp_path / "mine" / path.relative_to(CONFIGS)).read_bytes() == path.read_bytes()
-    assert "mine is there already" in start(tmp_path, "configs", "mine", env=away).communicate(timeout=100)[0]
+    assert "mine is there already" in start(tmp_path, "configs", "mine", env=away).communicate(timeout=START_S)[0]
     raw = small_run(tmp_path, steps=96)
     cluster = site / "geotrain/configs/clusters/local-wan.json"
     mark = new_mark()

@@ -71,7 +71,7 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
         said("scontrol", "update", f"JobId={job}", "StartTime=now+3")
         assert until(lambda: updates() > before, START_S), log.read_text()
         assert until(lambda: job_is("JobState=COMPLETED"), START_S), log.read_text()
-        assert until(lambda: marked(mark) == [], 60.0)
+        assert until(lambda: marked(mark) == [])
     last = status(files[0], "global")
     assert last["complete"] and last["committed_samples"] == 320
     resolved = json.loads((tmp_path / "run/cluster.json").read_text())["regions"][0]

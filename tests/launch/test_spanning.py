@@ -1,5 +1,6 @@
 """A worker whose ranks stand in several regions."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_each_host_starts_in_its_own_region(tmp_path: Path) -> None:
     assert (tmp_path / "hosts/wide").read_text() == "there slots=1\nhere slots=1\n"
     for rank, process in enumerate(started[2:]):
         words = " ".join(process.command)
-        assert f"--no_ssh --node_rank {rank}" in words
+        assert f"--node_rank {rank}" in words
         assert f"--master_addr {cluster.region('far').server.host}" in words
         assert process.env["GLOO_SOCKET_IFNAME"] == "geo"
 
@@ -79,7 +80,9 @@ def test_over_ssh_each_regions_machine_starts_its_hosts(tmp_path: Path) -> None:
 
 def test_devices_are_split_among_the_hosts_that_stand_here(tmp_path: Path) -> None:
     started = local_processes(order(tmp_path, spanning(tmp_path), "home", "far"), tmp_path, HostMachine(4, (4, 6)))
-    assert all("--include there:4@here:6" in " ".join(p.command) for p in started if p.name.startswith("wide"))
+    worlds = [w for p in started if p.name.startswith("wide") for w in p.command if w.startswith("--world_info=")]
+    devices = {"there": [4], "here": [6]}
+    assert [json.loads(base64.urlsafe_b64decode(w.partition("=")[2])) for w in worlds] == [devices, devices]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -38,17 +38,17 @@ def sh(script: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137)])
 def test_guard_forwards_the_exit_code(script: str, code: int) -> None:
-    assert guard("bash", "-c", script).wait(10) == code
+    assert guard("bash", "-c", script).wait(60) == code
 
 
 def test_guard_names_a_program_that_is_not_there() -> None:
     process = guard("/no/such/program", stderr=subprocess.PIPE)
-    assert process.wait(10) == 127
+    assert process.wait(60) == 127
     assert b"/no/such/program: No such file" in process.stderr.read()
 
 
 def test_guard_gives_its_command_an_empty_input() -> None:
-    assert guard("bash", "-c", "! read line").wait(10) == 0
+    assert guard("bash", "-c", "! read line").wait(60) == 0
 
 
 @pytest.mark.parametrize("how", ["end of input", "SIGTERM"])
@@ -61,7 +61,7 @@ def test_guard_ends_the_whole_tree(how: str) -> None:
         process.terminate()
     else:
         process.stdin.close()
-    assert process.wait(10) == 128 + signal.SIGTERM
+    assert process.wait(60) == 128 + signal.SIGTERM
     assert marked(mark) == []
 
 
@@ -71,19 +71,19 @@ def test_guard_gives_a_chance_to_end_well(tmp_path: Path) -> None:
     process = guard("bash", "-c", script, grace_s=10.0, stdout=subprocess.PIPE)
     process.stdout.readline()
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
     assert saved.exists()
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("exit 0", EXIT_LEFT_BEHIND)])
 def test_guard_clears_up_what_its_command_leaves(script: str, code: int) -> None:
     mark = new_mark()
-    assert guard("bash", "-c", f"setsid sleep 300 & {script}", env={**os.environ, **mark}).wait(10) == code
+    assert guard("bash", "-c", f"setsid sleep 300 & {script}", env={**os.environ, **mark}).wait(60) == code
     assert marked(mark) == []
 
 
 def test_guard_lets_the_last_processes_end() -> None:
-    assert guard("bash", "-c", "setsid sleep 0.5 & exit 0").wait(10) == 0
+    assert guard("bash", "-c", "setsid sleep 0.2 & exit 0").wait(60) == 0
 
 
 def test_all_end_well(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_servers_that_do_not_follow_the_workers_are_a_failure(tmp_path: Path) ->
 
 
 def test_servers_that_follow_end_well(tmp_path: Path) -> None:
-    with Supervisor(tmp_path, drain_s=10) as supervisor:
+    with Supervisor(tmp_path, drain_s=60) as supervisor:
         supervisor.start(ProcessSpec("server", sh("sleep 0.5"), role="server"))
         supervisor.start(ProcessSpec("eu-0", sh("exit 0")))
         assert supervisor.wait().code == 0
@@ -169,7 +169,7 @@ def test_a_helper_that_ends_before_is_a_failure(tmp_path: Path) -> None:
 def test_ticks_come_at_their_pace(tmp_path: Path) -> None:
     ticks: list[float] = []
     with Supervisor(tmp_path) as supervisor:
-        supervisor.start(ProcessSpec("a", sh("sleep 0.65")))
+        supervisor.start(ProcessSpec("a", sh("sleep 1.5")))
         supervisor.wait(lambda: ticks.append(time.monotonic()), every_s=0.2)
     assert len(ticks) >= 2
     assert all(later - before >= 0.2 for before, later in pairwise(ticks))
@@ -205,7 +205,7 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
     process.send_signal(number)
     time.sleep(0.5)
     process.send_signal(number)  # asked again: without grace
-    assert process.wait(10) == 128 + number
+    assert process.wait(60) == 128 + number
     assert f"stopped by {number.name}" in process.stdout.read().decode()
     assert marked(mark) == []
 
@@ -215,7 +215,7 @@ def test_nothing_survives_the_supervisors_death(tmp_path: Path) -> None:
     process = start_supervisor(tmp_path, mark)
     process.kill()
     process.wait()
-    assert until(lambda: marked(mark) == [], timeout_s=20.0)
+    assert until(lambda: marked(mark) == [])
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
 """Emulated links: shapes as numbers; with root, links that are measured."""
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import ssl
-import statistics
 import subprocess
 import sys
+import termios
 import time
 import zlib
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -110,7 +112,7 @@ def running(links: dict[str, LinkConfig], logs: Path) -> Iterator[wan.Wan]:
 def round_trips_ms(address: str, count: int) -> list[float]:
     times = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
-        out.settimeout(5.0)
+        out.settimeout(60.0)
         for _ in range(count):
             begin = time.perf_counter()
             out.sendto(b"x" * 56, (address, 7001))
@@ -121,7 +123,7 @@ def round_trips_ms(address: str, count: int) -> list[float]:
 
 def arrives_whole(address: str, data: bytes) -> bool:
     """Sent over TCP."""
-    with socket.create_connection((address, 7002), timeout=30.0) as out:
+    with socket.create_connection((address, 7002), timeout=60.0) as out:
         out.sendall(data)
         out.shutdown(socket.SHUT_WR)
         return out.recv(4) == zlib.crc32(data).to_bytes(4)
@@ -137,7 +139,7 @@ def echoes(address: str, count: int) -> list[int]:
     """Numbered datagrams, sent at once: the numbers that come back, in their order, until no more come."""
     numbers = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
-        out.settimeout(0.7)
+        out.settimeout(2.0)
         for number in range(count):
             out.sendto(number.to_bytes(2), (address, 7001))
         with suppress(TimeoutError):
@@ -146,10 +148,14 @@ def echoes(address: str, count: int) -> list[int]:
     return numbers
 
 
-def impair(control: Path, what: str, *numbers: float) -> None:
-    """Link "eu"; returns when the pump has read it."""
+def disturb(control: Path, what: str, *numbers: float) -> None:
+    """Link "eu"; returns when the pump has read it, which then obeys before it carries another packet."""
     wan.disturb(control, "eu", what, *numbers)
-    time.sleep(0.1)
+    fifo, unread = os.open(control, os.O_RDWR | os.O_NONBLOCK), array("i", [1])
+    try:
+        assert until(lambda: not fcntl.ioctl(fifo, termios.FIONREAD, unread) and unread[0] == 0)
+    finally:
+        os.close(fifo)
 
 
 def pump_report(logs: Path) -> dict[str, Any]:
@@ -180,10 +186,17 @@ def test_links_have_their_delay_and_rate(tmp_path: Path) -> None:
     with running(links, tmp_path) as made:
         for region, asked in links.items():
             address = made.addresses[region]
-            rtt_ms = statistics.median(round_trips_ms(address, 7))
+            # What else the machine does makes some later: the quickest have the link's own delay and rate.
+            rtt_ms = min(round_trips_ms(address, 20))
             assert asked.rtt_ms <= rtt_ms <= asked.rtt_ms + 8.0, region
-            gbps = gbps_up(address, int(asked.gbps * 1e9 / 8))  # a second's worth
-            assert 0.6 * asked.gbps <= gbps <= 1.05 * asked.gbps, region
+            rates = list[float]()
+
+            def fast_enough(asked: LinkConfig = asked, rates: list[float] = rates, address: str = address) -> bool:
+                rates.append(gbps_up(address, int(asked.gbps * 1e9 / 8)))  # a second's worth
+                return rates[-1] >= 0.6 * asked.gbps
+
+            assert until(fast_enough), (region, rates)
+            assert max(rates) <= 1.05 * asked.gbps, region
     report = pump_report(tmp_path)
     assert report["carried_bytes"] > 30e6
     assert report["dropped_packets"] == 0
@@ -194,18 +207,11 @@ def test_links_have_their_delay_and_rate(tmp_path: Path) -> None:
 def test_a_link_is_cut_and_slowed_on_command(tmp_path: Path) -> None:
     with running({"eu": link("eu", 1.0, 4.0)}, tmp_path) as made:
         address, control = made.addresses["eu"], tmp_path / "control"
-        assert until(lambda: round_trips_ms(address, 1)[0] < 100)
-        wan.disturb(control, "eu", "cut", 1.0)
-        time.sleep(0.1)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
-            out.settimeout(0.5)
-            out.sendto(b"x", (address, 7001))
-            with pytest.raises(TimeoutError):
-                out.recvfrom(2048)
-        time.sleep(0.6)
-        assert until(lambda: round_trips_ms(address, 1)[0] < 100)
-        wan.disturb(control, "eu", "slow", 30.0, 1e6)
-        time.sleep(0.1)
+        assert echoes(address, 1) == [0]
+        disturb(control, "cut", 5.0)
+        assert echoes(address, 1) == []
+        assert until(lambda: echoes(address, 1) == [0])
+        disturb(control, "slow", 120.0, 1e6)
         assert gbps_up(address, 1_000_000) < 0.009
 
 
@@ -215,21 +221,21 @@ def test_packets_are_lost_doubled_reordered_and_delayed_on_command(tmp_path: Pat
     in_order = list(range(40))
     with running({"eu": link("eu", 1.0, 40.0)}, tmp_path) as made:
         address, control = made.addresses["eu"], tmp_path / "control"
-        impair(control, "duplicate", 60.0, 1.0, 1)
+        disturb(control, "duplicate", 60.0, 1.0, 1)
         assert echoes(address, 40) == [n for n in in_order for _ in range(4)]  # there and back
-        impair(control, "duplicate", 60.0, 0.0, 1)
-        impair(control, "reorder", 60.0, 0.2, 2)
+        disturb(control, "duplicate", 60.0, 0.0, 1)
+        disturb(control, "reorder", 60.0, 0.2, 2)
         assert sorted(shuffled := echoes(address, 40)) == in_order != shuffled
-        impair(control, "reorder", 60.0, 0.0, 2)
-        impair(control, "delay", 60.0, 1.0, 3, 0.15)
+        disturb(control, "reorder", 60.0, 0.0, 2)
+        disturb(control, "delay", 60.0, 1.0, 3, 0.15)
         assert min(round_trips_ms(address, 2)) >= 340.0
-        impair(control, "delay", 60.0, 0.2, 3, 0.01)
+        disturb(control, "delay", 60.0, 0.2, 3, 0.01)
         assert echoes(address, 40) == in_order
-        impair(control, "melt", 60.0, 0.5, 4)
-        impair(control, "drop", 60.0, 0.3, 4)
+        disturb(control, "melt", 60.0, 0.5, 4)
+        disturb(control, "drop", 60.0, 0.3, 4)
         some = echoes(address, 40)
         assert 5 < len(some) < 35 and some == sorted(set(some))
-        impair(control, "drop", 60.0, 0.0, 4)
+        disturb(control, "drop", 60.0, 0.0, 4)
         assert echoes(address, 40) == in_order
     report = pump_report(tmp_path)
     assert report["impaired_packets"].keys() == {"duplicate", "reorder", "delay", "drop"}
@@ -250,14 +256,14 @@ def test_tcp_mends_what_is_corrupted_and_tls_refuses_what_passes_its_checksum(tm
         supervisor.start(ProcessSpec("tls", guarded(tls_end, namespace), inherited_fds=(namespace,)))
         log = tmp_path / "tls/tls.log"
         assert until(lambda: "ready" in log.read_text())
-        impair(control, "corrupt", 60.0, 0.1, 1, 0.0)
+        disturb(control, "corrupt", 60.0, 0.1, 1, 0.0)
         assert arrives_whole(address, data)
-        impair(control, "corrupt", 60.0, 0.0, 1, 0.0)
+        disturb(control, "corrupt", 60.0, 0.0, 1, 0.0)
         context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
         context.check_hostname = False
-        with context.wrap_socket(socket.create_connection((address, 7003), timeout=30.0)) as out:
+        with context.wrap_socket(socket.create_connection((address, 7003), timeout=60.0)) as out:
             out.sendall(bytes(100_000))
-            impair(control, "corrupt", 60.0, 1.0, 2, 1.0)
+            disturb(control, "corrupt", 60.0, 1.0, 2, 1.0)
             assert not arrives_whole(address, data)
             with suppress(OSError):
                 out.sendall(bytes(100_000))

@@ -1,5 +1,6 @@
 """The commands that start a worker: their text, and what DeepSpeed's launcher makes of them."""
 
+import base64
 import json
 import os
 import subprocess
@@ -90,11 +91,20 @@ def options_of(job: LauncherCommand) -> str:
     return " ".join(job.command[1:])
 
 
+def one_host(job: LauncherCommand) -> tuple[dict[str, list[int]], str]:
+    """Of DeepSpeed's launcher of one host: host → devices, and the other options."""
+    program, world, options = job.command[:5], job.command[5], job.command[6:]
+    assert program == (sys.executable, "-u", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch")
+    return json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))), " ".join(options)
+
+
 def test_a_local_worker_on_the_cpu() -> None:
     made = worker_commands(WorkerPlace(Path("/runs/x"), 29511, threads=3), "eu", worker(env={"A": "b c"}))
     job = only_job(made)
-    assert options_of(job) == (
-        "--hostfile /runs/x/hosts/eu-0 --master_addr 127.0.0.1 --master_port 29511 --no_ssh --node_rank 0 "
+    world, options = one_host(job)
+    assert world == {"localhost": [0, 1]}
+    assert options == (
+        "--node_rank 0 --master_addr 127.0.0.1 --master_port 29511 "
         f"{SCRIPT} --run /runs/x/run.json --region eu --worker eu-0"
     )
     assert made.files == {"hosts/eu-0": "localhost slots=2\n"}
@@ -107,9 +117,10 @@ def test_a_local_worker_on_the_cpu() -> None:
 def test_a_local_worker_on_some_devices() -> None:
     made = worker_commands(WorkerPlace(Path("/runs/x"), 29511, devices=(2, 5), resume=True), "eu", worker())
     job = only_job(made)
-    assert "--include localhost:2,5 --no_ssh" in options_of(job)
-    assert options_of(job).endswith("--worker eu-0 --resume")
-    assert made.files == {"hosts/eu-0": "localhost slots=6\n"}
+    world, options = one_host(job)
+    assert world == {"localhost": [2, 5]}
+    assert options.endswith("--worker eu-0 --resume")
+    assert made.files == {"hosts/eu-0": "localhost slots=2\n"}
     assert "DS_ACCELERATOR" not in job.env
 
 
@@ -119,7 +130,9 @@ def test_over_ssh_each_host_has_its_launcher() -> None:
     )
     assert made.files == {"hosts/eu-0": "n1 slots=8\nn2 slots=8\n"}
     assert [(job.name, job.host) for job in made.commands] == [("eu-0.0", "n1"), ("eu-0.1", "n2")]
-    assert "--master_addr n1 --master_port 29500 --no_ssh --node_rank 1 " in options_of(made.commands[1])
+    world, options = one_host(made.commands[1])
+    assert world == {"n1": list(range(8)), "n2": list(range(8))}
+    assert options.startswith("--node_rank 1 --master_addr n1 --master_port 29500 ")
     assert made.commands[1].env == {"A": "b"}
 
 

@@ -16,6 +16,7 @@ from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.launch.terminal import RunDisplay, page_line
 from geotrain.monitor.events import Follower, ProcessEnded, ProcessStarted
 from geotrain.monitor.monitor import LAUNCHER, Monitor, metrics_port
+from tests.support.process_trees import until
 
 
 def a_run(folder: Path, **monitor: Any) -> RunConfig:
@@ -45,13 +46,14 @@ def test_processes_become_events_and_metrics(tmp_path: Path) -> None:
             assert supervisor.wait().code == 3
         assert monitor.metrics_url and monitor.page_url is None
         wanted = 'geotrain_process_exits_total{code="3",process="bad",run="r",site="launcher"} 1.0'
-        text = ""
-        for _ in range(50):
-            with urllib.request.urlopen(monitor.metrics_url, timeout=10) as answer:
-                text = answer.read().decode()
-            if wanted in text:
-                break
-        assert wanted in text and 'geotrain_process_up{process="good",run="r",site="launcher"} 0.0' in text
+
+        def metrics() -> str:
+            assert monitor.metrics_url
+            with urllib.request.urlopen(monitor.metrics_url, timeout=60) as answer:
+                return str(answer.read().decode())
+
+        assert until(lambda: wanted in metrics()), metrics()
+        assert 'geotrain_process_up{process="good",run="r",site="launcher"} 0.0' in metrics()
     told = [record.event for record in Follower(tmp_path / "events" / "launcher.jsonl").read()]
     assert [e for e in told if isinstance(e, ProcessStarted)] == [
         ProcessStarted("good", "worker"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from geotrain.net import grpc_service
 from geotrain.net.connection_guard import Stranger, too_many
-from tests.support.net_worlds import clusters, outer, wait_for, whole
+from tests.support.net_worlds import BUSY_S, clusters, outer, wait_for, whole
 from tests.support.server_processes import Site
 
 FILES, IDLE = 120, 180  # file descriptors that a server may have, and idle connections to each
@@ -72,7 +72,7 @@ def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tup
     site = Site(tmp_path, train_samples=24)
     servers = {which: site.serve(which, files=files) for which in ("global", "eu")}
     for which in servers:
-        wait_for(lambda w=which: (site.folder / w / "listening.json").exists(), 60)
+        wait_for(lambda w=which: (site.folder / w / "listening.json").exists())
     idlers = Idlers([site.address(which) for which in servers], IDLE, again)
     workers = [site.worker("a"), site.worker("b")]
 
@@ -81,19 +81,19 @@ def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tup
         return any("connections over which no member has spoken" in what for what in said)
 
     try:
-        wait_for(lambda: idlers.closed > FILES and all(told(which) for which in servers), 60)
+        wait_for(lambda: idlers.closed > FILES and all(told(which) for which in servers))
         threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(BUSY_S)
             assert not thread.is_alive()
     finally:
         idlers.stop()
         for worker in workers:
             worker.close()
         for server in servers.values():
-            server.process.join(60)
+            server.process.join(BUSY_S)
             server.process.kill()
     for server in servers.values():
         assert server.process.exitcode == 0, server.said.read_text()

@@ -14,7 +14,7 @@ from geotrain.net import rpc
 from geotrain.net.operator_client import command
 from geotrain.outer.messages import Refused
 from tests.support.disks import BALLAST, fill, small_disk
-from tests.support.net_worlds import wait_for
+from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Server, Site
 
 pytestmark = pytest.mark.root
@@ -42,36 +42,36 @@ def test_servers_wait_for_room_and_the_run_ends_well(site: Site) -> None:
     threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
     for thread in threads:
         thread.start()
-    wait_for(lambda: all(worker.trained for worker in workers), 60)
+    wait_for(lambda: all(worker.trained for worker in workers))
     for which in servers:
         fill(site.folder / which)
     for which in servers:
         with pytest.raises(Refused, match=r"needs .* MB, but only .* free|No space left"):
-            command(site.address(which), rpc.Control("snapshot"), 30)
+            command(site.address(which), rpc.Control("snapshot"), BUSY_S)
         assert servers[which].process.is_alive()
     for which in servers:
         servers[which].send(signal.SIGKILL)
         servers[which].ended()
         servers[which] = site.serve(which, resume=True)
     for server in servers.values():
-        wait_for(lambda s=server: waits(s), 30)
+        wait_for(lambda s=server: waits(s))
         assert server.process.is_alive()
     for which in servers:
         (site.folder / which / BALLAST).unlink()
     for thread in threads:
-        thread.join(90)
+        thread.join(BUSY_S)
         assert not thread.is_alive()
     for worker in workers:
         worker.close()
     for server in servers.values():
-        server.process.join(30)
+        server.process.join(BUSY_S)
         assert server.process.exitcode == 0
     assert sorted(lease.start for worker in workers for lease in worker.trained) == list(range(0, 48, 4))
 
 
 def test_a_server_is_stopped_on_a_full_disk_and_loses_nothing(site: Site) -> None:
     top = site.serve("global")
-    wait_for(lambda: (site.folder / "global" / "listening.json").exists(), 30)
+    wait_for(lambda: (site.folder / "global" / "listening.json").exists())
     fill(site.folder / "global")
     top.send(signal.SIGTERM)
     assert top.ended() == (0, "")
@@ -85,7 +85,7 @@ def test_a_server_is_stopped_on_a_full_disk_and_loses_nothing(site: Site) -> Non
 def test_a_new_run_begins_when_there_is_room(site: Site) -> None:
     fill(site.folder / "global")
     top = site.serve("global")
-    wait_for(lambda: waits(top), 30)
+    wait_for(lambda: waits(top))
     (site.folder / "global" / BALLAST).unlink()
     assert site.status("global")["full"] is None
     top.send(signal.SIGTERM)

@@ -24,7 +24,7 @@ from geotrain.net.grpc_client import GrpcClient
 from geotrain.outer.messages import Refused
 from tests.support import net_worlds
 from tests.support.broken_frames import mutations
-from tests.support.net_worlds import Cluster, clusters, outer, wait_for, whole
+from tests.support.net_worlds import BUSY_S, Cluster, clusters, outer, wait_for, whole
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch)
     part = worker.parts(lease, (0,))[0]
     pushed = worker.clients[0].push(part)
     everything = tuple(range(len(cluster.layout.fragments)))
-    assert len(worker.clients[0].pull(0, everything).result(10).weights) == len(everything)
+    assert len(worker.clients[0].pull(0, everything).result(BUSY_S).weights) == len(everything)
     time.sleep(0.5)
     assert not pushed.done() and cluster.regions["eu"].server.members["a"].updates == before
     full = False
-    pushed.result(10)
+    pushed.result(BUSY_S)
     assert cluster.regions["eu"].server.members["a"].updates == before + 1
     worker.close()
 
@@ -137,7 +137,7 @@ def test_garbage_changes_nothing(make):
         for frame in inputs:
             method = rng.choice(["join", "lease", "release", "leave", "beat", "control"])
             try:
-                await channel.unary_unary(f"/{rpc.SERVICE}/{method}")(frame, timeout=10)
+                await channel.unary_unary(f"/{rpc.SERVICE}/{method}")(frame, timeout=BUSY_S)
             except aio.AioRpcError as error:
                 codes.add(error.code())
         for frames in mutations(8, 60):
@@ -153,13 +153,13 @@ def test_garbage_changes_nothing(make):
                 pass  # the server has ended the call already
             call.cancel()
             try:
-                await channel.unary_stream(f"/{rpc.SERVICE}/pull")(frames[0], timeout=10).read()
+                await channel.unary_stream(f"/{rpc.SERVICE}/pull")(frames[0], timeout=BUSY_S).read()
             except aio.AioRpcError as error:
                 codes.add(error.code())
         await channel.close()
         return codes
 
-    codes = cluster.loop.do(attack(), 60)
+    codes = cluster.loop.do(attack())
     assert grpc.StatusCode.UNKNOWN not in codes  # a handler that crashed
     assert codes & {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS}
     assert not region.server_thread.failure.done()
@@ -177,7 +177,7 @@ def test_a_header_that_promises_too_much_is_refused_before_the_payload(make):
     huge = dataclasses.replace(part, deltas=(dataclasses.replace(part.deltas[0], payload=bytes(3_000_000)),))
     pushed = worker.clients[0].push(huge)
     with pytest.raises(Refused, match=r"payloads of more than \d+ bytes are refused here"):
-        pushed.result(10)
+        pushed.result(BUSY_S)
     worker.close()
 
 

@@ -19,7 +19,7 @@ from geotrain.net.resumable_uploads import ResumableUploads
 from geotrain.net.tcp_counters import TcpCounters
 from geotrain.outer.messages import Refused, UpdatePart
 from tests.support import net_worlds
-from tests.support.net_worlds import Cluster, FakeWorker, clusters, outer, whole
+from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, outer, whole
 
 MB = 1 << 20
 UPDATE_BYTES = 6_000_000 * 4
@@ -115,10 +115,12 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
             if number == 8:
                 break
             await call.write(frame)
-        await asyncio.sleep(0.5)
-        call.cancel()
-        await asyncio.sleep(0.2)
         header = wire.crc_of(next(wire.frames(part)))
+        while uploads.chunks(("a", 0), header) < 7:  # `do` has a deadline
+            await asyncio.sleep(0.01)
+        call.cancel()
+        while uploads._uploads["a", 0].busy:
+            await asyncio.sleep(0.01)
         kept = uploads.chunks(("a", 0), header)
         other = wire.crc_of(next(wire.frames(changed)))
         nothing = uploads.chunks(("a", 0), other)
@@ -205,7 +207,7 @@ def test_calls_are_limited_for_each_connection(make):
     cluster = make(outer(), {"eu": {"a": whole}})
     worker = cluster.worker("a")
     worker.join()
-    cluster.regions["eu"].service.rates = RateLimits(per_s=20, burst=5)
+    cluster.regions["eu"].service.rates = RateLimits(per_s=1, burst=5)
 
     async def hurry() -> tuple[int, int]:
         link = GrpcClient(worker.clients[0].address, "a", "life-1")
@@ -217,7 +219,7 @@ def test_calls_are_limited_for_each_connection(make):
             except Refused as error:
                 assert error.retry_s and "too many calls" in error.reason
                 refused += 1
-        assert await link.persist(lambda: link.beat(0), 10)  # whoever waits gets through
+        assert await link.persist(lambda: link.beat(0), BUSY_S)  # whoever waits gets through
         await link.close()
         return taken, refused
 

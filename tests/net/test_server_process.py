@@ -19,7 +19,7 @@ from geotrain.initial import initial_tensor
 from geotrain.net import rpc
 from geotrain.net.operator_client import command
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, read_weights
-from tests.support.net_worlds import wait_for
+from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Site
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -176,7 +176,7 @@ def test_the_final_weights_are_validated_whatever_happens_and_no_failure_ends_a_
 def test_what_a_server_says_and_does_without_workers(site):
     """The first weights are on disk before any worker comes; control; a taken port; folders in use."""
     top = site.serve("global")
-    wait_for(lambda: (site.folder / "global" / "listening.json").exists(), 30)
+    wait_for(lambda: (site.folder / "global" / "listening.json").exists())
     for name, tensor in read_weights(site.folder / "global", site.layout):
         parameter = next(p for p in site.layout.parameters if p.name == name)
         assert torch.equal(tensor, initial_tensor(parameter, site.run.seed))
@@ -193,7 +193,7 @@ def test_what_a_server_says_and_does_without_workers(site):
         "stop what uses the port, or choose another in the cluster file\n"
     )
 
-    told = command(site.address("global"), rpc.Control("snapshot"), 30)
+    told = command(site.address("global"), rpc.Control("snapshot"), BUSY_S)
     assert told.endswith(f"{site.folder}/global/snapshots/00000002")
     top.send(signal.SIGTERM)
     assert top.ended() == (0, "")
@@ -234,13 +234,13 @@ def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
         for thread in threads:
             thread.start()
         for turn in range(kills):
-            wait_for(lambda t=turn, trained=workers[0].trained: len(trained) > 2 * t, 60)
+            wait_for(lambda t=turn, trained=workers[0].trained: len(trained) > 2 * t)
             which = ("eu", "global")[turn % 2]
             servers[which].send(signal.SIGKILL)
             servers[which].ended()
             servers[which] = site.serve(which, resume=True)
         for thread in threads:
-            thread.join(90)
+            thread.join(BUSY_S)
             assert not thread.is_alive()
         assert servers["eu"].ended() == (0, "") and servers["global"].ended() == (0, "")
         for worker in workers:
@@ -257,6 +257,6 @@ def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
     servers["eu"] = site.serve("eu", resume=True)
-    wait_for(lambda: (site.folder / "eu" / "listening.json").exists(), 30)
+    wait_for(lambda: (site.folder / "eu" / "listening.json").exists())
     servers["eu"].send(signal.SIGTERM)
     assert servers["eu"].ended() == (0, "")

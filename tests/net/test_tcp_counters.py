@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from pathlib import Path
 
+from geotrain.net import tcp_counters
 from geotrain.net.tcp_counters import TcpCounters, Traffic
-from tests.support.net_worlds import clusters, outer, whole
+from tests.support.net_worlds import BUSY_S, clusters, outer, wait_for, whole
 
 
 def moved(counters: TcpCounters) -> dict[str, tuple[int, int]]:
@@ -16,7 +16,8 @@ def moved(counters: TcpCounters) -> dict[str, tuple[int, int]]:
     return {peer: (t.sent_bytes, t.received_bytes) for peer, t in counters.traffic().items()}
 
 
-def test_a_known_transfer_is_counted_on_both_sides_and_kept_when_the_sockets_close():
+def test_a_known_transfer_is_counted_on_both_sides_and_kept_when_the_sockets_close(monkeypatch):
+    monkeypatch.setattr(tcp_counters, "WINDOW_S", BUSY_S)  # however long it takes, it is one peak
     size = 3_000_000
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -25,7 +26,7 @@ def test_a_known_transfer_is_counted_on_both_sides_and_kept_when_the_sockets_clo
         with socket.create_connection(("127.0.0.1", port)) as client:
             far, address = server.accept()
             with far:
-                far.settimeout(5)
+                far.settimeout(BUSY_S)
                 got = 0
                 client.setblocking(False)
                 data = memoryview(bytes(size))
@@ -36,10 +37,9 @@ def test_a_known_transfer_is_counted_on_both_sides_and_kept_when_the_sockets_clo
                 far.sendall(b"x" * 1000)
                 client.setblocking(True)
                 assert len(client.recv(1000, socket.MSG_WAITALL)) == 1000
-                time.sleep(0.05)
-                totals = moved(counters)
-        assert totals[f"127.0.0.1:{port}"] == (size + 1, 1000)  # + 1: the handshake
-        assert totals[f"127.0.0.1:{address[1]}"] == (1000, size)
+                # What has been received is counted as sent once it is acknowledged. + 1: the handshake.
+                known = {f"127.0.0.1:{port}": (size + 1, 1000), f"127.0.0.1:{address[1]}": (1000, size)}
+                totals = wait_for(lambda: moved(counters) if moved(counters).items() >= known.items() else None)
         assert moved(counters) == totals  # both are closed now
         assert (counters.total.sent_bytes, counters.total.received_bytes) == (size + 1, 1000)
         assert counters.total.peak_sent_bytes == size + 1

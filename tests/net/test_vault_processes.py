@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from geotrain.net.certs import make_certificates, open_channel, trust_between
 from geotrain.net.server_host import ServerHost
 from geotrain.net.snapshots import read_weights
 from geotrain.net.vault_sessions import VaultLost
+from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Server, Site
 
 ROLES = ("global", "eu", "global.vault-0", "eu.vault-1")
@@ -46,13 +46,13 @@ def trained(site: Site, upset: Callable[[dict[str, Server]], None] = lambda serv
     try:
         upset(servers)
         for thread in threads:
-            thread.join(120)
+            thread.join(BUSY_S)
     finally:
         for worker in workers:
             worker.close()
     assert not failed, failed
     for name, server in servers.items():
-        assert server.ended(60)[0] == 0, (name, server.ended())
+        assert server.ended()[0] == 0, (name, server.ended())
     return dict(read_weights(site.folder / "global", site.layout))
 
 
@@ -69,13 +69,6 @@ def vault_of(site: Site) -> dict[str, Any]:
     return found
 
 
-def until(what: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
 def folder(tmp_path: Path, name: str) -> Path:
     (tmp_path / name).mkdir()
     return tmp_path / name
@@ -90,13 +83,10 @@ def test_a_run_with_vaults_ends_with_the_same_bits(tmp_path: Path, settings: dic
 
     def kill(servers: dict[str, Server]) -> None:
         for name in ROLES:
-            before = site.updates()
-            deadline_s = time.monotonic() + 60
-            while site.updates() < before + dice.randint(1, 3):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
+            enough = site.updates() + dice.randint(1, 3)
+            wait_for(lambda n=enough: site.updates() >= n)
             servers[name].send(signal.SIGKILL)
-            servers[name].process.join(10)
+            servers[name].process.join(BUSY_S)
             servers[name] = site.serve(name, resume=True)
 
     found = trained(site, kill)
@@ -114,14 +104,14 @@ def test_a_vault_whose_disk_was_lost_says_so(tmp_path: Path) -> None:
     lease = worker.lease()
     assert lease is not None
     for client, part in zip(worker.clients, worker.parts(lease, (0,)), strict=True):
-        client.push(part).result(30)
+        client.push(part).result(BUSY_S)
     worker.close()
-    until(lambda: vault_of(site)["up"] and vault_of(site)["orders"] and vault_of(site)["rss_bytes"] > 1e7)
+    wait_for(lambda: vault_of(site)["up"] and vault_of(site)["orders"] and vault_of(site)["rss_bytes"] > 1e7)
     servers["eu.vault-0"].send(signal.SIGKILL)
-    until(lambda: not vault_of(site)["up"])
+    wait_for(lambda: not vault_of(site)["up"])
     servers["eu"].send(signal.SIGKILL)
     for name in ("eu", "eu.vault-0"):
-        servers[name].process.join(10)
+        servers[name].process.join(BUSY_S)
     shutil.rmtree(tmp_path / "eu.vault-0")
     site.serve("eu", resume=True)
     vault = site.serve("eu.vault-0", resume=True)
@@ -152,19 +142,19 @@ def test_nobody_else_speaks_as_a_vault(tmp_path: Path) -> None:
         channel = open_channel(grpc, site.address("eu"), trust, rpc.OPTIONS)
         hello = wire.pack(rpc.VaultHello("eu", 0, 1, 0))
         with pytest.raises(grpc.RpcError) as refused:
-            list(channel.stream_stream("/geotrain.Outer/vault")(iter([hello]), timeout=20))
+            list(channel.stream_stream("/geotrain.Outer/vault")(iter([hello]), timeout=BUSY_S))
         said.append(str(rpc.refusal_of(refused.value)))
         channel.close()
     assert all("does not speak for vault 'eu'" in each for each in said), said
     vault, address = site.serve("eu.vault-0"), str(vaults_of(site.cluster, "eu")[0])
     for call in ("status", "join"):  # a vault is told by its book who is here, and by nobody else
         channel = open_channel(grpc, address, trust_between(site.cluster, "worker", "a", "vault", "eu"), rpc.OPTIONS)
-        grpc.channel_ready_future(channel).result(30)
+        grpc.channel_ready_future(channel).result(BUSY_S)
         if call == "join":
             with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
-                channel.unary_unary("/geotrain.Outer/join")(b"", timeout=20)
+                channel.unary_unary("/geotrain.Outer/join")(b"", timeout=BUSY_S)
         else:
-            assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=20))["vault"] == 0
+            assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=BUSY_S))["vault"] == 0
         channel.close()
     for each in (server, vault):
         each.send(signal.SIGKILL)

@@ -140,7 +140,7 @@ def test_garbage_raises_wire_errors_only_and_fast():
     """At least 20,000 inputs a minute."""
     count, refused = 5000, 0
     inputs = list(mutations(5, count))
-    began = time.monotonic()
+    began = time.process_time()
     for frames in inputs:
         reader = wire.FrameReader(Join, UpdatePart, Answer, rpc.Pull, limit_bytes=1000)
         try:
@@ -149,7 +149,7 @@ def test_garbage_raises_wire_errors_only_and_fast():
             _ = reader.message
         except wire.WireError:
             refused += 1
-    assert count / (time.monotonic() - began) > 20_000 / 60
+    assert count / (time.process_time() - began) > 20_000 / 60
     assert refused > count / 2
 
 

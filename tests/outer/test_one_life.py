@@ -33,7 +33,7 @@ class TwoRanks:
     """agree() over two threads."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=10)
+        self.barrier = threading.Barrier(2, timeout=60)
         self.flags = [True, True]
 
     def agree(self, rank: int, flag: bool) -> bool:
@@ -110,7 +110,7 @@ def test_ranks_adopt_the_answers_of_one_life(restarts):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert ranks[0].adopted == ranks[1].adopted and len(ranks[0].adopted) == 4
     if not restarts:
         assert server.pulls == 8  # nothing is pulled twice

@@ -14,7 +14,7 @@ class Event:
 
     def synchronize(self) -> None:
         self.log.append(f"{threading.current_thread().name.split('_')[0]} waits for {self.name}")
-        assert self.happened.wait(10)
+        assert self.happened.wait(60)
 
 
 class Stream:

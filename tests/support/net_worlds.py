@@ -50,6 +50,7 @@ TINY = {
     "tie_word_embeddings": True,
 }
 FP32 = codec_config("fp32")
+BUSY_S = 120.0  # for what takes a moment, where the machine has other work
 Slicing = Sequence[Sequence[tuple[StridedSlice, ...]]]  # part → fragment → its slices
 
 
@@ -114,12 +115,12 @@ class Loop:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
-    def do(self, work: Any, within_s: float = 30.0) -> Any:
+    def do(self, work: Any, within_s: float = BUSY_S) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(within_s)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(BUSY_S)
         self.loop.close()
 
 
@@ -293,7 +294,7 @@ class FakeWorker:
 
     def lease(self) -> Lease | None:
         granted = [c.lease(LeaseRequest(self.name, self.job)) for c in self.clients]
-        leases = {g.result(30) for g in granted}
+        leases = {g.result(BUSY_S) for g in granted}
         assert len(leases) == 1, "ranks were told different things"
         lease = leases.pop()
         return lease if isinstance(lease, Lease) else None
@@ -325,7 +326,7 @@ class FakeWorker:
         pushed = [c.push(p) for c, p in zip(self.clients, parts, strict=True)]
         answers = [c.pull(self.sequence, fragments) for c in self.clients]
         for push in pushed:
-            push.result(30)
+            push.result(BUSY_S)
         self.sequence += 1
         self.adopt(answers, fragments)
 
@@ -340,7 +341,7 @@ class FakeWorker:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(BUSY_S)
 
     def close(self) -> None:
         for client in self.clients:
@@ -349,14 +350,14 @@ class FakeWorker:
 
 def all_of(answers: list[Future[Answer]]) -> list[Answer]:
     """A rank that fails ends the others of its worker, whatever they wait for."""
-    done, _ = futures.wait(answers, 30, return_when=futures.FIRST_EXCEPTION)
+    done, _ = futures.wait(answers, BUSY_S, return_when=futures.FIRST_EXCEPTION)
     for answer in done:
         answer.result()
     return [answer.result(0) for answer in answers]
 
 
 def status_of(address: str) -> dict[str, Any]:
-    status = ask_status(address, 10)
+    status = ask_status(address, BUSY_S)
     assert status is not None, "the server does not answer"
     return status
 
@@ -382,7 +383,7 @@ def clusters(folder: Path) -> Iterator[Callable[..., Cluster]]:
         loop.close()
 
 
-def wait_for(what: Callable[[], Any], within_s: float = 10.0) -> Any:
+def wait_for(what: Callable[[], Any], within_s: float = BUSY_S) -> Any:
     """Polls; for what no message announces."""
     deadline = time.monotonic() + within_s
     while not (value := what()):
@@ -406,7 +407,7 @@ def train_all(cluster: Cluster, life: str = "life-1") -> list[FakeWorker]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(BUSY_S)
     for worker in workers:
         worker.close()
     assert not failed, failed

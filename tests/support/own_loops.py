@@ -112,7 +112,7 @@ class OwnRun:
         found: dict[str, Any] = json.loads((self.folder / "out/servers" / site / "status.json").read_text())
         return found
 
-    def until(self, what: Any, timeout_s: float = 90.0) -> None:
+    def until(self, what: Any, timeout_s: float = 120.0) -> None:
         assert until(what, timeout_s), self.said()
 
     def losses(self) -> dict[tuple[str, int], float]:

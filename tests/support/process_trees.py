@@ -52,7 +52,7 @@ def names(mark: dict[str, str]) -> list[str]:
     return found
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
     """Whether the condition holds before the deadline. Pauses are as long as a look takes, times four: looks that are
     dear, at a whole run or all processes, leave the processor to what is looked at."""
     begin = now = time.monotonic()

@@ -22,7 +22,7 @@ from geotrain.net.server_process import serve_global, serve_region, serve_vault
 from geotrain.net.vaulted_link import vaults_above
 from geotrain.outer.server import identity_of
 from tests.support.forks import FORKS, preload
-from tests.support.net_worlds import TINY, FakeWorker, halves, outer, whole
+from tests.support.net_worlds import BUSY_S, TINY, FakeWorker, halves, outer, whole
 
 preload("geotrain.net.server_process")
 
@@ -62,7 +62,7 @@ class Server:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def ended(self, within_s: float = 30) -> tuple[int | None, str]:
+    def ended(self, within_s: float = BUSY_S) -> tuple[int | None, str]:
         """Exit code, and from where on stderr speaks of trouble (libraries may warn before)."""
         self.process.join(within_s)
         said = self.said.read_text()
@@ -139,7 +139,7 @@ class Site:
         return FakeWorker(name, incarnation, *there)
 
     def status(self, which: str) -> dict[str, Any]:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + BUSY_S
         role: Any = "global" if which == "global" else "region"
         trust = trust_between(self.cluster, "operator", OPERATOR, role, which)
         while (status := ask_status(self.address(which), 5, trust)) is None:

@@ -67,13 +67,13 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     munge = [f"--{names.get(what, what)}={folder / file}" for what, file in files.items()]
     try:
         # --force: the folders above are the test's, with rights that a real installation would not have
-        subprocess.run(["munged", "--force", *munge], check=True, capture_output=True, timeout=60)
+        subprocess.run(["munged", "--force", *munge], check=True, capture_output=True, timeout=120)
         for daemon in ("slurmctld", "slurmd"):
-            subprocess.run([daemon], env=env, check=True, capture_output=True, timeout=60)
-        assert until(lambda: b"idle" in subprocess.run(["sinfo", "-h"], env=env, capture_output=True).stdout, 60.0)
+            subprocess.run([daemon], env=env, check=True, capture_output=True, timeout=120)
+        assert until(lambda: b"idle" in subprocess.run(["sinfo", "-h"], env=env, capture_output=True).stdout)
         yield env
     finally:
-        subprocess.run(["scancel", "--user", "root"], env=env, capture_output=True, timeout=60)
+        subprocess.run(["scancel", "--user", "root"], env=env, capture_output=True, timeout=120)
         for pid_file, _ in reversed(DAEMONS):
             stop(folder / pid_file)
 
@@ -83,4 +83,4 @@ def stop(pid_file: Path) -> None:
     if pid_file.exists():
         pid = int(pid_file.read_text())
         subprocess.run(["kill", str(pid)], capture_output=True)
-        assert until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
+        assert until(lambda: not Path(f"/proc/{pid}").exists())
