@@ -89,7 +89,7 @@ _AnnealJob = _struct(
     (_long, "steps"),
     (ctypes.c_uint64, "seed"),
     (ctypes.c_double, "heat cool"),
-    (_int, "stages replicas idle wide cells first_shift last_shift"),
+    (_int, "stages replicas idle wide cells shift"),
 )
 _TransportJob = _struct(
     "transport_job",
@@ -284,19 +284,13 @@ def anneal(
     links[:] = FAR_AWAY
     pulls[across], links[across], computed[real] = gradient[of], activation[of], compute[device[real]]
     best = device.copy()
-    arrays = _addresses(
-        gradient=pulls,
-        activation=links,
-        compute=computed,
-        luck=np.array(LUCK),
-        turns=np.frombuffer(how.turns, dtype=np.uint8),
-        device=device,
-        best=best,
-        work=np.zeros(cells * (stages + 3) + wide * (3 * stages + 4) + 10 * stages + 7, dtype=np.int32),
-    )
-    steps = {name: getattr(how, name) for name in ("steps", "seed", "cool", "first_shift", "last_shift")}
+    work = np.zeros(cells * (stages + 3) + wide * (3 * stages + 4) + 10 * stages + 7, dtype=np.int32)
+    luck, turns = np.array(LUCK), np.frombuffer(how.turns, dtype=np.uint8)
+    arrays: dict[str, NDArray[Any]] = {"gradient": pulls, "activation": links, "compute": computed, "luck": luck}
+    arrays |= {"turns": turns, "device": device, "best": best, "work": work}
+    steps = {name: getattr(how, name) for name in ("steps", "seed", "cool", "shift")}
     shape = {"stages": stages, "replicas": replicas, "idle": idle, "wide": wide, "cells": cells}
-    _run("anneal", **arrays, **steps, **shape, heat=heat)
+    _run("anneal", **_addresses(**arrays), **steps, **shape, heat=heat)
     return best[best >= 0]
 
 

@@ -51,9 +51,8 @@ class _Chain:
         for step in range(how.steps):
             if step % AT_ONE_HEAT == 0:
                 heat *= how.cool
-                self.shift = how.first_shift + step * (how.last_shift - how.first_shift + 1) // how.steps
             bits = self._draw()
-            more = int(min(heat * LUCK[bits % len(LUCK)], MOST_HEAT)) << self.shift
+            more = int(min(heat * LUCK[bits % len(LUCK)], MOST_HEAT)) << self.how.shift
             tables = self._looked_at(how.turns[step % TURNS], bits)
             cost, annealed = self._costs([self.order, *tables])
             allowed = np.flatnonzero(annealed[1:] <= annealed[0] + more)
@@ -82,7 +81,7 @@ class _Chain:
         path = self.activation[table[:, :-1], table[:, 1:]].max(axis=-1).sum(axis=-1)
         compute = self.compute[table]
         cost = rows.max(axis=-1) + 2 * path + compute.max(axis=(-1, -2))
-        return cost, (cost << self.shift) + rows.sum(axis=-1) + compute.sum(axis=(-1, -2))
+        return cost, (cost << self.how.shift) + rows.sum(axis=-1) + compute.sum(axis=(-1, -2))
 
     # --- each kind of turn: tables to choose the first of that is cheap enough
 

@@ -70,9 +70,8 @@ class Annealing:
     """How a table of stages × replicas of devices is annealed (`geotrain.plan.placement.cost`), in `steps` turns.
 
     heat, cold: the first and last temperature, in seconds of cost. seed: of the turns. dear_s: links of more count as
-    this. What is annealed is the cost + (the sum over stages of their dearest
-    rows + the sum over devices of compute) / 2^k, so that not only the dearest of all pulls; k rises evenly from
-    first_shift to last_shift.
+    this. What is annealed is the cost + 2^−shift · (the sum over stages of their dearest rows + the sum over devices
+    of compute), so that not only the dearest of all pulls.
     """
 
     stages: int
@@ -82,8 +81,7 @@ class Annealing:
     cold: float
     seed: int
     dear_s: float
-    first_shift: int
-    last_shift: int
+    shift: int
 
     @property
     def cool(self) -> float:
@@ -95,9 +93,9 @@ class Annealing:
         """The kinds of turns, TURNS of them, evenly mixed: again and again."""
         shares = {ONE_DEVICE: 4.0}
         if self.stages > 1 and self.replicas > 1:
-            shares[TAILS] = 1.0
+            shares[TAILS] = 0.25
         if self.stages > 1:
-            shares[REORDER] = 0.5
+            shares[REORDER] = 0.25
         if self.stages > 3:
             shares[RUNS] = 2.0
         turns, due = bytearray(), dict.fromkeys(shares, 0.0)

@@ -191,8 +191,8 @@ def page(found: dict[str, Any]) -> str:
     ]
     worst, middle, gap, of_all = _shown(found, "median_gap", "median_gap_of_all")
     times, slowest = found["annealing_over_search_time"], max(of["cpu_seconds"] for of in found["kinds"].values())
-    text = f"Of all {found['matrices']}, annealed for {times:.0f} times the search's time (at most {slowest:.1f} s): worst "
-    text += f"{worst}, median {middle}; the median gap is {gap} of the kinds of regions, {of_all} of all."
+    text = f"Of all {found['matrices']}, annealed for {times:.0f} times the search's time (at most {slowest:.1f} s): "
+    text += f"worst {worst}, median {middle}; the median gap is {gap} of the kinds of regions, {of_all} of all."
     return f"{table(rows, header)}\n\n{text}"
 
 

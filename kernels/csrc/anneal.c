@@ -23,7 +23,7 @@ typedef struct {
     int64_t steps;
     uint64_t seed;
     double heat, cool; /* in units; the factor every AT_ONE_HEAT turns */
-    int32_t stages, replicas, idle, wide, cells, first_shift, last_shift; /* wide: of a block */
+    int32_t stages, replicas, idle, wide, cells, shift; /* wide: of a block */
 } anneal_job;
 
 typedef struct {
@@ -435,7 +435,7 @@ INLINE annealing begin(const anneal_job *job) {
     const int32_t S = job->stages, wide = job->wide, cells = job->cells;
     annealing s = {.gradient = job->gradient, .activation = job->activation, .compute = job->compute};
     s.device = job->device, s.random = job->seed, s.rows = NONE;
-    s.stages = S, s.d = job->replicas, s.idle = job->idle, s.wide = wide, s.cells = cells;
+    s.stages = S, s.d = job->replicas, s.idle = job->idle, s.wide = wide, s.cells = cells, s.shift = job->shift;
     int32_t *free = job->work; /* (cells · (S + 3) + wide · (3 S + 4) + 10 S + 7) */
     s.reach = free, free += S * cells;
     s.nobody = free, s.over = s.nobody + cells, s.path_with = s.over + cells, free += 3 * cells;
@@ -467,10 +467,7 @@ CLONES API void geotrain_anneal(const anneal_job *job) {
     double heat = job->heat;
     int64_t best = INT64_MAX;
     for (int64_t step = 0; step < job->steps; step++) {
-        if (step % AT_ONE_HEAT == 0) {
-            heat *= job->cool;
-            s.shift = job->first_shift + (int32_t)(step * (job->last_shift - job->first_shift + 1) / job->steps);
-        }
+        if (step % AT_ONE_HEAT == 0) heat *= job->cool;
         const uint64_t z = draw(&s);
         const double more = heat * job->luck[z % LUCK];
         const int64_t cost = total(&s, s.rows.link[0], s.path, s.slowest, s.sum);

@@ -44,10 +44,10 @@ from geotrain.plan.placement.cost import (
 from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
 CHAINS = 8
-HOT, WARM, COLD = 0.04, 0.02, 0.006  # temperatures, as shares of what links cost
-FIRST_SHIFT, LAST_SHIFT = 4, 8  # see `geotrain.kernels.Annealing`
+HOT, COLD = 0.7, 0.3  # temperatures, as shares of what links cost, over the number of devices placed
+SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
-TURNS = 4_000_000
+MOST_TURNS, MOST_LOOKS = 3_000_000, 200_000_000  # in a turn a device looks at all others
 IDLE_WINDOWS = 8
 
 
@@ -56,7 +56,7 @@ class Effort:
     """How hard to try. turns: of all annealing together; exact_work: the work allowed to a complete search over
     classes (see `geotrain.plan.placement.exact`)."""
 
-    turns: int = TURNS
+    turns: int
     exact_work: int = 10_000_000
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Effort:
 
 def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
     """The cheapest placement found. Stops at once where it is proven that nothing is cheaper."""
-    effort = effort or Effort()
+    effort = effort or Effort(min(MOST_TURNS, MOST_LOOKS // problem.devices))
     rng = np.random.default_rng(seed)
     floor = quick_bound(problem) * (1 + ROUNDING)
     starts, shape = start_orders(problem), (problem.stages, problem.replicas)
@@ -172,26 +172,27 @@ def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
 def annealed(problem: Problem, ranked: Ints, scale_s: float, turns: int, floor: float, rng: Generator) -> Ints:
     """(few, N) orders, cheapest first, after that many turns in all. Ends early once a cost reaches `floor`.
 
-    ranked: starts, the cheapest first. scale_s: what links cost at about the end; temperatures are shares of it.
+    ranked: starts, the cheapest first. scale_s: what links cost at the end, or more; temperatures are shares of the
+    least that they were found to cost.
     """
-    steps, found = turns // CHAINS, []
-    shape = (problem.stages, problem.replicas)
-    for i in range(CHAINS):
-        # Every other chain begins at a start, cooler, so that something of it stays; the others begin at random.
-        order = ranked[i // 2 % len(ranked)] if i % 2 else rng.permutation(problem.devices)
-        hot = (HOT, WARM)[i % 2]
+    found, shape = [], (problem.stages, problem.replicas)
+    for i in range(CHAINS + 1):
+        # Every other chain begins at a start, the others at random. The first is short, and says how hot others are.
+        order = ranked[(i // 2 - 1) % len(ranked)] if i % 2 == 0 and i else rng.permutation(problem.devices)
         how = Annealing(
             *shape,
-            steps=steps,
-            heat=hot * scale_s,
-            cold=COLD * scale_s,
+            steps=turns // CHAINS if i else turns // (4 * CHAINS),
+            heat=HOT * scale_s / problem.placed,
+            cold=COLD * scale_s / problem.placed,
             seed=int(rng.integers(2**62)),
             dear_s=2 * scale_s,
-            first_shift=FIRST_SHIFT,
-            last_shift=LAST_SHIFT,
+            shift=SHIFT,
         )
         order = anneal(problem.gradient_s, problem.activation_s, problem.compute_s, order.astype(np.int32), how)
-        found.append((float(table_costs(problem, order[: problem.placed].reshape(shape))), order))
-        if found[-1][0] <= floor:
+        table = order[: problem.placed].reshape(shape)
+        cost = float(table_costs(problem, table))
+        found.append((cost, order))
+        if cost <= floor:
             break
+        scale_s = min(scale_s, cost - float(problem.compute_s[table].max()))
     return np.array([order for _, order in sorted(found, key=lambda each: each[0])], dtype=np.int64)
