@@ -22,6 +22,7 @@ from torch import Tensor
 
 from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_SHIFT, Spec
 from geotrain.kernels.steps import (
+    LUCK,
     AdamStep,
     Annealing,
     Beginnings,
@@ -33,6 +34,7 @@ from geotrain.kernels.steps import (
 )
 
 EXTEND_ROOM = 1 << 20
+LANES, FAR_AWAY = 8, 1 << 27  # of csrc/anneal.c
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -83,11 +85,11 @@ _RotateJob = _struct(
 )
 _AnnealJob = _struct(
     "anneal_job",
-    (_pointer, "gradient activation compute work order best spare"),
+    (_pointer, "gradient activation compute luck turns device best work"),
     (_long, "steps"),
     (ctypes.c_uint64, "seed"),
     (ctypes.c_double, "heat cool"),
-    (_int, "stages replicas devices first_power last_power"),
+    (_int, "stages replicas idle wide cells shift"),
 )
 _TransportJob = _struct(
     "transport_job",
@@ -113,7 +115,7 @@ _FUNCTIONS = {  # name: (job, result)
     "merge": (_MergeJob, None),
     "adam": (_AdamJob, None),
     "rotate": (_RotateJob, None),
-    "anneal": (_AnnealJob, ctypes.c_double),
+    "anneal": (_AnnealJob, None),
     "transport": (_TransportJob, None),
     "extend": (_ExtendJob, _int),
     "possible": (_PossibleJob, None),
@@ -262,22 +264,34 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def anneal(
-    gradient: NDArray[np.float64],
-    activation: NDArray[np.float64],
-    compute: NDArray[np.float64],
+    gradient: NDArray[np.int32],
+    activation: NDArray[np.int32],
+    compute: NDArray[np.int32],
     order: NDArray[np.int32],
     how: Annealing,
-) -> tuple[float, NDArray[np.int32]]:
-    """As `dispatch.anneal`."""
-    devices, placed = len(order), how.stages * how.replicas
-    order, best = order.copy(), order.copy()
-    # Two copies of rows, stages and edges; activation and compute raised to a power.
-    work = np.empty(2 * (placed + 2 * how.stages) + devices * devices + devices)
-    spare = np.empty(placed + how.stages, dtype=np.int32)
-    arrays: dict[str, NDArray[Any]] = {"gradient": gradient, "activation": activation, "compute": compute}
-    arrays |= {"work": work, "order": order, "best": best, "spare": spare}
-    cost = _run("anneal", **_addresses(**arrays), devices=devices, **vars(how))
-    return float(cost), best
+    heat: float,
+) -> NDArray[np.int32]:
+    """As `reference_anneal.anneal`."""
+    stages, replicas, placed = how.stages, how.replicas, how.stages * how.replicas
+    wide, idle = -(-replicas // LANES) * LANES, len(order) - placed
+    cells = stages * wide + -(-idle // LANES) * LANES
+    device = np.full(cells, -1, dtype=np.int32)  # in the table's order, rows padded to whole vectors
+    device[: stages * wide].reshape(stages, wide)[:, :replicas] = order[:placed].reshape(stages, replicas)
+    device[stages * wide : stages * wide + idle] = order[placed:]
+    real = np.flatnonzero(device >= 0)
+    across, of = np.ix_(real, real), np.ix_(device[real], device[real])
+    pulls, links, computed = (np.zeros(size, dtype=np.int32) for size in ((cells, cells), (cells, cells), cells))
+    links[:] = FAR_AWAY
+    pulls[across], links[across], computed[real] = gradient[of], activation[of], compute[device[real]]
+    best = device.copy()
+    work = np.zeros(cells * (stages + 3) + wide * (3 * stages + 4) + 10 * stages + 7, dtype=np.int32)
+    luck, turns = np.array(LUCK), np.frombuffer(how.turns, dtype=np.uint8)
+    arrays: dict[str, NDArray[Any]] = {"gradient": pulls, "activation": links, "compute": computed, "luck": luck}
+    arrays |= {"turns": turns, "device": device, "best": best, "work": work}
+    steps = {name: getattr(how, name) for name in ("steps", "seed", "cool", "shift")}
+    shape = {"stages": stages, "replicas": replicas, "idle": idle, "wide": wide, "cells": cells}
+    _run("anneal", **_addresses(**arrays), **steps, **shape, heat=heat)
+    return best[best >= 0]
 
 
 def transport(

@@ -17,6 +17,7 @@ from torch import Tensor
 from geotrain.kernels import cpu, reference, reference_anneal, reference_transport
 from geotrain.kernels.layout import GRIDS, SQUARES_BLOCK, Spec
 from geotrain.kernels.steps import (
+    MOST_HEAT,
     QUINTIC,
     AdamStep,
     Annealing,
@@ -204,13 +205,13 @@ def anneal(
     compute: NDArray[np.float64],
     order: NDArray[np.int32],
     how: Annealing,
-) -> tuple[float, NDArray[np.int32]]:
-    """Anneal a placement (`geotrain.plan.placement.cost`): the cost of the cheapest order that was met, and that
-    order.
+) -> NDArray[np.int32]:
+    """Anneal a placement (`geotrain.plan.placement.cost`): the cheapest order that was met.
 
-    gradient, activation: (N, N) seconds, zero diagonals; compute: (N,) seconds; order: (N,) a permutation of the
-    devices, its first stages · replicas entries the table row by row. None is changed. One thread; the bits do not
-    depend on the machine. Without the compiled kernels it takes some hundred times as long.
+    gradient, activation: (N, N) seconds, symmetric, zero diagonals; compute: (N,) seconds; order: (N,) a permutation
+    of the devices, its first stages · replicas entries the table row by row. None is changed. Seconds are rounded to
+    whole units, of which the dearest table thinkable has MOST_HEAT. One thread; the same order on any machine.
+    Without the compiled kernels it takes some thousand times as long.
     """
     count = len(order)
     for name, array, shape in (
@@ -218,15 +219,19 @@ def anneal(
         ("activation", activation, (count, count)),
         ("compute", compute, (count,)),
     ):
-        if array.shape != shape or array.dtype != np.float64 or not array.flags.c_contiguous:
-            raise ValueError(f"geotrain.kernels: anneal: {name} must be float64 of shape {shape}, contiguous")
+        if array.shape != shape or array.dtype != np.float64:
+            raise ValueError(f"geotrain.kernels: anneal: {name} must be float64 of shape {shape}")
     known = order.dtype == np.int32 and np.array_equal(np.sort(order), np.arange(count))
     if not known or not 0 < how.stages * how.replicas <= count:
         raise ValueError(
             "geotrain.kernels: anneal: order must be an int32 permutation of the devices, at least as many as placed"
         )
+    seconds = [np.minimum(array, how.dear_s) for array in (gradient, activation, compute)]
+    row, path, slowest = (float(array.max()) for array in seconds)
+    unit_s = ((how.replicas - 1) * row + 2 * (how.stages - 1) * path + slowest) / MOST_HEAT or 1.0
+    units = [np.rint(array / unit_s).astype(np.int32) for array in seconds]
     library = reference_anneal if cpu.library() is None else cpu
-    return library.anneal(gradient, activation, compute, order, how)
+    return library.anneal(units[0], units[1], units[2], order, how, how.heat / unit_s)
 
 
 def transport(

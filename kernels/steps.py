@@ -3,6 +3,7 @@ and what the search of placements works on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,12 @@ Coefficients = Sequence[tuple[float, float, float]]
 # Muon's (Keller Jordan, https://kellerjordan.github.io/posts/muon, 2024): five times the same quintic. It does not
 # converge to 1: its steep start brings every singular value of 0.01 and more into 0.68…1.14 instead.
 QUINTIC: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+
+# Of `anneal`, as in csrc/anneal.c: kinds of turns, and how many are a round of them; turns between two temperatures;
+# the most that the temperature adds; exponentially distributed numbers to draw from.
+ONE_DEVICE, TAILS, RUNS, REORDER = range(4)
+TURNS, AT_ONE_HEAT, MOST_HEAT = 32, 64, 1 << 26
+LUCK = tuple(-math.log((i + 0.5) / 4096) for i in range(4096))
 
 
 @dataclass(frozen=True)
@@ -60,20 +67,43 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class Annealing:
-    """How a table of stages × replicas is annealed: `steps` moves at each power from first_power to last_power.
+    """How a table of stages × replicas of devices is annealed (`geotrain.plan.placement.cost`), in `steps` turns.
 
-    heat: the first temperature, in seconds of cost; cool: the factor from one step to the next. A power k stands for
-    the norm with p = 2^k. seed: of the moves.
+    heat, cold: the first and last temperature, in seconds of cost. seed: of the turns. dear_s: links of more count as
+    this. What is annealed is the cost + 2^−shift · (the sum over stages of their dearest rows + the sum over devices
+    of compute), so that not only the dearest of all pulls.
     """
 
     stages: int
     replicas: int
     steps: int
     heat: float
-    cool: float
+    cold: float
     seed: int
-    first_power: int
-    last_power: int
+    dear_s: float
+    shift: int
+
+    @property
+    def cool(self) -> float:
+        """The factor that AT_ONE_HEAT turns make of the temperature."""
+        return float((self.cold / self.heat) ** (AT_ONE_HEAT / max(self.steps, 1)))
+
+    @property
+    def turns(self) -> bytes:
+        """The kinds of turns, TURNS of them, evenly mixed: again and again."""
+        shares = {ONE_DEVICE: 4.0}
+        if self.stages > 1 and self.replicas > 1:
+            shares[TAILS] = 0.25
+        if self.stages > 1:
+            shares[REORDER] = 0.25
+        if self.stages > 3:
+            shares[RUNS] = 2.0
+        turns, due = bytearray(), dict.fromkeys(shares, 0.0)
+        for _ in range(TURNS):
+            due = {kind: due[kind] + share for kind, share in shares.items()}
+            turns.append(max(due, key=due.__getitem__))
+            due[turns[-1]] -= sum(shares.values())
+        return bytes(turns)
 
 
 @dataclass(frozen=True)

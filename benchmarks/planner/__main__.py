@@ -12,7 +12,10 @@ cost over that of plain annealing in ten times its processor time, the worst of 
 With root, on emulated links (planner/runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
-    python -m benchmarks.planner [--only search | random | runs] [--quick] [--record]
+    python -m benchmarks.planner [--only search | random | runs] [--quick] [--docs] [--record]
+
+`--docs` renews the table of kinds in docs/planner.md. `--only random` may be recorded from a machine that does other
+work besides: it counts processor time.
 """
 
 from __future__ import annotations
@@ -25,14 +28,18 @@ import json
 import sys
 from typing import Any
 
+from benchmarks import ROOT
+
 
 def main() -> None:
+    from benchmarks.claims.report import replace_block
     from benchmarks.common import command_line, report
     from benchmarks.planner import placements, random_matrices, runs
     from geotrain.emulate.wan import cannot_emulate
 
     parser = command_line(__doc__, quick={})
     parser.add_argument("--only", choices=("search", "random", "runs"))
+    parser.add_argument("--docs", action="store_true", help="renew the table of kinds in docs/planner.md")
     args = parser.parse_args()
     if args.only in (None, "runs") and (reason := cannot_emulate()):
         sys.exit(f"links cannot be emulated here: {reason}; --only search and --only random work without")
@@ -42,9 +49,11 @@ def main() -> None:
     if args.only in (None, "random"):
         found["random_matrices"] = random_matrices.measure(args.quick)
         print("random_matrices", json.dumps(found["random_matrices"]), flush=True)
+        if args.docs:
+            replace_block(ROOT / "docs/planner.md", "random", random_matrices.page(found["random_matrices"]))
     if args.only in (None, "runs"):
         found |= runs.measure(args.quick)
-    report("planner", found, args, unit, left_out=("planned_order",))
+    report("planner", found, args, unit, left_out=("planned_order",), timed=args.only != "random")
 
 
 def unit(metric: str) -> str:

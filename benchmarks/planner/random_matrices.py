@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from benchmarks.claims.report import table
 from benchmarks.planner.lower_bound import lower_bound
 from benchmarks.planner.plain_annealing import anneal_for
 from geotrain.plan.placement.cost import Floats, Ints, Problem, problem_from_links
@@ -179,3 +180,22 @@ def measure(quick: bool, processes: int = 2) -> dict[str, Any]:
         "median_gap_of_all": median(f["gap"] for f in every),
         "kinds": detail,
     }
+
+
+def page(found: dict[str, Any]) -> str:
+    """Markdown of what `measure` found."""
+    header = ("kind", "over annealing: worst", "median", "gap: worst", "median")
+    rows = [
+        [f"`{kind}`: {KINDS[kind].what}", *_shown(of, "worst_gap", "median_gap")]
+        for kind, of in found["kinds"].items()
+    ]
+    worst, middle, gap, of_all = _shown(found, "median_gap", "median_gap_of_all")
+    times, slowest = found["annealing_over_search_time"], max(of["cpu_seconds"] for of in found["kinds"].values())
+    text = f"Of all {found['matrices']}, annealed for {times:.0f} times the search's time (at most {slowest:.1f} s): "
+    text += f"worst {worst}, median {middle}; the median gap is {gap} of the kinds of regions, {of_all} of all."
+    return f"{table(rows, header)}\n\n{text}"
+
+
+def _shown(of: dict[str, float], *gaps: str) -> list[str]:
+    ratios = [f"{of[name]:.3f}" for name in ("worst_over_annealing", "median_over_annealing")]
+    return ratios + [f"{of[name]:.2g}" for name in gaps]

@@ -80,7 +80,7 @@ def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -
 
 def effort(problem: Problem) -> Effort:
     """Less than for a single placement: tables of hosts are small, and there are many of them."""
-    return Effort(moves=min(100_000, 1_000 * problem.devices), exact_work=100_000)
+    return Effort(turns=min(20_000, 400 * problem.devices), exact_work=100_000)
 
 
 def shapes(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Iterator[PipelineShape]:

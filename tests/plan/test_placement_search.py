@@ -51,7 +51,7 @@ def optimum(problem: Problem) -> float:
 def test_finds_the_optimum_of_tiny_instances(shape, exact_work):
     """Without the complete search it is the annealing that must find it."""
     problem = random_problem(np.random.default_rng(shape), *shape)
-    found = search(problem, seed=1, effort=Effort(100_000, exact_work=exact_work))
+    found = search(problem, seed=1, effort=Effort(4_000, exact_work=exact_work))
     assert found.total_s == pytest.approx(optimum(problem))
 
 
@@ -60,7 +60,7 @@ def test_annealing_alone_reaches_the_optimum_from_random_tables():
     rng = np.random.default_rng(0)
     orders = np.array([rng.permutation(64) for _ in range(24)])
     began = polish(problem, orders).total_s
-    ended = polish(problem, annealed(problem, orders, began, 2_000_000, 0.0, rng)).total_s
+    ended = polish(problem, annealed(problem, orders, began, 300_000, 0.0, rng)).total_s
     assert began > 20
     assert ended <= GOALS["two_organizations"]
 
@@ -105,13 +105,13 @@ def test_unequal_regions_reach_a_proven_optimum():
 
 def test_same_seed_same_placement():
     problem = placements.synthesize(64, 8, seed=1)
-    effort = Effort(50_000)
+    effort = Effort(4_000)
     assert search(problem, 5, effort) == search(problem, 5, effort)
 
 
 def test_two_hundred_and_fifty_six_devices():
     problem = placements.synthesize(256, 16, seed=0)
-    found = search(problem, 0, Effort(300_000))
+    found = search(problem, 0, Effort(8_000))
     rng = np.random.default_rng(0)
     scattered = table_costs(problem, np.array([rng.permutation(256).reshape(16, 16) for _ in range(20)]))
     assert found == placement(problem, np.array(found.stages))

@@ -8,11 +8,11 @@ The problem is a graph partition with a bottleneck cost, and NP-hard; the search
    devices stay idle, they are left out of the order at several places, or by their dearest links.
 2. Classes. Where the devices fall into few classes of equal links, `plan.placement.exact` finds the optimum, or
    proves that the placement found so far is one, within an allowance of work.
-3. Simulated annealing (`geotrain.kernels.anneal`), in several chains, from starts and from random tables. A move
-   exchanges two devices, or some stages of a pipeline for as many elsewhere (the best tables have runs of stages that
-   are alike, which single exchanges would have to break up), crosses two pipelines from some stage on (this improves
-   matchings), or moves or turns a block of stages. The true cost is made of maxima and so flat nearly everywhere;
-   chains descend on p-norms in place of the maxima, with p rising to 32.
+3. Simulated annealing (`geotrain.kernels.anneal`), in several chains, from random tables and from what was found. In
+   most turns one device looks at all others and changes places with the first that the temperature allows. Others
+   exchange some stages of a pipeline for as many elsewhere (the best tables have runs of stages that are alike, which
+   single exchanges would have to break up), let two pipelines change their ends (this improves matchings), or move or
+   turn a block of stages.
 4. Polish. The best tables are rearranged with exact matchings and, for few stages, the exact tour.
 
 The same seed gives the same placement; nothing depends on the clock.
@@ -44,31 +44,29 @@ from geotrain.plan.placement.cost import (
 from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
 CHAINS = 8
-HOT, WARM, COLD = 0.03, 0.02, 0.0015  # temperatures, as shares of what links cost
-FIRST_POWERS, LAST_POWER = (2, 3), 5  # the norm's p is 2 to that power
+HOT, COLD = 0.7, 0.3  # temperatures, as shares of what links cost, over the number of devices placed
+SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
-MOVES_A_DEVICE, LEAST_MOVES, MOST_MOVES = 80_000, 4_000_000, 8_000_000
+MOST_TURNS, MOST_LOOKS = 3_000_000, 200_000_000  # in a turn a device looks at all others
 IDLE_WINDOWS = 8
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try. moves: of all annealing together; exact_work: the work allowed to a complete search over
+    """How hard to try. turns: of all annealing together; exact_work: the work allowed to a complete search over
     classes (see `geotrain.plan.placement.exact`)."""
 
-    moves: int
+    turns: int
     exact_work: int = 10_000_000
 
     def __post_init__(self) -> None:
-        if self.moves < 0 or self.exact_work < 0:
-            raise PlacementError(f"{self}: moves and exact_work must be at least 0")
+        if self.turns < 0 or self.exact_work < 0:
+            raise PlacementError(f"{self}: turns and exact_work must be at least 0")
 
 
 def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
     """The cheapest placement found. Stops at once where it is proven that nothing is cheaper."""
-    # Moves grow with the devices, from what few of them want whose links are all unlike up to what 1,024 of them
-    # allow in well under a minute.
-    effort = effort or Effort(min(max(MOVES_A_DEVICE * problem.placed, LEAST_MOVES), MOST_MOVES))
+    effort = effort or Effort(min(MOST_TURNS, MOST_LOOKS // problem.devices))
     rng = np.random.default_rng(seed)
     floor = quick_bound(problem) * (1 + ROUNDING)
     starts, shape = start_orders(problem), (problem.stages, problem.replicas)
@@ -83,7 +81,7 @@ def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placeme
     placed = np.array(best.stages).ravel()
     first = np.concatenate([placed, np.setdiff1d(np.arange(problem.devices), placed)])
     scale_s = best.total_s - best.compute_s
-    orders = annealed(problem, np.concatenate([first[None], ranked]), scale_s, effort.moves, floor, rng)
+    orders = annealed(problem, np.concatenate([first[None], ranked]), scale_s, effort.turns, floor, rng)
     improved = polish(problem, orders)
     if improved.total_s < best.total_s:  # a lower threshold leaves the complete search less to do
         best, _ = exact_over_classes(problem, improved, effort.exact_work)
@@ -171,28 +169,30 @@ def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
 # ---------------------------------------------------------------------------------------------- annealing
 
 
-def annealed(problem: Problem, ranked: Ints, scale_s: float, moves: int, floor: float, rng: Generator) -> Ints:
-    """(few, N) orders, cheapest first, after that many moves in all. Ends early once a cost reaches `floor`.
+def annealed(problem: Problem, ranked: Ints, scale_s: float, turns: int, floor: float, rng: Generator) -> Ints:
+    """(few, N) orders, cheapest first, after that many turns in all. Ends early once a cost reaches `floor`.
 
-    ranked: starts, the cheapest first. scale_s: what links cost at about the end; temperatures are shares of it.
+    ranked: starts, the cheapest first. scale_s: what links cost at the end, or more; temperatures are shares of the
+    least that they were found to cost.
     """
-    links = np.ascontiguousarray(problem.gradient_s), np.ascontiguousarray(problem.activation_s)
-    steps, found = moves // CHAINS, []
-    for i in range(CHAINS):
-        # Every other chain begins at a start, cooler, so that something of it stays; the others begin at random.
-        order = ranked[i // 2 % len(ranked)] if i % 2 else rng.permutation(problem.devices)
-        hot, first_power = (HOT, WARM)[i // 2 % 2] / (1 + i % 2), FIRST_POWERS[i // 4 % len(FIRST_POWERS)]
+    found, shape = [], (problem.stages, problem.replicas)
+    for i in range(CHAINS + 1):
+        # Every other chain begins at a start, the others at random. The first is short, and says how hot others are.
+        order = ranked[(i // 2 - 1) % len(ranked)] if i % 2 == 0 and i else rng.permutation(problem.devices)
         how = Annealing(
-            stages=problem.stages,
-            replicas=problem.replicas,
-            steps=steps // (LAST_POWER - first_power + 1),
-            heat=hot * scale_s,
-            cool=(COLD / hot) ** (1 / max(steps, 1)),
+            *shape,
+            steps=turns // CHAINS if i else turns // (4 * CHAINS),
+            heat=HOT * scale_s / problem.placed,
+            cold=COLD * scale_s / problem.placed,
             seed=int(rng.integers(2**62)),
-            first_power=first_power,
-            last_power=LAST_POWER,
+            dear_s=2 * scale_s,
+            shift=SHIFT,
         )
-        found.append(anneal(*links, problem.compute_s, order.astype(np.int32), how))
-        if found[-1][0] <= floor:
+        order = anneal(problem.gradient_s, problem.activation_s, problem.compute_s, order.astype(np.int32), how)
+        table = order[: problem.placed].reshape(shape)
+        cost = float(table_costs(problem, table))
+        found.append((cost, order))
+        if cost <= floor:
             break
+        scale_s = min(scale_s, cost - float(problem.compute_s[table].max()))
     return np.array([order for _, order in sorted(found, key=lambda each: each[0])], dtype=np.int64)
