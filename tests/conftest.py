@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +26,18 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: processes that take files in turn then end at about the same time."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files with slow tests come first: processes that take files in turn then end at about the same time. Those that
+    state timeouts play whole runs, which wait for much: between them come those that compute. Long ones begin."""
+    asked_s, slow = Counter[Path](), Counter[Path]()
+    for item in items:
+        if timeout := item.get_closest_marker("timeout"):
+            asked_s[item.path] += timeout.args[0]
+        elif item.get_closest_marker("slow"):
+            slow[item.path] += 1
+    runs = [path for path, _ in asked_s.most_common()]
+    others = [path for path, _ in slow.most_common() if path not in asked_s]
+    place = {path: i / len(kind) for kind in (runs, others) for i, path in enumerate(kind)}
+    items.sort(key=lambda item: place.get(item.path, 1.0))
 
 
 @pytest.fixture
