@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +16,28 @@ from hypothesis import settings
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
+# Modules that are loaded stay: the garbage collector need not look at them, neither now nor when the process ends.
+gc.disable()
+atexit.register(gc.freeze)
+
 # Small worlds have more ranks than a machine has GPUs, and expect the bits of a CPU; processes that tests start
 # inherit it. Tests marked `gpu` ask torch itself for the device. It is set before anything imports DeepSpeed.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: processes that take files in turn then end at about the same time."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files with slow tests come first: processes that take files in turn then end at about the same time. Those that
+    state timeouts play whole runs, which wait for much: between them come those that compute. Long ones begin."""
+    asked_s, slow = Counter[Path](), Counter[Path]()
+    for item in items:
+        if timeout := item.get_closest_marker("timeout"):
+            asked_s[item.path] += timeout.args[0]
+        elif item.get_closest_marker("slow"):
+            slow[item.path] += 1
+    runs = [path for path, _ in asked_s.most_common()]
+    others = [path for path, _ in slow.most_common() if path not in asked_s]
+    place = {path: i / len(kind) for kind in (runs, others) for i, path in enumerate(kind)}
+    items.sort(key=lambda item: place.get(item.path, 1.0))
 
 
 @pytest.fixture
@@ -29,6 +46,11 @@ def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     from tests.support.command_line import running
 
     return running(monkeypatch, capfd)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()  # file → slow tests of it that -m has left out
