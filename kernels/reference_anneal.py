@@ -48,6 +48,7 @@ class _Chain:
     def run(self) -> Table:
         how, self.s, self.d = self.how, self.how.stages, self.how.replicas
         self.random, heat, best, found = how.seed & _BITS, self.heat, None, self.order
+        self.stage = 0  # whose device looked last
         for step in range(how.steps):
             if step % AT_ONE_HEAT == 0:
                 heat *= how.cool
@@ -88,7 +89,8 @@ class _Chain:
     def _looked_at(self, kind: int, bits: int) -> list[Table]:
         s, d, x, y, z = self.s, self.d, bits >> 12, bits >> 24, bits >> 36
         if kind == ONE_DEVICE:
-            return self._one_device(_below(x, s) * d + _below(y, d), z & 0xFFFFFF)
+            self.stage = (self.stage + 1) % s
+            return self._one_device(self.stage * d + _below(y, d), z & 0xFFFFFF)
         if kind == TAILS:
             return self._tails(1 + _below(x, s - 1), _below(y, d), _below(z, d))
         if kind == REORDER:

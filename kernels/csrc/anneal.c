@@ -37,7 +37,7 @@ typedef struct {
     dearest_three *tops;              /* by edge */
     dearest_three rows;               /* the dearest stages' rows, by block */
     int32_t *nobody, *but_above, *but_under, *over, *path_with, *stages_then;
-    int32_t stages, d, idle, wide, cells, shift, slowest, path;
+    int32_t stages, d, idle, wide, cells, shift, slowest, path, whose;
     int64_t sum; /* of the stages' dearest rows and of compute: 2^−shift of it is part of what is annealed */
     uint64_t random;
 } annealing;
@@ -420,7 +420,10 @@ INLINE int reorder(annealing *s, int32_t x, int32_t y, int32_t z, int turned, in
 
 INLINE int turn(annealing *s, enum turn kind, int64_t limit, uint64_t z) {
     const int32_t S = s->stages, d = s->d;
-    if (kind == ONE_DEVICE) return one_device(s, below(z >> 12, S), below(z >> 24, d), z >> 36, limit);
+    if (kind == ONE_DEVICE) {
+        s->whose = s->whose + 1 < S ? s->whose + 1 : 0;
+        return one_device(s, s->whose, below(z >> 24, d), z >> 36, limit);
+    }
     if (kind == TAILS) return tails(s, 1 + below(z >> 12, S - 1), below(z >> 24, d), below(z >> 36, d), limit);
     if (kind == REORDER)
         return reorder(s, below(z >> 12, S), below(z >> 24, S), below(z >> 36, S), (int)(z >> 63), limit);

@@ -43,11 +43,14 @@ from geotrain.plan.placement.cost import (
 )
 from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
-CHAINS = 8
-HOT, COLD = 0.7, 0.3  # temperatures, as shares of what links cost, over the number of devices placed
+CHAINS, REFINED = 24, 4
+REFINEMENT = 0.4  # of the turns
+# Temperatures, as shares of what links cost, over the number of devices placed: where chains from random tables begin,
+# chains from starts, and the last ones; and where all end.
+HOT, WARM, COOL, COLD = 1.2, 0.7, 0.5, 0.3
 SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
-MOST_TURNS, MOST_LOOKS = 3_000_000, 200_000_000  # in a turn a device looks at all others
+MOST_TURNS, MOST_LOOKS = 6_000_000, 400_000_000  # in a turn a device looks at all others
 IDLE_WINDOWS = 8
 
 
@@ -79,9 +82,9 @@ def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placeme
     if proven:
         return best
     placed = np.array(best.stages).ravel()
-    first = np.concatenate([placed, np.setdiff1d(np.arange(problem.devices), placed)])
-    scale_s = best.total_s - best.compute_s
-    orders = annealed(problem, np.concatenate([first[None], ranked]), scale_s, effort.turns, floor, rng)
+    known = np.concatenate([placed, np.setdiff1d(np.arange(problem.devices), placed)])
+    ranked = np.concatenate([known[None], ranked])
+    orders = annealed(problem, ranked, best.total_s - best.compute_s, effort.turns, floor, rng)
     improved = polish(problem, orders)
     if improved.total_s < best.total_s:  # a lower threshold leaves the complete search less to do
         best, _ = exact_over_classes(problem, improved, effort.exact_work)
@@ -170,29 +173,43 @@ def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
 
 
 def annealed(problem: Problem, ranked: Ints, scale_s: float, turns: int, floor: float, rng: Generator) -> Ints:
-    """(few, N) orders, cheapest first, after that many turns in all. Ends early once a cost reaches `floor`.
+    """(few, N) orders, cheapest first, after about that many turns in all. Ends early once a cost reaches `floor`.
 
-    ranked: starts, the cheapest first. scale_s: what links cost at the end, or more; temperatures are shares of the
-    least that they were found to cost.
+    ranked: (few, N) starts, the cheapest first. scale_s: what links cost at the end, or more; temperatures are shares
+    of the least that they were found to cost.
+
+    Chains begin at random tables and at starts by turns; the first is a short one, which says how hot the others
+    should be. Then the cheapest few of what they found are refined.
     """
-    found, shape = [], (problem.stages, problem.replicas)
-    for i in range(CHAINS + 1):
-        # Every other chain begins at a start, the others at random. The first is short, and says how hot others are.
-        order = ranked[(i // 2 - 1) % len(ranked)] if i % 2 == 0 and i else rng.permutation(problem.devices)
+    shape, found = (problem.stages, problem.replicas), {}
+
+    def cost(order: Ints) -> float:
+        return float(table_costs(problem, order[: problem.placed].reshape(shape)))
+
+    def chain(order: Ints, steps: int, hot: float) -> float:
+        nonlocal scale_s
         how = Annealing(
             *shape,
-            steps=turns // CHAINS if i else turns // (4 * CHAINS),
-            heat=HOT * scale_s / problem.placed,
+            steps=steps,
+            heat=hot * scale_s / problem.placed,
             cold=COLD * scale_s / problem.placed,
             seed=int(rng.integers(2**62)),
             dear_s=2 * scale_s,
             shift=SHIFT,
         )
-        order = anneal(problem.gradient_s, problem.activation_s, problem.compute_s, order.astype(np.int32), how)
-        table = order[: problem.placed].reshape(shape)
-        cost = float(table_costs(problem, table))
-        found.append((cost, order))
-        if cost <= floor:
+        best = anneal(problem.gradient_s, problem.activation_s, problem.compute_s, order.astype(np.int32), how)
+        found[cost(best)] = best
+        scale_s = min(scale_s, cost(best) - float(problem.compute_s[best[: problem.placed]].max()))
+        return cost(best)
+
+    length, refinement = int((1 - REFINEMENT) * turns / CHAINS), int(REFINEMENT * turns / REFINED)
+    for i in range(CHAINS + 1):
+        at_start = i % 2 == 1 and i // 2 < len(ranked)
+        order = ranked[i // 2] if at_start else rng.permutation(problem.devices)
+        if chain(order, length if i else length // 8, WARM if at_start else HOT) <= floor:
             break
-        scale_s = min(scale_s, cost - float(problem.compute_s[table].max()))
-    return np.array([order for _, order in sorted(found, key=lambda each: each[0])], dtype=np.int64)
+    else:
+        found[cost(ranked[0])] = ranked[0].astype(np.int32)
+        for each in sorted(found)[:REFINED]:
+            chain(found[each], refinement, COOL)
+    return np.array([found[each] for each in sorted(found)], dtype=np.int64)
