@@ -366,14 +366,13 @@ def config_digest(run: RunConfig) -> str:
     where things lie. Which data it is, its sha256 says.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
-    shared["model"].pop("recompute")  # a matter of memory, not of what is trained
-    shared["model"].pop("init_from")
-    shared["model"].pop("weights")  # names and shapes are in the layout's digest
-    for key in ("state_device", "mirrors"):  # so are these
+    for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the layout's digest
+        shared["model"].pop(key)
+    for key in ("state_device", "mirrors"):  # where vectors lie
         shared["outer"].pop(key)
-    shared["data"].pop("sha256")  # compared by itself: not every machine knows it
     shared["data"]["train"] = [each.weight for each in run.data.train]
-    for key in ("validation", "tokenizer", "cache_folder", "cache_gb"):
+    # The data's sha256 is compared by itself: not every machine knows it.
+    for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):
         shared["data"].pop(key)
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")
