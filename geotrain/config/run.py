@@ -368,8 +368,7 @@ def config_digest(run: RunConfig) -> str:
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
     for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the layout's digest
         shared["model"].pop(key)
-    for key in ("state_device", "mirrors"):  # where vectors lie
-        shared["outer"].pop(key)
+    del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]
     # The data's sha256 is compared by itself: not every machine knows it.
     for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):
