@@ -11,19 +11,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from geotrain.config import Address, ClusterConfig, RunConfig, is_loopback
+from geotrain.config import is_loopback
 from geotrain.files import OutputError, out_of_room, whole_file
-from geotrain.layout import layout_of
 from geotrain.monitor.events import (
     Acknowledged,
     EventLog,
@@ -32,10 +28,9 @@ from geotrain.monitor.events import (
     Trouble,
     UpdatesLost,
 )
-from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
 from geotrain.net import rpc
-from geotrain.net.certs import Credentials, Role, Trust, identity, load_credentials
+from geotrain.net.certs import Credentials, Trust, identity
 from geotrain.net.connection_guard import ConnectionGuard, raise_file_limit
 from geotrain.net.deadlines import within
 from geotrain.net.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
@@ -45,12 +40,12 @@ from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFu
 from geotrain.net.recovery import Recovered, Stopped, begin_snapshot, finish_snapshot
 from geotrain.net.region_client import RegionClient
 from geotrain.net.sampler import Sampler
+from geotrain.net.server_setup import ServerSetup
 from geotrain.net.server_thread import ServerThread
-from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
+from geotrain.net.snapshot_mirror import Uploader
 from geotrain.net.snapshots import StoreError
 from geotrain.net.tcp_counters import TcpCounters, Traffic
 from geotrain.net.vault_sessions import FAREWELL_S, VaultLost, VaultSessions
-from geotrain.net.vaulted_link import VaultsAbove, vaults_above
 from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.region_server import RegionServer
 from geotrain.vaults import FarVaults
@@ -67,52 +62,6 @@ VAULTS_LOOK_S = 0.05
 LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
 TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next life
 STATUS = "status.json"  # in the server's folder once it has ended: its last status
-
-
-# Weights as (canonical name, fp32 tensor), and whether to go on, asked now and then → nats a token.
-Evaluate = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
-
-
-@dataclass(frozen=True)
-class ServerSetup:
-    """A server's place in the cluster, and the folder of its state.
-
-    evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
-    raise whatever it meets.
-    """
-
-    run: RunConfig
-    cluster: ClusterConfig
-    role: Role
-    name: str
-    folder: Path
-    evaluate: Evaluate | None = None
-
-    @property
-    def address(self) -> Address:
-        """Raises ConfigError."""
-        return self.cluster.global_server if self.role == "global" else self.cluster.region(self.name).server
-
-    def credentials(self) -> Credentials | None:
-        """Raises CertificateError."""
-        security = self.cluster.security
-        return load_credentials(Path(security.folder), self.role, self.name) if security else None
-
-    def above(self) -> VaultsAbove | None:
-        """The vaults of the global server, for a region's. Raises CertificateError."""
-        return vaults_above(self.cluster, layout_of(self.run), "region", self.name, GLOBAL)
-
-    def mirror(self) -> SnapshotMirror | None:
-        """Where copies of this server's snapshots go. Raises ConfigError."""
-        url, keep = self.run.checkpoint.snapshots, self.run.checkpoint.keep
-        return SnapshotMirror(f"{url.rstrip('/')}/{self.run.name}/{self.name}", keep) if url else None
-
-    def monitor(self, events: EventLog) -> Monitor:
-        """Raises ConfigError."""
-        layout = layout_of(self.run)
-        names = tuple(fragment.name for fragment in layout.fragments)
-        top = facts(self.run, self.cluster, layout.numel, names) if self.role == "global" else None
-        return Monitor(self.run, self.cluster, self.name, events, top)
 
 
 class ServerHost:

@@ -46,7 +46,8 @@ from geotrain.net.grpc_client import Unreachable
 from geotrain.net.journal import JournalDamaged
 from geotrain.net.recovery import JOURNAL, recover
 from geotrain.net.rpc import ListenError
-from geotrain.net.server_host import Evaluate, RegionServerHost, ServerHost, ServerSetup
+from geotrain.net.server_host import RegionServerHost, ServerHost
+from geotrain.net.server_setup import Evaluate, ServerSetup
 from geotrain.net.snapshot_mirror import Uploader
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError, alone_in
 from geotrain.net.vault_host import VaultSetup, run_vault

@@ -17,8 +17,8 @@ from geotrain.launch.check import free_ports
 from geotrain.layout import layout_of
 from geotrain.net.certs import OPERATOR, trust_between
 from geotrain.net.operator_client import ask_status
-from geotrain.net.server_host import Evaluate
 from geotrain.net.server_process import serve_global, serve_region, serve_vault
+from geotrain.net.server_setup import Evaluate
 from geotrain.net.vaulted_link import vaults_above
 from geotrain.outer.server import identity_of
 from tests.support.forks import FORKS, preload

@@ -1,0 +1,64 @@
+"""Where a server stands: what its process makes its parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from geotrain.config import Address, ClusterConfig, RunConfig
+from geotrain.layout import layout_of
+from geotrain.monitor.events import EventLog
+from geotrain.monitor.history import facts
+from geotrain.monitor.monitor import Monitor
+from geotrain.net.certs import Credentials, Role, load_credentials
+from geotrain.net.snapshot_mirror import SnapshotMirror
+from geotrain.net.vaulted_link import VaultsAbove, vaults_above
+from geotrain.outer.messages import GLOBAL
+
+# Weights as (canonical name, fp32 tensor), and whether to go on, asked now and then → nats a token.
+Evaluate = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    """A server's place in the cluster, and the folder of its state.
+
+    evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
+    raise whatever it meets.
+    """
+
+    run: RunConfig
+    cluster: ClusterConfig
+    role: Role
+    name: str
+    folder: Path
+    evaluate: Evaluate | None = None
+
+    @property
+    def address(self) -> Address:
+        """Raises ConfigError."""
+        return self.cluster.global_server if self.role == "global" else self.cluster.region(self.name).server
+
+    def credentials(self) -> Credentials | None:
+        """Raises CertificateError."""
+        security = self.cluster.security
+        return load_credentials(Path(security.folder), self.role, self.name) if security else None
+
+    def above(self) -> VaultsAbove | None:
+        """The vaults of the global server, for a region's. Raises CertificateError."""
+        return vaults_above(self.cluster, layout_of(self.run), "region", self.name, GLOBAL)
+
+    def mirror(self) -> SnapshotMirror | None:
+        """Where copies of this server's snapshots go. Raises ConfigError."""
+        url, keep = self.run.checkpoint.snapshots, self.run.checkpoint.keep
+        return SnapshotMirror(f"{url.rstrip('/')}/{self.run.name}/{self.name}", keep) if url else None
+
+    def monitor(self, events: EventLog) -> Monitor:
+        """Raises ConfigError."""
+        layout = layout_of(self.run)
+        names = tuple(fragment.name for fragment in layout.fragments)
+        top = facts(self.run, self.cluster, layout.numel, names) if self.role == "global" else None
+        return Monitor(self.run, self.cluster, self.name, events, top)
