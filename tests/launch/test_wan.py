@@ -24,6 +24,7 @@ from geotrain.emulate import wan
 from geotrain.launch.site_processes import pump_process
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 from geotrain.net.certs import make_certificates
+from tests.support.net_worlds import wait_for
 from tests.support.process_trees import until
 
 # In a region's namespace: answers each datagram; takes in what a TCP connection brings, and answers with its CRC-32.
@@ -210,7 +211,7 @@ def test_a_link_is_cut_and_slowed_on_command(tmp_path: Path) -> None:
         assert echoes(address, 1) == [0]
         disturb(control, "cut", 5.0)
         assert echoes(address, 1) == []
-        assert until(lambda: echoes(address, 1) == [0])
+        wait_for(lambda: echoes(address, 1) == [0])
         disturb(control, "slow", 120.0, 1e6)
         assert gbps_up(address, 1_000_000) < 0.009
 
