@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -15,10 +13,6 @@ from hypothesis import settings
 # An example may take any time: what else the machine does is no fault of the code.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
-
-# Modules that are loaded stay: the garbage collector need not look at them, neither now nor when the process ends.
-gc.disable()
-atexit.register(gc.freeze)
 
 # Small worlds have more ranks than a machine has GPUs, and expect the bits of a CPU; processes that tests start
 # inherit it. Tests marked `gpu` ask torch itself for the device. It is set before anything imports DeepSpeed.
@@ -46,11 +40,6 @@ def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     from tests.support.command_line import running
 
     return running(monkeypatch, capfd)
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
 
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()  # file → slow tests of it that -m has left out

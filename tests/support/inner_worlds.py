@@ -49,7 +49,6 @@ QWEN_2 = {**QWEN, "num_hidden_layers": 2}  # of two layers
 
 
 preload("geotrain.inner.build", "geotrain.checkpoint.saving")
-preload("torch._dynamo")  # torch's optimizers import it when the first is made
 
 
 def run_world(

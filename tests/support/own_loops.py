@@ -28,7 +28,7 @@ REGIONS = ("eu", "us")
 EVERY_BIT = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 
 preload("geotrain.inner.build", "geotrain.net.server_process", "geotrain.own_loop.hf_trainer")
-preload("transformers.trainer", "transformers.models.llama.modeling_llama", "torch._dynamo")
+preload("transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) -> None:
