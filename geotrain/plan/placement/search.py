@@ -45,12 +45,12 @@ from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
 CHAINS, REFINED = 24, 4
 REFINEMENT = 0.4  # of the turns
-# Temperatures, as shares of what links cost, over the number of devices placed: where chains from random tables begin,
-# chains from starts, and the last ones; and where all end.
+# Temperatures, as shares of what links cost, over the number of devices placed: where chains from random tables
+# begin, those from starts, and the last ones; and where all end.
 HOT, WARM, COOL, COLD = 1.2, 0.7, 0.5, 0.3
 SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
-MOST_TURNS, MOST_LOOKS = 6_000_000, 400_000_000  # in a turn a device looks at all others
+MOST_TURNS, MOST_LOOKS = 3_000_000, 200_000_000  # in a turn a device looks at all others
 IDLE_WINDOWS = 8
 
 
