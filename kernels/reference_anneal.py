@@ -28,8 +28,8 @@ def anneal(
     heat: float,
 ) -> NDArray[np.int32]:
     """As `dispatch.anneal`, in whole units; heat: the first temperature, in them."""
-    links = (array.astype(np.int64) for array in (gradient, activation, compute))
-    return _Chain(*links, order.astype(np.int64), how, heat).run().astype(np.int32)
+    pulls, links, computed, start = (array.astype(np.int64) for array in (gradient, activation, compute, order))
+    return _Chain(pulls, links, computed, start, how, heat).run().astype(np.int32)
 
 
 def _below(bits: int, bound: int) -> int:
