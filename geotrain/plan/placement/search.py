@@ -50,7 +50,7 @@ REFINEMENT = 0.4  # of the turns
 HOT, WARM, COOL, COLD = 1.2, 0.7, 0.5, 0.3
 SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
-MOST_TURNS, MOST_LOOKS = 2_400_000, 160_000_000  # in a turn a device looks at all others
+MOST_TURNS, MOST_LOOKS = 2_400_000, 400_000_000  # in a turn a device looks at all others
 IDLE_WINDOWS = 8
 
 
