@@ -211,7 +211,7 @@ def anneal(
     gradient, activation: (N, N) seconds, symmetric, zero diagonals; compute: (N,) seconds; order: (N,) a permutation
     of the devices, its first stages · replicas entries the table row by row. None is changed. Seconds are rounded to
     whole units, of which the dearest table thinkable has MOST_HEAT. One thread; the same order on any machine.
-    Without the compiled kernels it takes some thousand times as long.
+    Without the compiled kernels it takes some ten thousand times as long.
     """
     count = len(order)
     for name, array, shape in (
