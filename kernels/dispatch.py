@@ -211,7 +211,7 @@ def anneal(
     gradient, activation: (N, N) seconds, symmetric, zero diagonals; compute: (N,) seconds; order: (N,) a permutation
     of the devices, its first stages · replicas entries the table row by row. None is changed. Seconds are rounded to
     whole units, of which the dearest table thinkable has MOST_HEAT. One thread; the same order on any machine.
-    Without the compiled kernels it takes some thousand times as long.
+    Without the compiled kernels it takes some ten thousand times as long.
     """
     count = len(order)
     for name, array, shape in (
@@ -226,7 +226,7 @@ def anneal(
         raise ValueError(
             "geotrain.kernels: anneal: order must be an int32 permutation of the devices, at least as many as placed"
         )
-    seconds = [np.minimum(array, how.dear_s) for array in (gradient, activation, compute)]
+    seconds = [np.minimum(gradient, how.dear_s), np.minimum(activation, how.dear_s), compute]
     row, path, slowest = (float(array.max()) for array in seconds)
     unit_s = ((how.replicas - 1) * row + 2 * (how.stages - 1) * path + slowest) / MOST_HEAT or 1.0
     units = [np.rint(array / unit_s).astype(np.int32) for array in seconds]

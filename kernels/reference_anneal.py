@@ -1,9 +1,9 @@
 """Simulated annealing of a placement in plain numpy: the truth that `csrc/anneal.c` reproduces, table for table.
 
 A table of stages × replicas of devices, whose cost `geotrain.plan.placement.cost` defines, is annealed, in whole
-units. In most turns one device looks at all others, and changes places with the first, from a random one on, that the
-temperature allows: the limit is drawn once a turn, as simulated annealing draws it. In other turns pipelines change
-their ends, runs of stages of two pipelines change places, or stages are put in another order."""
+units. In most turns one device looks at all others, and changes places with the one with which that seems cheapest,
+if the temperature allows it: what that adds is drawn once a turn, as simulated annealing draws it. In other turns
+pipelines change their ends, runs of stages of two pipelines change places, or stages are put in another order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def anneal(
     heat: float,
 ) -> NDArray[np.int32]:
     """As `dispatch.anneal`, in whole units; heat: the first temperature, in them."""
-    links = (array.astype(np.int64) for array in (gradient, activation, compute))
-    return _Chain(*links, order.astype(np.int64), how, heat).run().astype(np.int32)
+    pulls, links, computed, start = (array.astype(np.int64) for array in (gradient, activation, compute, order))
+    return _Chain(pulls, links, computed, start, how, heat).run().astype(np.int32)
 
 
 def _below(bits: int, bound: int) -> int:
@@ -54,17 +54,13 @@ class _Chain:
                 heat *= how.cool
             bits = self._draw()
             more = int(min(heat * LUCK[bits % len(LUCK)], MOST_HEAT)) << self.how.shift
+            self.limit = self._costs([self.order])[1][0] + more
             tables = self._looked_at(how.turns[step % TURNS], bits)
-            cost, annealed = self._costs([self.order, *tables])
-            allowed = np.flatnonzero(annealed[1:] <= annealed[0] + more)
-            if len(allowed):
-                self.order, cost = tables[allowed[0]], cost[1 + allowed[0]]
-            elif step:
-                continue
-            else:
-                cost = cost[0]
-            if best is None or cost < best:
-                best, found = cost, self.order
+            costs, annealed = self._costs([*tables, self.order])
+            allowed = np.flatnonzero(annealed <= self.limit)  # the last at least
+            self.order = [*tables, self.order][allowed[0]]
+            if best is None or costs[allowed[0]] < best:
+                best, found = costs[allowed[0]], self.order
         return found
 
     def _draw(self) -> int:
@@ -84,7 +80,7 @@ class _Chain:
         cost = rows.max(axis=-1) + 2 * path + compute.max(axis=(-1, -2))
         return cost, (cost << self.how.shift) + rows.sum(axis=-1) + compute.sum(axis=(-1, -2))
 
-    # --- each kind of turn: tables to choose the first of that is cheap enough
+    # --- each kind of turn: tables, of which the first that is cheap enough is taken
 
     def _looked_at(self, kind: int, bits: int) -> list[Table]:
         s, d, x, y, z = self.s, self.d, bits >> 12, bits >> 24, bits >> 36
@@ -105,9 +101,31 @@ class _Chain:
         return order
 
     def _one_device(self, mine: int, bits: int) -> list[Table]:
+        """What seems cheapest comes first; of what seems alike the first from a random device on."""
         first = bits * len(self.order) >> 24
         cells = [(first + i) % len(self.order) for i in range(len(self.order))]
-        return [self._swapped([mine], [other]) for other in cells if not self._alike(mine, other)]
+        others = [other for other in cells if not self._alike(mine, other)]
+        tables = [self._swapped([mine], [other]) for other in others]
+        seems = [self._seems(table, mine, other) for table, other in zip(tables, others, strict=True)]
+        return [tables[i] for i in np.argsort(seems, kind="stable")]
+
+    def _seems(self, table: Table, mine: int, other: int) -> int:
+        """By how much the cost seems above the limit, if stages that have a newcomer cost no more than that pays."""
+        s, d, shift, placed = self.s, self.d, self.how.shift, self.s * self.d
+        grid, compute = table[:placed].reshape(s, d), self.compute[table[:placed]]
+        rows = self.gradient[grid[:, :, None], grid[:, None, :]].sum(axis=-1)
+        most, newcomers, slowest = rows.max(axis=-1), 0, self.compute[self.order[:placed]].max()
+        touched = {cell // d: cell for cell in (mine, other) if cell < placed}
+        if len(touched) == 2 or other >= placed:
+            for stage, cell in touched.items():
+                most[stage] = rows.flat[cell]
+                newcomers += most[stage]
+        if other >= placed:
+            newcomers += compute[mine]
+            slowest = max(compute[mine], slowest if self.compute[self.order[mine]] < slowest else 0)
+        path = self.activation[grid[:-1], grid[1:]].max(axis=-1).sum()
+        rest = most.sum() + compute.sum() - newcomers
+        return int(most.max() + 2 * path + slowest + (newcomers >> shift) - ((self.limit - rest) >> shift))
 
     def _alike(self, mine: int, other: int) -> bool:
         """Whether it makes no difference which of two devices lies where."""
@@ -120,10 +138,11 @@ class _Chain:
         return self._swapped([r * self.d + p for r in stages], [r * self.d + q for r in stages])
 
     def _tails(self, stage: int, p: int, first: int) -> list[Table]:
-        """Pipeline p goes on from a stage as another does; the shorter ends change places."""
+        """Pipeline p goes on from a stage as another does, the cheapest first; the shorter ends change places."""
         stages = range(stage, self.s) if 2 * stage > self.s else range(stage)
         others = ((first + i) % self.d for i in range(self.d))
-        return [self._pipelines(stages, p, q) for q in others if q != p]
+        tables = [self._pipelines(stages, p, q) for q in others if q != p]
+        return [tables[i] for i in np.argsort(self._costs(tables)[1], kind="stable")]
 
     def _runs(self, u: int, p: int, v: int, q: int, length: int) -> list[Table]:
         """`length` stages of p from u on and of q from v on, or of both from u on if these overlap."""

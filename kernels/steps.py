@@ -86,7 +86,7 @@ class Annealing:
     @property
     def cool(self) -> float:
         """The factor that AT_ONE_HEAT turns make of the temperature."""
-        return float((self.cold / self.heat) ** (AT_ONE_HEAT / max(self.steps, 1)))
+        return float((self.cold / self.heat) ** (AT_ONE_HEAT / max(self.steps, 1))) if self.heat else 1.0
 
     @property
     def turns(self) -> bytes:

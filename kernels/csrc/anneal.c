@@ -1,10 +1,10 @@
 /* Simulated annealing of a table of stages × pipelines of devices, whose cost geotrain/plan/placement/cost.py defines,
  * in whole units. `reference_anneal.py` says plainly what each turn does, and does the same.
  *
- * In most turns one device looks at all others at once, and changes places with the first, from a random one on, that
- * the temperature allows. This is a loop over memory, since links are kept in the table's order: where devices change
- * places, rows and columns do. What is looked at is a little less than the cost: a stage costs at least what its
- * newcomer pays. Only what passes is worked out, and hardly anything does that is not taken then.
+ * In most turns one device looks at all others at once, and changes places with the one with which that seems cheapest,
+ * if the temperature allows it. This is a loop over memory, since links are kept in the table's order: where devices
+ * change places, rows and columns do. What is looked at is a little less than the cost: a stage costs at least what its
+ * newcomer pays. Only what seems cheapest is worked out, and it is hardly ever dearer than the temperature allows.
  *
  * A stage lies in a block of cells, padded to whole vectors: FAR_AWAY is what nobody's links cost. Stages that are put
  * in another order stay in their blocks. Edge e joins stages e − 1 and e; edges 0 and S join nothing and cost nothing. */
@@ -242,6 +242,11 @@ INLINE int32_t slowest_with(const annealing *s, int32_t x, int32_t y) {
     return slowest;
 }
 
+/* The cell of what was looked at there: stages lie in their order, idle devices behind them. */
+INLINE int32_t at_place(const annealing *s, int32_t f) {
+    return f / s->wide < s->stages ? cell(s, f / s->wide, f % s->wide) : f;
+}
+
 /* Whether it makes no difference which of two devices lies where. */
 INLINE int alike(const annealing *s, int32_t x, int32_t y) {
     int32_t unlike = s->compute[x] ^ s->compute[y];
@@ -256,8 +261,7 @@ INLINE int alike(const annealing *s, int32_t x, int32_t y) {
 /* Trades with what lies at f, if that costs at most the limit. */
 INLINE int take(annealing *s, const seat *me, int32_t f, int64_t limit) {
     const int32_t v = f / s->wide, idle = v >= s->stages, c = idle ? -1 : s->at[v], x = me->x;
-    const int32_t y = idle ? f : c * s->wide + f % s->wide;
-    if (alike(s, x, y)) return 0;
+    const int32_t y = at_place(s, f);
     if (c == me->b) {
         swap_cells(s, x, y);
         SWAP(s->row[x], s->row[y]);
@@ -297,8 +301,13 @@ INLINE int one_device(annealing *s, int32_t u, int32_t p, uint64_t bits, int64_t
     if (least > 0) return 0;
     const int32_t from = (int32_t)(((bits & 0xFFFFFF) * (uint64_t)(placed + s->idle)) >> 24);
     int32_t f = from < placed ? from / s->d * s->wide + from % s->d : S * s->wide + from - placed;
-    for (int32_t i = 0; i < s->cells; i++, f = f + 1 < s->cells ? f + 1 : 0)
-        if (s->over[f] <= 0 && take(s, &me, f, limit)) return 1;
+    for (int32_t chosen = 0; chosen >= 0;) {
+        chosen = -1, least = 1;
+        for (int32_t i = 0; i < s->cells; i++, f = f + 1 < s->cells ? f + 1 : 0)
+            if (s->over[f] < least && !alike(s, x, at_place(s, f))) chosen = f, least = s->over[f];
+        if (chosen >= 0 && take(s, &me, chosen, limit)) return 1;
+        if (chosen >= 0) s->over[chosen] = FAR_AWAY;
+    }
     return 0;
 }
 
@@ -326,7 +335,7 @@ INLINE int tails(annealing *s, int32_t e, int32_t p, int32_t q, int64_t limit) {
         least = min2(least, s->over[k]);
     }
     if (least > 0) return 0;
-    while (s->over[q] > 0) q = q + 1 < s->d ? q + 1 : 0;
+    while (s->over[q] > least) q = q + 1 < s->d ? q + 1 : 0;
     if (2 * e > s->stages)
         cross(s, e, s->stages - 1, p, q);
     else

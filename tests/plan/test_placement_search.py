@@ -85,6 +85,13 @@ def test_slow_devices_stay_idle():
     assert found.total_s == pytest.approx(lower_bound(problem, found.total_s), rel=1e-6)
 
 
+def test_annealing_leaves_slow_devices_idle_where_links_cost_nothing():
+    compute = np.array([3.0, 1.0, 2.0, 1.0, 9.0, 1.0, 1.0])
+    problem = regions_problem([7], 2, 2, np.array([[np.inf]]), compute_s=compute)
+    found = annealed(problem, np.arange(7)[None], 0.0, 2_000, 0.0, np.random.default_rng(0))
+    assert compute[found[0][: problem.placed]].tolist() == [1.0] * 4
+
+
 def test_a_pipeline_spans_regions_too_small_for_the_model():
     """Eight stages, regions of four devices with poor links between: two pipelines, each crossing but once."""
     gbps = np.full((4, 4), 0.5)

@@ -45,12 +45,12 @@ from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
 CHAINS, REFINED = 24, 4
 REFINEMENT = 0.4  # of the turns
-# Temperatures, as shares of what links cost, over the number of devices placed: where chains from random tables begin,
-# chains from starts, and the last ones; and where all end.
+# Temperatures, as shares of what links cost, over the number of devices placed: where chains from random tables
+# begin, those from starts, and the last ones; and where all end.
 HOT, WARM, COOL, COLD = 1.2, 0.7, 0.5, 0.3
 SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
-MOST_TURNS, MOST_LOOKS = 6_000_000, 400_000_000  # in a turn a device looks at all others
+MOST_TURNS, MOST_LOOKS = 2_400_000, 400_000_000  # in a turn a device looks at all others
 IDLE_WINDOWS = 8
 
 
@@ -181,7 +181,8 @@ def annealed(problem: Problem, ranked: Ints, scale_s: float, turns: int, floor: 
     Chains begin at random tables and at starts by turns; the first is a short one, which says how hot the others
     should be. Then the cheapest few of what they found are refined.
     """
-    shape, found = (problem.stages, problem.replicas), {}
+    shape = problem.stages, problem.replicas
+    found: dict[float, Ints] = {}
 
     def cost(order: Ints) -> float:
         return float(table_costs(problem, order[: problem.placed].reshape(shape)))
@@ -197,7 +198,8 @@ def annealed(problem: Problem, ranked: Ints, scale_s: float, turns: int, floor: 
             dear_s=2 * scale_s,
             shift=SHIFT,
         )
-        best = anneal(problem.gradient_s, problem.activation_s, problem.compute_s, order.astype(np.int32), how)
+        links = problem.gradient_s, problem.activation_s, problem.compute_s
+        best = anneal(*links, order.astype(np.int32), how).astype(np.int64)
         found[cost(best)] = best
         scale_s = min(scale_s, cost(best) - float(problem.compute_s[best[: problem.placed]].max()))
         return cost(best)
@@ -209,7 +211,7 @@ def annealed(problem: Problem, ranked: Ints, scale_s: float, turns: int, floor: 
         if chain(order, length if i else length // 8, WARM if at_start else HOT) <= floor:
             break
     else:
-        found[cost(ranked[0])] = ranked[0].astype(np.int32)
+        found[cost(ranked[0])] = ranked[0]
         for each in sorted(found)[:REFINED]:
             chain(found[each], refinement, COOL)
-    return np.array([found[each] for each in sorted(found)], dtype=np.int64)
+    return np.array([found[each] for each in sorted(found)])
