@@ -90,7 +90,7 @@ def world() -> FarWorld:
     world, dice = FarWorld(config, 400, 1, piece_elements=20), random.Random(3)
     for name in world.workers:
         world.join(name, anew=True)
-    for turn in range(60):
+    for turn in range(45):
         name = dice.choice(list(world.workers))
         region = world.workers[name].region
         world.ask(name)

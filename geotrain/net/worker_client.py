@@ -33,6 +33,7 @@ from geotrain.outer.messages import (
 T = TypeVar("T")
 
 MAX_WAITING_PARTS = 64  # so many updates may wait to be sent
+NOT_YET = -1  # in place of the last update that a server has applied
 
 
 class ServerForgot(RuntimeError):
@@ -242,8 +243,12 @@ class WorkerClient:
         while True:
             await self._work.wait()
             self._work.clear()
-            while pushed := next((p for p in self._parts if not p.acknowledged), None):
+            while pushed := self._next():
                 await self._push(pushed)
+
+    def _next(self) -> _Pushed | None:
+        """The first update that the server's present life has not acknowledged."""
+        return next((p for p in self._parts if not p.acknowledged), None)
 
     async def _beat(self) -> None:
         """Send heartbeats. One that fails needs no care: the next comes soon, and calls that wait notice lost
@@ -261,6 +266,9 @@ class WorkerClient:
 
     async def _push(self, pushed: _Pushed) -> None:
         async def attempt(link: GrpcClient) -> int | None:
+            # Joining again may have brought up an earlier one, whose other parts had not come: it is wanted first.
+            if (first := self._next()) is not None and first.part.sequence < pushed.part.sequence:
+                return NOT_YET
             lives = self._lives
             applied = await link.push(pushed.part)
             # If this client has joined again meanwhile, an earlier life of the server has acknowledged. Unless all
@@ -272,6 +280,8 @@ class WorkerClient:
         except Exception as error:
             self._parts.remove(pushed)
             pushed.settle(error)
+            return
+        if applied == NOT_YET:
             return
         pushed.acknowledged = True
         if applied >= pushed.part.sequence:

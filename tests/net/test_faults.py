@@ -279,3 +279,30 @@ def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
         push.result(BUSY_S)
     wait_for(lambda: cluster.regions["eu"].server.members["a"].sequence == other.sequence)
     worker.close()
+
+
+def test_the_next_update_does_not_keep_the_one_before_from_being_sent_again(make):
+    """A rank's part was acknowledged, and its next update is on the way, refused until the other rank's part has
+    come. Then the server dies: the part is wanted once more, before the update that is on the way."""
+    cluster = make(outer(), {"eu": {"a": halves}})
+    worker = cluster.worker("a")
+    worker.join()
+    part, other = worker.parts(worker.lease(), (0,))
+    client = worker.clients[0]
+    client.push(part).result(30)
+    link, real, refused = client._link, client._link.push, threading.Event()
+
+    async def watched(part: UpdatePart) -> int:
+        try:
+            return await real(part)
+        except Refused:
+            refused.set()
+            raise
+
+    link.push = watched
+    client.push(dataclasses.replace(part, sequence=part.sequence + 1, leases=()))
+    assert refused.wait(30)
+    cluster.restart("eu")
+    worker.clients[1].push(other).result(30)
+    wait_for(lambda: cluster.regions["eu"].server.members["a"].sequence == other.sequence)
+    worker.close()
