@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ import pytest
 from geotrain.monitor.events import EventLog, Follower, Trouble
 from geotrain.net import rpc
 from geotrain.net.operator_client import command
-from geotrain.outer.messages import Refused
+from geotrain.outer.messages import Lease, Refused
 from tests.support.disks import BALLAST, fill, small_disk
-from tests.support.net_worlds import BUSY_S, wait_for
+from tests.support.net_worlds import BUSY_S, FakeWorker, wait_for
 from tests.support.server_processes import Server, Site
 
 pytestmark = pytest.mark.root
@@ -34,17 +35,27 @@ def waits(server: Server) -> bool:
     return server.said.exists() and "the server waits until there is room" in server.said.read_text()
 
 
+def train_when(filled: threading.Event, worker: FakeWorker, train: Callable[[Lease], None], lease: Lease) -> None:
+    """The first lease at once, the others when the disks are full."""
+    assert not worker.trained or filled.wait(BUSY_S)
+    train(lease)
+
+
 @pytest.mark.slow
 def test_servers_wait_for_room_and_the_run_ends_well(site: Site) -> None:
     """Both disks are filled while a run goes on, both servers are killed and come back to full disks."""
     servers = {which: site.serve(which) for which in ("global", "eu")}
     workers = [site.worker("a"), site.worker("b")]
+    filled = threading.Event()
+    for worker in workers:  # else one of them may train everything before the other is there, or the disks are full
+        worker.train = partial(train_when, filled, worker, worker.train)  # type: ignore[method-assign]
     threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
     for thread in threads:
         thread.start()
     wait_for(lambda: all(worker.trained for worker in workers))
     for which in servers:
         fill(site.folder / which)
+    filled.set()
     for which in servers:
         with pytest.raises(Refused, match=r"needs .* MB, but only .* free|No space left"):
             command(site.address(which), rpc.Control("snapshot"), BUSY_S)
