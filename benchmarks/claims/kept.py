@@ -7,6 +7,7 @@ a pickle is of use to the code only that wrote it.
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import fcntl
 import hashlib
@@ -37,6 +38,9 @@ CODE = (
 EVERY_S = 300.0
 RARELY = 20  # so many times as long as keeping a state takes, nothing is kept
 AT_ONCE = 1 << 24  # bytes that are read at once
+
+# A server's first weights travel as a view of its mirror's memory, which it copies before it changes it.
+copyreg.pickle(memoryview, lambda view: (bytes, (bytes(view),)))
 
 
 @cache

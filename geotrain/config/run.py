@@ -370,8 +370,7 @@ def config_digest(run: RunConfig) -> str:
         shared["model"].pop(key)
     del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]
-    # The data's sha256 is compared by itself: not every machine knows it.
-    for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):
+    for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256 is compared by itself
         shared["data"].pop(key)
     if run.data.samples_per_step is None:  # digests of older runs know no such key
         shared["data"].pop("samples_per_step")

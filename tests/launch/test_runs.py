@@ -109,7 +109,7 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, geotrain: Run) -> No
     said = resumed.communicate(timeout=START_S)[0]
     assert resumed.returncode == 0, said
     assert "committed 100%" in said
-    assert marked(mark) == []
+    assert until(lambda: marked(mark) == [])
     mine = read_manifest(tmp_path / "data/train").sha256  # the launcher's machine decides which data is the run's
     assert load_run(tmp_path / "runs/quickstart/run.json").data.sha256 == mine
     logs = {"global.log", "eu.ssh.log", "eu.launcher.log", "eu.log", "eu-0.log"}

@@ -25,6 +25,7 @@ from tests.support.outer_world import config, make, random_deltas
 from tests.support.recorded_world import same_state
 
 MIB = 1 << 20
+LEFT = 0.1  # of a vector's pages that the kernel may keep: it is asked, and decides
 
 
 def resident_bytes() -> int:
@@ -50,7 +51,7 @@ def test_what_goes_back_leaves_the_memory_of_process_and_machine_and_comes_as_it
         shelf.back(vector)
     shelf.settle()
     assert before - resident_bytes() > 0.95 * 4 * size
-    assert [cached_bytes(vector) for vector in vectors] == [0] * 4
+    assert all(cached_bytes(vector) <= LEFT * size for vector in vectors)
     assert list(tmp_path.iterdir()) == []
     for i, vector in enumerate(vectors):
         shelf.fetch(vector)
@@ -148,13 +149,13 @@ def test_a_snapshot_gives_mirrors_to_the_shelf_and_what_it_read_goes_back(tmp_pa
     (tmp_path / "s").mkdir()
     SnapshotStore(tmp_path / "s").save(FrozenState(tensors, done=shelf.back), {})
     shelf.settle()
-    assert [cached_bytes(tensors[name]) for name in ("held.eu.0", "mirror.1")] == [0, 0]
+    assert all(cached_bytes(tensors[name]) <= LEFT * size for name in ("held.eu.0", "mirror.1"))
     newest, faults = SnapshotStore(tmp_path / "s", 2, shelf).load_newest()
     assert newest is not None and not faults
     shelf.settle()
     found = newest.tensors
     assert [name for name, x in found.items() if on_disk(x)] == ["held.eu.0", "mirror.1"]
-    assert [cached_bytes(found[name]) for name in ("held.eu.0", "mirror.1")] == [0, 0]
+    assert all(cached_bytes(found[name]) <= LEFT * size for name in ("held.eu.0", "mirror.1"))
     assert all(torch.equal(found[name], x) for name, x in tensors.items())
 
 
