@@ -69,6 +69,8 @@ def beside_training(folder: str) -> dict[str, Any]:
 
 def on_bad_disks(folder: str) -> dict[str, Any]:
     """One rank's disk gives errors; then it is full."""
+    import torch
+
     from geotrain.checkpoint import saving
     from geotrain.checkpoint.folders import CheckpointError
 
@@ -95,6 +97,7 @@ def on_bad_disks(folder: str) -> dict[str, Any]:
             checkpoints.save("three", {})
             checkpoints.wait()
         seen["left"] = sorted(path.name for path in Path(folder).iterdir())
+        torch.distributed.barrier()  # both have looked, before either saves again
         checkpoints.save("four", {})
         seen["trains"] = train(engine, range(1, 2))[0][0] > 0
     seen["then"] = sorted(path.name for path in Path(folder).iterdir())
