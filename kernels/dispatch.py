@@ -234,6 +234,10 @@ def anneal(
     return library.anneal(units[0], units[1], units[2], order, how, how.heat / unit_s)
 
 
+def _transport() -> ModuleType:
+    return reference_transport if cpu.library() is None else cpu
+
+
 def transport(
     vectors: NDArray[np.int32], sizes: NDArray[np.int32], rank: NDArray[np.int32], most: NDArray[np.int32], never: int
 ) -> NDArray[np.int32]:
@@ -253,15 +257,13 @@ def transport(
             raise ValueError(f"geotrain.kernels: transport: {name} must be int32 of shape {shape}, contiguous")
     if len(sizes) > MAX_CLASSES:
         raise ValueError(f"geotrain.kernels: transport: {len(sizes)} classes; at most {MAX_CLASSES}")
-    library = reference_transport if cpu.library() is None else cpu
-    return library.transport(vectors, sizes, rank, most, never)
+    return _transport().transport(vectors, sizes, rank, most, never)
 
 
 def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[Pairs]:
     """(beginning, stage) of each stage that there are devices for, and with which a beginning's dearest stage and
     four times its edges remain below the limit (s). In parts, sorted by beginning and stage."""
-    library = reference_transport if cpu.library() is None else cpu
-    return library.extend(stages, labels, limit)
+    return _transport().extend(stages, labels, limit)
 
 
 def possible(
@@ -279,8 +281,7 @@ def possible(
     cluster has not as many devices left as stages like the last would use, an edge that leaves the part must
     follow, and where no single change of the stages uses them, two.
     """
-    library = reference_transport if cpu.library() is None else cpu
-    return library.possible(vectors, sizes, used, last, spare, what)
+    return _transport().possible(vectors, sizes, used, last, spare, what)
 
 
 def _pick(tensor: Tensor) -> ModuleType:

@@ -23,14 +23,7 @@ from geotrain.config import codec_config
 from geotrain.layout import layout_of
 from geotrain.net.frozen_state import FrozenState
 from geotrain.net.recovery import Restarted, begin_snapshot, finish_snapshot, recover
-from geotrain.net.server_process import (
-    begin_server,
-    begin_vault,
-    far_vaults,
-    global_server,
-    region_server,
-    vault_machine,
-)
+from geotrain.net.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
 from geotrain.net.snapshots import Snapshot, SnapshotStore
 from geotrain.net.vault_host import recover_vault
 from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, Join, UpdatePart
@@ -271,9 +264,7 @@ def written_by_servers(run: FaultyRun) -> None:
 
 
 def built(run: FaultyRun, site: str, far: FarVaults) -> Any:
-    return (
-        global_server(run.run, run.cluster, far) if site == GLOBAL else region_server(run.run, run.cluster, site, far)
-    )
+    return any_server(run.run, run.cluster, site, far)
 
 
 def test_what_processes_have_left_on_a_disk_is_read(tmp_path: Path) -> None:

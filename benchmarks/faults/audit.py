@@ -17,14 +17,7 @@ from geotrain.config import load_run, vault_name
 from geotrain.layout import layout_of
 from geotrain.net.journal import Journal
 from geotrain.net.recovery import KINDS
-from geotrain.net.server_process import (
-    begin_server,
-    begin_vault,
-    far_vaults,
-    global_server,
-    region_server,
-    vault_machine,
-)
+from geotrain.net.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
 from geotrain.net.snapshots import META, Snapshot, SnapshotStore, checked_meta
 from geotrain.net.vault_host import JOURNALED
 from geotrain.outer.global_server import GlobalServer
@@ -38,10 +31,7 @@ def replayed(run: FaultyRun, site: str) -> ServerReplay:
 
     def build() -> Server:
         """As `geotrain serve` makes it, without state."""
-        vaults = far_vaults(config, cluster, site)
-        return (
-            global_server(config, cluster, vaults) if site == GLOBAL else region_server(config, cluster, site, vaults)
-        )
+        return any_server(config, cluster, site, far_vaults(config, cluster, site))
 
     book = Written(build, partial(begin_server, run=config), _segments(run, site, KINDS), _snapshots(run, site))
     vaults = [

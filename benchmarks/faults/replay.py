@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Written(Generic[Machine]):
     snapshots: Mapping[int, Callable[[], Snapshot]]
 
 
-class Replay(Generic[Machine]):
+class Replay(ABC, Generic[Machine]):
     """Of one process. now: its state, as if it had lived on. snapshots, recoveries: how many states were compared."""
 
     def __init__(self, written: Written[Machine]) -> None:
@@ -69,8 +70,9 @@ class Replay(Generic[Machine]):
         self._shadow = self.build()
         self._shadow.load({name: t.clone() for name, t in saved.tensors.items()}, saved.meta["state"])
 
+    @abstractmethod
     def _take(self, message: Any) -> None:
-        raise NotImplementedError
+        """One message of the journal."""
 
     def _recovered(self) -> None:
         """At this point a recovery had what the shadow has."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from geotrain.config import load_run
 from geotrain.launch.check import free_ports
-from geotrain.net.server_host import LISTENING
+from geotrain.net.server_setup import LISTENING
 
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 WIDTH = 1024

@@ -47,8 +47,7 @@ def capability() -> tuple[int, int] | None:
 def use_deterministic_algorithms(wanted: bool) -> None:
     """Let torch refuse, from now on, what does not give the same bits twice. What must be set before CUDA starts,
     `geotrain.launch.rank_environment` sets."""
-    if wanted != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler
-        torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(wanted)
     # It would write all memory before its first use.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -40,7 +40,7 @@ from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFu
 from geotrain.net.recovery import Recovered, Stopped, begin_snapshot, finish_snapshot
 from geotrain.net.region_client import RegionClient
 from geotrain.net.sampler import Sampler
-from geotrain.net.server_setup import ServerSetup
+from geotrain.net.server_setup import LISTENING, ServerSetup
 from geotrain.net.server_thread import ServerThread
 from geotrain.net.snapshot_mirror import Uploader
 from geotrain.net.snapshots import StoreError
@@ -59,7 +59,6 @@ LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snap
 FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits longer for its servers
 LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
 VAULTS_LOOK_S = 0.05
-LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
 TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next life
 STATUS = "status.json"  # in the server's folder once it has ended: its last status
 

@@ -48,7 +48,7 @@ from geotrain.net.recovery import JOURNAL, recover
 from geotrain.net.rpc import ListenError
 from geotrain.net.server_host import RegionServerHost, ServerHost
 from geotrain.net.server_setup import Evaluate, ServerSetup
-from geotrain.net.snapshot_mirror import Uploader
+from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError, alone_in
 from geotrain.net.vault_host import VaultSetup, run_vault
 from geotrain.net.vault_sessions import VaultLost
@@ -90,6 +90,11 @@ def region_server(run: RunConfig, cluster: ClusterConfig, region: str, vaults: i
     server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates, vaults)
     server.leases.jobs_each = updates / len(workers)
     return server
+
+
+def any_server(run: RunConfig, cluster: ClusterConfig, name: str, vaults: int | FarVaults) -> Server:
+    """The global one or a region's."""
+    return global_server(run, cluster, vaults) if name == GLOBAL else region_server(run, cluster, name, vaults)
 
 
 def serve_global(
@@ -146,8 +151,8 @@ def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int,
     """Run one vault of a server until its book says that the server has ended, or SIGTERM. Returns the exit code."""
 
     def live(new: bool) -> None:
-        if new and (SnapshotStore(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*"))):
-            raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
+        if new:
+            _check_is_new(folder)
         addresses, top = vaults_of(cluster, server), server == GLOBAL
         if not 0 <= index < len(addresses):
             raise ConfigError(f"server {server!r} has {len(addresses)} vaults in the cluster file, and no {index}")
@@ -167,7 +172,7 @@ def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int,
 def vault_machine(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> VaultMachine:
     """A vault in a process of its own, without state."""
     number = len(vaults_of(cluster, server))
-    whole = global_server(run, cluster, number) if server == GLOBAL else region_server(run, cluster, server, number)
+    whole = any_server(run, cluster, server, number)
     return VaultMachine(whole.vaults.all[index], index, number, tuple(whole.members), whole.member_role)
 
 
@@ -223,7 +228,7 @@ def _serve(build: Callable[[], Server], begin: Callable[[Server], None], place: 
 
     def live(new: bool) -> None:
         if new:
-            _check_is_new(place)
+            _check_is_new(place.folder, place.mirror())
         while True:
             try:
                 return _live(build, begin, place)
@@ -254,11 +259,10 @@ def _live_on(folder: Path, live: Callable[[bool], None], resume: bool) -> int:
         return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
 
 
-def _check_is_new(place: ServerSetup) -> None:
+def _check_is_new(folder: Path, mirror: SnapshotMirror | None = None) -> None:
     """Raises StoreError if there is a state already, which a new run must not take up or overwrite."""
-    if SnapshotStore(place.folder / SNAPSHOTS).numbers() or any((place.folder / JOURNAL).glob("*")):
-        raise StoreError(f"{place.folder}: holds the state of a run already; resume it, or choose another folder")
-    mirror = place.mirror()
+    if SnapshotStore(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*")):
+        raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
     if mirror is not None and mirror.numbers():
         raise StoreError(f"{mirror.url}: holds the state of a run already; resume it, or choose another URL")
 

@@ -18,6 +18,8 @@ from geotrain.net.snapshot_mirror import SnapshotMirror
 from geotrain.net.vaulted_link import VaultsAbove, vaults_above
 from geotrain.outer.messages import GLOBAL
 
+LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
+
 # Weights as (canonical name, fp32 tensor), and whether to go on, asked now and then → nats a token.
 Evaluate = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
 

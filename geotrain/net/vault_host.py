@@ -36,6 +36,7 @@ from geotrain.net.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.net.grpc_service import GrpcService
 from geotrain.net.journal import Journal
 from geotrain.net.recovery import JOURNAL, begin_snapshot, finish_snapshot
+from geotrain.net.server_setup import LISTENING
 from geotrain.net.server_thread import GROUP, ServerThread
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
@@ -46,7 +47,6 @@ from geotrain.vaults import NewLife
 
 log = logging.getLogger(__name__)
 
-LISTENING = "listening.json"
 ORDERS = Apply, Freeze, Forget, SendUp, Merge, StartOver, Copy, NewLife, Join
 JOURNALED = (*ORDERS, UpdatePart, Answer)
 TOLD = (*ORDERS, rpc.Bring, rpc.Fetch, rpc.Save, rpc.Farewell)
