@@ -45,11 +45,11 @@ lint: install
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 # One table of all figures and their goals.
-bench: install
+bench: test-packages install
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# Only shows that all of them work and give every figure that has a goal.
-bench-quick: install
+# Only shows that all of them work and give every figure that has a goal. One looks at the status page in a browser.
+bench-quick: test-packages install
 	$(BIN)/python -m benchmarks --quick $(BENCH_ARGS)
 
 # Rows of benchmarks/results.csv, and a page of its own.

@@ -1,23 +1,28 @@
 """All benchmarks, one after another, and one table: each figure, its goal, this machine's, the last one recorded.
 
-    python -m benchmarks                      about an hour
+    python -m benchmarks                      within 75 minutes
     python -m benchmarks --quick              a minute each, to see that all of them work and give every figure that
                                               has a goal: none is judged
     python -m benchmarks --only servers codec
 
 What each prints is kept in build/bench. One that fails, takes too long or lacks a figure is told in the table, and
-the others go on; the exit code is 1 then. A figure is "busy" where other processes took more than a tenth of the
-processors meanwhile. The last line printed is one JSON object: how many figures have a goal, and how many met it.
+the others go on; the exit code is 1 then. One that is not ended when its time is over is ended, with all that it has
+started: what the others need stays theirs. A time is "busy" where other processes took more than a tenth of the
+processors meanwhile; counts are judged all the same. The last line printed is one JSON object: how many figures have
+a goal, how many met it, and how many are not judged since others were busy.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,20 +31,25 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import ROOT
-from benchmarks.common import BUSY, RESULTS, command_line, flat
+from benchmarks.common import BUSY, RESULTS, command_line, flat, processor_s
 from benchmarks.goals import PARTS, Goal, Part
 
 LOGS = ROOT / "build/bench"
-QUICK_MINUTES = 5.0  # that one may take at most; the machine may be slow
+ALL_MINUTES = 75.0
+LONGEST_MINUTES = 30.0  # of one, where others have left it their time
+QUICK_MINUTES = 20.0  # of one's short form, on a machine as busy as may be
+GRACE_S, KILL_S = 20.0, 30.0  # for what is ended to clear up; for what is killed to be gone
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """figures: of its last line, by dotted name. fault: why there are none, or ""."""
+    """figures: of its last line, by dotted name. fault: why there are none, or "". processor_s: of it and of all that
+    it started."""
 
     figures: dict[str, float]
     fault: str
     seconds: float
+    processor_s: float
 
     @property
     def busy(self) -> bool:
@@ -52,48 +62,81 @@ def main() -> int:
         "--only", nargs="+", default=[], choices=sorted({part.module for part in PARTS}), metavar="NAME"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     parts = [p for p in PARTS if (not options.only or p.module in options.only) and (p.quick or not options.quick)]
     table = Table("benchmark", "figure", "goal", "here", "95 %", "last recorded", "met")
-    judged = met = failed = 0
-    recorded = last_recorded()
-    for part in parts:
+    verdicts: list[str] = []
+    failed, recorded, begin_s = 0, last_recorded(), time.monotonic()
+    for number, part in enumerate(parts):
         print(f"{part.name} …", file=sys.stderr, flush=True)
-        outcome = run(part, options.quick)
-        failed += bool(outcome.fault) or any(goal.metric not in outcome.figures for goal in part.goals)
+        passed = (time.monotonic() - begin_s) / 60
+        outcome = run(part, options.quick, QUICK_MINUTES if options.quick else minutes_of(parts[number:], passed))
+        failed += bool(outcome.fault) or any(lacks(goal, outcome, options.quick) for goal in part.goals)
         for goal in part.goals:
-            verdict = judge(goal, outcome, options.quick)
-            judged, met = judged + (verdict in ("yes", "no")), met + (verdict == "yes")
-            table.add_row(*row(part, goal, outcome, recorded), verdict)
-        print(f"{part.name}: {outcome.fault or 'done'}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+            verdicts.append(judge(goal, outcome, options.quick))
+            table.add_row(*row(part, goal, outcome, recorded), verdicts[-1])
+        took = f"{outcome.seconds:.0f} s, {outcome.processor_s:.0f} s of a processor"
+        print(f"{part.name}: {outcome.fault or 'done'}, {took}", file=sys.stderr, flush=True)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    print(json.dumps({"benchmarks": len(parts), "failed": failed, "judged": judged, "met": met}))
+    met, busy = verdicts.count("yes"), verdicts.count("busy")
+    judged = {"judged": met + verdicts.count("no"), "met": met, "busy": busy}
+    print(json.dumps({"benchmarks": len(parts), "failed": failed, **judged}))
     return int(failed > 0)
 
 
-def run(part: Part, quick: bool) -> Outcome:
-    """Its output goes to a file, both streams."""
+def minutes_of(left: Sequence[Part], passed: float) -> float:
+    """How long the first of the parts that are left may take, so that all end within ALL_MINUTES: what the others
+    leave. passed: minutes since the beginning."""
+    return max(0.0, min(LONGEST_MINUTES, ALL_MINUTES - passed - sum(part.minutes for part in left[1:])))
+
+
+def run(part: Part, quick: bool, minutes: float) -> Outcome:
+    """Its output goes to a file, both streams. Nothing that it has started goes on afterwards."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", f"benchmarks.{part.module}", *part.arguments, *(["--quick"] if quick else [])]
-    minutes, began_s = QUICK_MINUTES if quick else part.minutes, time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.{part.module}",
+        *part.arguments,
+        *(["--quick"] if quick else part.whole),
+    ]
+    before, began_s = processor_s(os.getpid()), time.monotonic()
     output = LOGS / f"{part.name}.log"
-    fault, figures = "", {}
+    env = {**os.environ, **({"OMP_NUM_THREADS": "1"} if quick else {})}  # beside others, threads wait for each other
     with output.open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
-            code = subprocess.run(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=60 * minutes,
-            ).returncode
+            code = process.wait(60 * minutes)
             fault = f"exit code {code}, see {output.relative_to(ROOT)}" if code else ""
         except subprocess.TimeoutExpired:
-            fault = f"it did not end within {minutes:g} minutes"
-    if not fault:
-        figures = last_line(output)
-        fault = "" if figures else f"its last line is no JSON object, see {output.relative_to(ROOT)}"
-    return Outcome(figures, fault, time.monotonic() - began_s)
+            fault = f"not ended within {minutes:.3g} minutes"
+        finally:
+            end(process, set(before))
+    figures = {} if fault else last_line(output)
+    if not figures and not fault:
+        fault = f"its last line is no JSON object, see {output.relative_to(ROOT)}"
+    used_s = sum(processor_s(os.getpid()).values()) - sum(before.values())
+    return Outcome(figures, fault, time.monotonic() - began_s, used_s)
+
+
+def end(process: subprocess.Popen[bytes], stays: set[int]) -> None:
+    """End a benchmark, by an interrupt at first, upon which it clears up; then all that is left of what it started.
+    stays: process ids from before."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + KILL_S
+    while (left := processor_s(os.getpid()).keys() - stays - {os.getpid()}) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
 
 
 def last_line(output: Path) -> dict[str, float]:
@@ -106,15 +149,22 @@ def last_line(output: Path) -> dict[str, float]:
     return {name: float(value) for name, value in flat(found)} if isinstance(found, dict) else {}
 
 
+def lacks(goal: Goal, outcome: Outcome, quick: bool) -> bool:
+    """Whether a figure that the benchmark should give is not there."""
+    return goal.metric not in outcome.figures and not (quick and goal.not_quick)
+
+
 def judge(goal: Goal, outcome: Outcome, quick: bool) -> str:
     """ "yes", "no", or why it is not said."""
     if outcome.fault:
         return outcome.fault
-    if goal.metric not in outcome.figures:
+    if lacks(goal, outcome, quick):
         return "not measured"
+    if quick and goal.not_quick:
+        return goal.not_quick
     if quick or str(goal) == "–":
         return "–"
-    return "busy" if outcome.busy else "yes" if goal.met(outcome.figures[goal.metric]) else "no"
+    return "busy" if outcome.busy and goal.timed else "yes" if goal.met(outcome.figures[goal.metric]) else "no"
 
 
 def row(part: Part, goal: Goal, outcome: Outcome, recorded: dict[tuple[str, str], tuple[str, str]]) -> Sequence[str]:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from benchmarks import real_delta
 from benchmarks.common import alternate, command_line, ratio, report, triton_resources, units_by_ending
-from geotrain.config import CodecConfig, codec_config
+from geotrain.config import codec_config
 from geotrain.kernels import triton_ops
-from geotrain.kernels.layout import Spec
 from geotrain.outer.codec import Codec, make_codec
 
 CONFIGS = {
@@ -74,24 +73,26 @@ def relative_rmse(codec: Codec, delta: dict[str, Tensor]) -> float:
     return (error / whole) ** 0.5
 
 
-def resources(config: CodecConfig) -> dict[str, dict[str, dict[str, int]]]:
-    """What the kernels of a large, even tensor take on each target."""
-    spec = Spec(config.name, block=config.block, density=config.density)
-    values, anchor, residual = (torch.zeros(16 * config.block) for _ in range(3))
+def resources(codec: Codec, targets: int | None) -> dict[str, dict[str, dict[str, int]]]:
+    """What the kernels of a large, even tensor take on each of the first targets; None: on all."""
+    spec = codec.spec
+    values, anchor, residual = (torch.zeros(16 * spec.block) for _ in range(3))
     payload = torch.zeros(spec.encoded_bytes(values.numel()), dtype=torch.uint8)
     taken = {
-        "quantize": triton_resources(lambda: triton_ops.quantize(values, payload, spec, anchor, residual, 0)),
-        "dequantize": triton_resources(lambda: triton_ops.dequantize(payload, residual, spec, 0.5)),
+        "quantize": triton_resources(
+            lambda: triton_ops.quantize(values, payload, spec, anchor, residual, 0), targets
+        ),
+        "dequantize": triton_resources(lambda: triton_ops.dequantize(payload, residual, spec, 0.5), targets),
     }
     return {target: {name: by_target[target] for name, by_target in taken.items()} for target in taken["quantize"]}
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"numel": 1 << 18, "rounds": 3, "no_triton": True})
+    parser = command_line(__doc__, quick={"numel": 1 << 18, "rounds": 3, "targets": 1})
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the timed tensors")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--delta", type=Path, help="a saved delta; without it a small model is trained")
-    parser.add_argument("--no-triton", action="store_true", help="do not compile the Triton kernels")
+    parser.add_argument("--targets", type=int, help="GPUs that the kernels are compiled for; default: all; 0: none")
     options = parser.parse_args()
 
     delta = real_delta.load(options.delta) if options.delta else real_delta.train()
@@ -103,8 +104,8 @@ def main() -> None:
         if torch.cuda.is_available():
             result |= speed(codec, options.numel * 8, options.rounds, "cuda")
         result["relative_rmse"] = relative_rmse(codec, delta)
-        if not options.no_triton:
-            result["triton"] = resources(config)
+        if options.targets != 0:
+            result["triton"] = resources(codec, options.targets)
         results[name] = result
         shown = (
             "bits_per_parameter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import io
 import json
 import math
@@ -29,14 +30,18 @@ COLUMNS = ("date", "benchmark", "metric", "value", "unit", "hardware", "versions
 
 
 BUSY = 0.1  # the share of the processors that others may take while something is timed
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class CommandLine(argparse.ArgumentParser):
-    """With `--quick`, the defaults are those of `quick`: what is stated beside it holds."""
+    """With `--quick`, the defaults are those of `quick`: what is stated beside it holds. A program's own command line
+    also makes it the parent of all orphans below it."""
 
     quick: dict[str, Any] | None = None
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if args is None:
+            adopt_orphans()
         if self.quick is not None and "--quick" in (sys.argv[1:] if args is None else args):
             self.set_defaults(**self.quick)
         found = super().parse_args(args, namespace)
@@ -168,35 +173,63 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: median(values), f"{name}_low": ordered[k], f"{name}_high": ordered[n - 1 - k]}
 
 
+def adopt_orphans() -> None:
+    """Processes below this one whose parents end become its children, not the init process's, so that `processor_s`
+    finds all that was ever started here: killed ones too, and what killed ones had started."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def processor_s(pid: int) -> dict[int, float]:
+    """Of a process and all below it, nearest first: process id → seconds of processor time, its own and those of
+    children that it has waited for. What has ended and was not waited for is among them."""
+    tick, children, used_s = os.sysconf("SC_CLK_TCK"), dict[int, list[int]](), dict[int, float]()
+    for each in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            after = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it was waited for meanwhile
+            continue
+        children.setdefault(int(after[1]), []).append(each)
+        used_s[each] = sum(map(int, after[11:15])) / tick
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return {each: used_s[each] for each in found if each in used_s}
+
+
 def others_share() -> float | None:
     """The share of all processors' time since this program began that other programs, and the machine's host, took:
-    neither this one nor children that it has waited for. None where the system does not say."""
-    if _BEGAN is None or (now := _processor_s()) is None:
+    neither this one nor what it has started, whether that runs, has ended or was killed. None where the system does
+    not say."""
+    if _BEGAN is None or (now := _all_s()) is None:
         return None
     busy_s, own_s, at_s = (after - before for after, before in zip(now, _BEGAN, strict=True))
     return round(max(0.0, busy_s - own_s) / (max(at_s, 1e-3) * (os.cpu_count() or 1)), 4)
 
 
-def _processor_s() -> tuple[float, float, float] | None:
-    """Seconds of processor time that were used on this machine, those of this program, and the time."""
+def _all_s() -> tuple[float, float, float] | None:
+    """Seconds of processor time that were used on this machine, those of this program and of all that it has started,
+    and the time. A process that is waited for during a look is in none: of two looks, the greater counts."""
     try:
         counts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:
         return None
     user, nice, system, _, _, irq, softirq, steal = map(int, counts)
-    own = os.times()
     used = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    return used, own.user + own.system + own.children_user + own.children_system, time.monotonic()
+    own = max(sum(processor_s(os.getpid()).values()) for _ in range(2))
+    return used, own, time.monotonic()
 
 
-_BEGAN = _processor_s()
+_BEGAN = _all_s()
 
 
-def triton_resources(call: Callable[[], object]) -> dict[str, dict[str, int]]:
+def triton_resources(call: Callable[[], object], targets: int | None = None) -> dict[str, dict[str, int]]:
     """Of the one Triton kernel that `call` launches: registers and spilled bytes a thread, by target that it is
-    compiled for ahead of time."""
+    compiled for ahead of time. targets: how many of them; None: all."""
     from benchmarks import triton_aot
 
     (launch,) = triton_aot.launches(call)
-    found = {target: triton_aot.compile_launch(launch, target).resources for target in triton_aot.TARGETS}
+    found = {
+        target: triton_aot.compile_launch(launch, target).resources for target in [*triton_aot.TARGETS][:targets]
+    }
     return {target: {"registers": r.registers, "spilled": r.spilled} for target, r in found.items()}

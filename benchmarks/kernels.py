@@ -52,19 +52,19 @@ def speed(name: str, numel: int, rounds: int, device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"numel": 1 << 18, "rounds": 3, "no_triton": True})
+    parser = command_line(__doc__, quick={"numel": 1 << 18, "rounds": 3, "targets": 1})
     parser.add_argument("--numel", type=int, default=1 << 23, help="elements of the timed tensors")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-triton", action="store_true", help="do not compile the Triton kernels")
+    parser.add_argument("--targets", type=int, help="GPUs that the kernels are compiled for; default: all; 0: none")
     options = parser.parse_args()
     results: dict[str, dict] = {}
     for name in OPS:
         results[name] = speed(name, options.numel, options.rounds, "cpu")
         if torch.cuda.is_available():
             results[name] |= speed(name, options.numel * 8, options.rounds, "cuda")
-        if not options.no_triton:
+        if options.targets != 0:
             small, call = tensors(1 << 14, "cpu"), OPS[name][1]
-            results[name]["triton"] = triton_resources(partial(call, triton_ops, *small))
+            results[name]["triton"] = triton_resources(partial(call, triton_ops, *small), options.targets)
         print(f"{name:21}", *(f"{k} {v:.3g}" for k, v in results[name].items() if k != "triton"), flush=True)
     report("kernels", results, options, units_by_ending({"registers": "registers", "spilled": "bytes"}, "ratio"))
 

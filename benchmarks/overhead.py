@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import ROOT
 from benchmarks.common import command_line, report, spread, units_by_ending
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import free_ports
 from geotrain.layout import layout_of
 from geotrain.outer.messages import Lease
@@ -40,7 +41,7 @@ RATIO = dict.fromkeys(("ratio", "_low", "_high"), "ratio")
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"pairs": 1})
+    parser = command_line(__doc__, quick={"pairs": 1, "local_steps": 1})
     parser.add_argument("--pairs", type=int, default=12, help="jobs timed with and without the outer loop")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
     parser.add_argument("--own-loop", action="store_true", help="of a plain torch loop with geotrain.OuterLoop")
@@ -66,6 +67,7 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
     prepare([folder / "text.jsonl"], folder / "data", byte_tokenizer())
     raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
     raw["model"]["config"] = json.loads((ROOT / "configs/models/llama-tiny.json").read_text())
+    raw["deepspeed"]["bf16"]["enabled"] = cuda_devices() > 0 or processor_has_bf16()
     raw["folder"] = str(folder / "run")
     raw["data"].update(train=str(folder / "data/train"), validation=None, train_samples=1 << 20)
     raw["outer"]["local_steps"] = local_steps

@@ -43,6 +43,10 @@ Changes = Annotated[
 DType = Literal["float32", "bfloat16", "float16"]
 Objective = Literal["speed", "cost"]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
+LaunchId = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Of this launch. What had ended in it stays ended when it is started again."),
+]
 
 
 def _drawn(path: Path | None) -> Path | None:
@@ -162,16 +166,18 @@ def launch(
         typer.Option(metavar="SITE", help="Start only this region, or 'global', and here. May be given again."),
     ] = None,
     changes: Changes = None,
+    launch_id: LaunchId = "",
 ) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
     What dies is started again (`restart` in the cluster file). The run's folder holds the files as resolved, and one
     log file a process. With --only, each region is started by hand or by a job of its own, also long after the
-    others; --resume then begins what has not begun, so that one command line serves a job that is requeued.
+    others; --resume then begins what has not begun, so that one command line serves a job that is requeued. With the
+    job's number as --launch-id, one that is requeued after its end ends again, and trains no more.
     """
     with loading():
         from geotrain.launch.launcher import launch as start
-    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ())))
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id))
 
 
 @app.command("launch-site", hidden=True)
@@ -191,11 +197,13 @@ def before_serving() -> None:
 
 
 @serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
-def serve_global(run: RunOption, cluster: ClusterOption = None, resume: Resume = False) -> None:
+def serve_global(
+    run: RunOption, cluster: ClusterOption = None, resume: Resume = False, launch_id: LaunchId = ""
+) -> None:
     """Run the global server until every region has left."""
     with loading():
         from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(None, run, cluster, resume))
+    raise typer.Exit(run_server(None, run, cluster, resume, launch=launch_id))
 
 
 @serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
@@ -204,11 +212,12 @@ def serve_region(
     run: RunOption,
     cluster: ClusterOption = None,
     resume: Resume = False,
+    launch_id: LaunchId = "",
 ) -> None:
     """Run a region's server until its workers have left and all they did is sent."""
     with loading():
         from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(region, run, cluster, resume))
+    raise typer.Exit(run_server(region, run, cluster, resume, launch=launch_id))
 
 
 @serve.command("vault", epilog="Example: geotrain serve vault eu 0 --run runs/mine/run.json")

@@ -89,8 +89,7 @@ def clip_runs(runs: Iterable[StridedSlice], begin: int, end: int) -> list[Stride
     for run in runs:
         low, high = max(begin - position, 0), min(end - position, run.numel)
         position += run.numel
-        # A cut may fall within a row, so up to three pieces come of a run: the end of a row, whole rows, and the
-        # beginning of a row.
+        # A cut may fall within a row, so up to three pieces come of a run: a row's end, whole rows, a row's begin.
         while low < high:
             row, column = divmod(low, run.length)
             rows = 0 if column else (high - low) // run.length

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -141,5 +141,6 @@ def from_bytes(payload: bytes) -> Tensor:
 
 
 def to_bytes(payload: Tensor) -> bytes:
-    """A payload (uint8, 1-D, on any device) as bytes for a message. On a GPU this waits for the device."""
-    return payload.cpu().numpy().tobytes()
+    """A payload (uint8, 1-D, on any device) for a message: in host memory the same memory, which must not be written
+    to any more. On a GPU this waits for the device."""
+    return cast(bytes, memoryview(payload.cpu().numpy()).toreadonly())  # type: ignore[arg-type]

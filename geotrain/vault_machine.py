@@ -91,6 +91,12 @@ class VaultMachine:
                 raise Refused(f"a {type(message).__name__} means nothing to a vault")
         return Handled(None)
 
+    take = handle  # see `Server.take`
+
+    def go_on(self) -> Handled:
+        """Nothing is left: each order is one message."""
+        return Handled(None)
+
     def end_life(self) -> None:
         """The book is gone, or this process was: members are not spoken to before the next life."""
         self.open = False

@@ -69,12 +69,13 @@ def launch(
     resume: bool = False,
     only: tuple[str, ...] = (),
     changes: tuple[str, ...] = (),
+    launch_id: str = "",
 ) -> int:
     """Launch the run and wait until it is finished, fails, or is stopped by a signal. Returns the exit code.
 
     only: start only these sites ("global" or regions), on this machine; the others are started by hand or by jobs of
     their own, before or after. Then `resume` also begins sites that have no state yet. changes: of the run file, see
-    `load_run`.
+    `load_run`. launch_id: names the launch, where that is to outlive this launcher.
     Raises ConfigError, DataError, UnsupportedModelError, CertificateError, EmulationError and LaunchError.
     """
     console = new_console()
@@ -108,7 +109,7 @@ def launch(
             between = links_between(cluster)
             links = stack.enter_context(wan.emulated(star, between=between, control=folder / WAN_CONTROL))
         cluster = resolve(cluster, links, here, before[1] if before else None)
-        request = LaunchRequest(run, cluster, here, resume, uuid.uuid4().hex)
+        request = LaunchRequest(run, cluster, here, resume, uuid.uuid4().hex, launch_id)
         request.write_files(folder)
         if GLOBAL in hosts:
             (folder / OUTCOME).unlink(missing_ok=True)

@@ -52,13 +52,18 @@ SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "Ser
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a machine is asked to start. launch: names the launcher's life."""
+    """What a machine is asked to start.
+
+    launch: names the launcher's life. launch_id: names the launch, in which a server that has ended stays ended; "":
+    the launcher's life is that.
+    """
 
     run: RunConfig
     cluster: ClusterConfig
     sites: tuple[str, ...]
     resume: bool
     launch: str = ""
+    launch_id: str = ""
 
     def to_line(self) -> bytes:
         """The request as one line of JSON, for another machine."""
@@ -187,13 +192,17 @@ def path_there(path: str, folder: str | None) -> str:
 def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) -> list[ProcessSpec]:
     """The server of a site, and its vaults."""
 
+    launch = request.launch_id or request.launch
+
     def process(name: str, which: tuple[str, ...], above: str, resume: bool) -> ProcessSpec:
-        command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"))
+        vault = which[0] == "vault"
+        options = (*(("--resume",) if resume else ()), *(() if vault else ("--launch-id", launch)))
+        command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"), *options)
         return ProcessSpec(
             name,
-            guarded((*command, "--resume") if resume else command, netns),
+            guarded(command, netns),
             {JOB: str(folder / name)},
-            role="server",
+            role="vault" if vault else "server",
             inherited_fds=() if netns is None else (netns,),
             respawn=lambda: process(name, which, above, True),
             depends_on=above,

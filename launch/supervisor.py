@@ -30,7 +30,7 @@ from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, T
 from geotrain.outer.events import Event
 
 STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
-WORKER_DRAIN_S = 30.0  # for a worker to end after its server: it has saved all before it left
+LEAF_DRAIN_S = 30.0  # for a worker or vault to end after its server: it has saved all before
 LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
 LOG_TAIL_BYTES = 16384
 FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
@@ -49,8 +49,8 @@ class ProcessSpec:
     command: must stop, with all processes it started, when its standard input ends; see `guarded`.
     env: overrides the supervisor's environment.
     first_input: written to its standard input, which then stays open.
-    role: the run is over when all processes but helpers have ended. A server ends by itself once all workers have; a
-        helper (which carries emulated links) never ends by itself.
+    role: the run is over when all processes but helpers have ended. A server ends by itself once all workers have, a
+        vault when its server lets it; a helper (which carries emulated links) never ends by itself.
     inherited_fds: file descriptors that it inherits.
     respawn: gives the process that replaces it after its death; None: its death fails the run.
     front: it only speaks, over a connection, for processes of another machine that live on without it. It stops them
@@ -65,7 +65,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     first_input: bytes = b""
-    role: Literal["worker", "server", "helper"] = "worker"
+    role: Literal["worker", "server", "vault", "helper"] = "worker"
     inherited_fds: tuple[int, ...] = ()
     respawn: Callable[[], ProcessSpec] | None = None
     front: bool = False
@@ -341,7 +341,7 @@ class Supervisor:
         for name, unit in self._units.items():
             if not unit.running or not self._is_unneeded(unit):
                 continue
-            drain_s = self.drain_s if unit.role == "server" else min(self.drain_s, WORKER_DRAIN_S)
+            drain_s = self.drain_s if unit.role == "server" else min(self.drain_s, LEAF_DRAIN_S)
             unit.end_by_s = now + drain_s if unit.end_by_s is None else unit.end_by_s
             if now > unit.end_by_s:
                 unit.end_by_s = math.inf

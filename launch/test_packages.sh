@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Debian packages with the programs that the tests start, beside Python's: `make test` calls this first. As root it
-# installs what is missing; anybody else is told what to install.
+# Debian packages with the programs that tests and benchmarks start, beside Python's: `make test` calls this first. As
+# root it installs what is missing; anybody else is told what to install.
 set -euo pipefail
 
 missing=()
@@ -24,7 +24,7 @@ needs slurmctld slurmctld
 needs slurmd slurmd
 needs slurm-client srun
 needs prometheus promtool
-needs chromium chromium chromium-browser google-chrome # the names that benchmarks/monitoring_chromium.py knows
+needs chromium chromium chromium-browser google-chrome # the names that benchmarks/monitoring/chromium.py knows
 needs "gcc libc6-dev" gcc                              # which only recommends the C library's headers
 if ((${#missing[@]} == 0)); then exit; fi
 

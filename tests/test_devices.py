@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import benchmarks.acco.__main__ as acco
 import benchmarks.acco.ranks as acco_ranks
 from geotrain.config import ConfigError
 from geotrain.kernels import devices
@@ -43,10 +42,14 @@ def test_the_two_ranks_of_the_acco_benchmark_take_no_gpu(monkeypatch, tmp_path):
     assert seen["DS_ACCELERATOR"] == "cpu" and seen["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_a_gpu_that_the_acco_benchmark_does_not_use_says_nothing_about_bf16(monkeypatch):
+@pytest.mark.parametrize(
+    ("known", "has"),
+    [({}, False), ({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)],
+)
+def test_a_gpu_says_nothing_about_the_processors_bf16(known, has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
-    assert not acco.multiplies_bf16()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    assert devices.processor_has_bf16() is has
 
 
 def test_devices_that_cannot_be_used_are_an_error_with_both_versions(monkeypatch, tmp_path):

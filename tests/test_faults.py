@@ -17,7 +17,18 @@ from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.goodput import goodput
 from benchmarks.faults.liar import lies
 from benchmarks.faults.runner import FaultyRun, kinds_done, read_events
-from benchmarks.faults.scenario import BURDENS, KILLS, PACKETS, Event, Fault, random_faults, short_faults
+from benchmarks.faults.scenario import (
+    BURDENS,
+    END_S,
+    ENDS,
+    KILLS,
+    PACKETS,
+    Event,
+    Fault,
+    kills_at_the_end,
+    random_faults,
+    short_faults,
+)
 from benchmarks.faults.world import make_world
 from geotrain.launch.check import free_ports
 from geotrain.launch.site_processes import LaunchRequest, local_processes
@@ -87,12 +98,27 @@ def test_with_vaults_there_are_more_to_kill_and_without_all_is_as_it_was() -> No
     assert [fault for fault in short_faults(REGIONS, 2) if fault not in short] == short_faults(REGIONS)
 
 
+def test_at_the_end_every_server_and_vault_is_killed_before_any_is_again() -> None:
+    kills = kills_at_the_end(1, 40.0, 3.0, REGIONS, 2)
+    assert kills == kills_at_the_end(1, 40.0, 3.0, REGIONS, 2) != kills_at_the_end(2, 40.0, 3.0, REGIONS, 2)
+    them = {("global", "global"), ("eu", "server"), ("us", "server")}
+    vaults = {(f"{site}.vault-{i}", "vault") for site in ("global", *REGIONS) for i in (0, 1)}
+    assert len(kills) >= 9 and {(fault.of, fault.kind) for fault in kills[:9]} == them | vaults
+    timed = [fault.when for fault in kills if isinstance(fault.when, float)]
+    assert timed == sorted(timed) and timed[-1] < 40.0 and {fault.what for fault in kills} == {"kill"}
+    last = kills[len(timed) :]
+    assert {(fault.of, fault.kind) for fault in last} == them | vaults and len(last) == 9
+    assert all(fault.when == Event(fault.of.partition(".")[0], ENDS) for fault in last)
+    assert all(0.0 <= fault.after_s <= END_S for fault in last)
+    assert {(fault.of, fault.kind) for fault in kills_at_the_end(1, 40.0, 3.0, REGIONS)} == them
+
+
 def test_a_run_with_vaults_knows_their_processes_and_keeps_what_they_write(tmp_path: Path) -> None:
     run = FaultyRun(*make_world(tmp_path, pace_s=0.0, vaults=2), tmp_path / "archive")
     assert run.servers == [n for site in ("global", "eu", "us") for n in (site, f"{site}.vault-0", f"{site}.vault-1")]
     assert all(len(own) > 1 for own in deal(layout_of(run.run).pieces, 2))
     request = LaunchRequest(run.run, run.cluster, ("global", "eu", "us"), resume=False)
-    commands = [list(p.command) for p in local_processes(request, tmp_path, HostMachine(2)) if p.role == "server"]
+    commands = [list(p.command) for p in local_processes(request, tmp_path, HostMachine(2)) if p.role != "worker"]
     guards = [run._recognize(1, words) for words in commands]
     assert [(found.kind, found.of) for found in guards if found] == [("guard-of-server", n) for n in run.servers]
     found = [run._recognize(1, words[words.index("-m") - 1 :]) for words in commands]
@@ -204,17 +230,20 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_servers_bear_a_full_disk_no_files_no_time_wrong_clocks_and_a_liar() -> None:
-    command = [sys.executable, "-m", "benchmarks.faults", "--profile", "short", "--pace", "0.1"]
+    """And kills while the run ends."""
+    words = ["--profile", "short", "--pace", "0.1", "--kills-at-end", "15"]
+    command = [sys.executable, "-m", "benchmarks.faults", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for figure in (
         "lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped", "samples_twice_uncounted",
-        "hung", "servers_ended",
+        "hung", "servers_ended", "ended_badly",
     ):  # fmt: skip
         assert found[figure] == 0, (figure, found)
-    done_of = ("full_disks", "out_of_files", "starved", "liars", "clock_steps", "kills")
-    assert [found[what] for what in done_of] == [1, 1, 1, 1, 3, 3] and found["lies_refused"] > 0
+    done_of = ("full_disks", "out_of_files", "starved", "liars", "clock_steps")
+    assert [found[what] for what in done_of] == [1, 1, 1, 1, 3] and found["lies_refused"] > 0
+    assert found["kills"] > 3 and " s after stop, at its end: kill " in done.stdout, done.stdout
     assert found["acknowledged_updates"] > 10 and found["snapshots_compared"] > 2
 
 

@@ -12,7 +12,7 @@ from benchmarks.rivals.__main__ import add_times, command, judged
 from benchmarks.rivals.methods import OUTER, TITLES
 from benchmarks.rivals.report import cells
 from benchmarks.rivals.runs import Setting, figures, processor_figures, time_to
-from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, rate_at, samples_of
+from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, new_model, rate_at, samples_of
 from geotrain.config import RunConfig
 from geotrain.config.block import parse
 from geotrain.outer.leases import LeaseBook
@@ -85,21 +85,32 @@ def test_time_to_a_loss_is_read_between_points() -> None:
 def test_what_exchanges_every_step_has_its_loss_from_a_run_without_a_slow_link() -> None:
     fast = {"step_ms": 10.0, "loss": 2.0, "curves": [[(1.0, 4.0), (2.0, 2.0)]]}
     found: dict[str, Any] = {
-        "ddp": {"20_mbit": {"step_ms": 100.0}, "no_link": fast},
-        "torchft-diloco": {"20_mbit": {"step_ms": 20.0, "loss": 3.0, "curves": [[(1.0, 5.0), (4.0, 3.0)]]}},
-        "ours-blocking": {"20_mbit": {"step_ms": 20.0, "loss": 2.997, "curves": [[(1.0, 5.0), (3.0, 2.997)]]}},
-        "hivemind": {"20_mbit": {"fault": "it did not start"}},
+        "ddp": {"slow_link": {"step_ms": 100.0}, "no_link": fast},
+        "torchft-diloco": {"slow_link": {"step_ms": 20.0, "loss": 3.0, "curves": [[(1.0, 5.0), (4.0, 3.0)]]}},
+        "ours-blocking": {"slow_link": {"step_ms": 20.0, "loss": 2.997, "curves": [[(1.0, 5.0), (3.0, 2.997)]]}},
+        "hivemind": {"slow_link": {"fault": "it did not start"}},
     }
     add_times(found)
     assert found["target_loss"] == 3.0
-    assert found["ddp"]["20_mbit"]["seconds_to_loss"] == pytest.approx(15.0)
-    assert found["torchft-diloco"]["20_mbit"]["seconds_to_loss"] == pytest.approx(4.0)
-    assert "seconds_to_loss" not in found["hivemind"]["20_mbit"]
+    assert found["ddp"]["slow_link"]["seconds_to_loss"] == pytest.approx(15.0)
+    assert found["torchft-diloco"]["slow_link"]["seconds_to_loss"] == pytest.approx(4.0)
+    assert "seconds_to_loss" not in found["hivemind"]["slow_link"]
     assert judged(found) == pytest.approx(
         {"same_algorithm_loss_ratio": 0.999, "best_over_best_rival_loss": 2.997 / 2.0}
     )
-    assert cells(found["ddp"], "20_mbit")[-2:] == ["2.0000", "15.0"]
+    assert cells(found["ddp"], "slow_link")[-2:] == ["2.0000", "15.0"]
     assert set(OUTER) <= set(TITLES)
+
+
+def test_a_link_takes_as_many_steps_whatever_the_machine() -> None:
+    bits = 32 * sum(parameter.numel() for parameter in new_model().parameters())
+    for step_s in (0.01, 0.08):
+        options = command().parse_args(["--links", "slow", "fast", "--methods", "ours"])
+        settings = {name: setting for _, name, setting in main.parts(options, step_s)}
+        for name, steps in (("slow_link", 45), ("fast_link", 4.5)):
+            assert bits / (settings[name].gbps * 1e9) == pytest.approx(steps * step_s)
+            assert settings[name].rtt_ms == pytest.approx(2000 * step_s)
+        assert settings["cut"].gbps == settings["fast_link"].gbps
 
 
 def call(*arguments: str) -> argparse.Namespace:
@@ -122,16 +133,17 @@ def test_a_part_that_fails_is_told_and_the_next_call_goes_on(tmp_path: Path, mon
 
     monkeypatch.setattr(main, "OWN", tmp_path)
     monkeypatch.setattr(main, "prepare", lambda *_: tmp_path)
+    monkeypatch.setattr(main, "step_s_alone", lambda *_: 0.05)
     monkeypatch.setattr(main, "repeated", run)
     monkeypatch.setattr(main, "faulted", fault)
     found = main.measure(tmp_path, call("--minutes", "0"), tmp_path, "")
-    assert not done and found["ours"]["20_mbit"] == found["ours"]["kill"] == {"fault": main.LEFT_OUT}
+    assert not done and found["ours"]["slow_link"] == found["ours"]["kill"] == {"fault": main.LEFT_OUT}
     first = main.measure(tmp_path, call("--faults", "cut"), tmp_path, "")
-    assert first["ours"]["20_mbit"]["fault"] == "FileNotFoundError: no such trainer"
-    assert first["torchft-diloco"]["20_mbit"]["loss"] == 2.0 and first["ours"]["cut"]["lost_s.us"] == 1.0
+    assert first["ours"]["slow_link"]["fault"] == "FileNotFoundError: no such trainer"
+    assert first["torchft-diloco"]["slow_link"]["loss"] == 2.0 and first["ours"]["cut"]["lost_s.us"] == 1.0
     again = main.measure(tmp_path, call("--faults", "cut", "--go-on"), tmp_path, "")
-    assert again["ours"]["20_mbit"]["loss"] == 2.0
-    whole = [("torchft-diloco", "torchft-diloco-20_mbit"), ("ours", "ours-20_mbit")]
+    assert again["ours"]["slow_link"]["loss"] == 2.0
+    whole = [("torchft-diloco", "torchft-diloco-slow_link"), ("ours", "ours-slow_link")]
     assert done == [*whole, ("torchft-diloco", "cut"), ("ours", "cut"), whole[1]]
     missing = main.measure(tmp_path, call("--faults"), None, "pip: no network")
-    assert missing["torchft-diloco"]["20_mbit"] == {"fault": "pip: no network"} and done[-1] == whole[1]
+    assert missing["torchft-diloco"]["slow_link"] == {"fault": "pip: no network"} and done[-1] == whole[1]

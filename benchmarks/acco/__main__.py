@@ -2,11 +2,14 @@
 
 Two data-parallel ranks in network namespaces joined by an emulated link (needs root), set so that communication takes
 about as long as compute. Variants alternate in short blocks. Losses are of runs without the link, over several seeds.
-With --hold, each micro-batch occupies its rank for that long, as an accelerator would that leaves the host's cores to
-the communication; without it, both share the processor.
+In the part `time` compute and communication share the processor. In `held` a micro-batch takes twice as long as
+it computes and waits for the rest, layer by layer, as where an accelerator leaves the host's cores to the
+communication. `share_of_bound` is the least time that a form's step can take over this link, were communication to
+cost no compute, over the time that it took.
 
-    python -m benchmarks.acco [--quick] [--hold 0.05] [--record]          within ten minutes
-    python -m benchmarks.acco --only loss --steps 1200                    twice as long, for the loss
+    python -m benchmarks.acco [--quick] [--hold 2] [--record]             within ten minutes
+    python -m benchmarks.acco --only sweep                                over links of five rates, as long again
+    python -m benchmarks.acco --only loss --steps 1200 --seeds 3          for the loss
     python -m benchmarks.acco --long 20000000           the default form and ZeRO-1 on a larger model, for curves
 """
 
@@ -24,19 +27,23 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.acco.ranks import HEAVY, LONG, SMALL, Job
-from benchmarks.common import command_line, hardware, report, units_by_ending, versions
+from benchmarks.common import command_line, hardware, report, spread, units_by_ending, versions
 from geotrain.config import AccoConfig, LinkConfig
 from geotrain.emulate.wan import cannot_emulate, emulated
 from geotrain.files import whole_file
+from geotrain.kernels.devices import processor_has_bf16
 from geotrain.launch.check import free_ports
 from geotrain.launch.site_processes import pump_process
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
-from geotrain.parallelism.acco_forms import FORMS
+from geotrain.parallelism.acco_forms import FORMS, first_part
 
 DEFAULT = AccoConfig().prediction
 ZEROS = ("zero1", "zero1-overlap")  # the plain engine's, and DeepSpeed's with its own overlap
-PARTS = ("time", "memory", "sweep", "unequal", "loss")
-SWEPT = (DEFAULT, "stale", "exact")  # the default, the fastest that predicts, the published one
+PARTS = ("time", "held", "memory", "unequal", "loss")
+BY_HAND = ("sweep",)
+SIZES = {"heavy": HEAVY, "small": SMALL}
+FASTEST = "stale"  # that predicts
+SWEPT = (DEFAULT, FASTEST, "exact")  # the last is the published one
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
 SLOWER = 4
 UNIT = units_by_ending(
@@ -46,12 +53,15 @@ LOSS_GOAL = 1.005  # the default form's loss over ZeRO-1's, at most
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"rounds": 2, "steps": 60, "seeds": 1})
-    parser.add_argument("--hold", type=float, default=0.0, help="seconds that a micro-batch takes at least")
-    parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant")
-    parser.add_argument("--steps", type=int, default=600, help="of the runs that loss is taken from")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=PARTS, action="append")
+    parser = command_line(__doc__, quick={"size": "small", "rounds": 1, "steps": 40, "seeds": 1})
+    parser.add_argument(
+        "--hold", type=float, default=2.0, help="times as long as it computes a held micro-batch takes"
+    )
+    parser.add_argument("--size", choices=SIZES, default="heavy", help="of the model that is timed")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant")
+    parser.add_argument("--steps", type=int, default=150, help="of the runs that loss is taken from")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", choices=PARTS + BY_HAND, action="append")
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
     parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
     args = parser.parse_args()
@@ -64,12 +74,15 @@ def main() -> None:
     if reason := cannot_emulate() if linked else "":
         sys.exit(f"the link cannot be emulated here: {reason}; --only loss and --only memory work without")
     result: dict[str, Any] = {"default": DEFAULT, "forms": {form: {} for form in FORMS}}
-    link = calibrated(args) if linked else None
+    link = calibrated(args) if linked - {"held"} else None
     if "time" in parts:
         times(args, link, result)
         print(f"time: {result['zero1']}, {result['forms']}", flush=True)
+    if "held" in parts:
+        result["held"] = held(args)
+        print(f"held: {result['held']}", flush=True)
     if "memory" in parts:
-        memory(result)
+        memory(args, result)
     if "sweep" in parts:
         result["sweep"] = sweep(args, link)
     if "unequal" in parts:
@@ -107,37 +120,77 @@ def run(job: Job, link: LinkConfig | None = None) -> Any:
         return json.loads(answer.read_text())
 
 
-def calibrated(args: argparse.Namespace) -> LinkConfig:
+def calibrated(args: argparse.Namespace, zeros: tuple[str, ...] = ZEROS, hold_s: float = 0.0) -> LinkConfig:
     """A link over which the communication of a ZeRO-1 step takes as long as its compute, found over a first guess."""
-    seen = run(Job("compute", HEAVY, hold_s=args.hold))
-    one_way_bytes = seen["parameters"] * 2  # of each rank: half the gradients and half the weights, bf16
-    guess = LinkConfig(regions=("here", "there"), gbps=8 * one_way_bytes / seen["compute_s"] / 1e9, rtt_ms=1.0)
-    seen = run(Job("time", HEAVY, ZEROS, rounds=2, hold_s=args.hold), guess)
-    step_s = min(statistics.median(seen[name]["step_s"]) for name in ZEROS)
-    link = guess.model_copy(update={"gbps": guess.gbps * (step_s / seen["compute_s"] - 1)})
+    bf16 = processor_has_bf16()
+    seen = run(Job("compute", SIZES[args.size], hold_s=hold_s, bf16=bf16))
+    commit_bytes = seen["parameters"] * weight_bytes()  # of each rank: half the gradients and half the weights
+    guess = LinkConfig(regions=("here", "there"), gbps=8 * commit_bytes / seen["compute_s"] / 1e9, rtt_ms=1.0)
+    seen = run(Job("time", SIZES[args.size], zeros, rounds=min(2, args.rounds), hold_s=hold_s, bf16=bf16), guess)
+    step_s = min(statistics.median(seen[name]["step_s"]) for name in zeros)
+    communication = max(0.1, step_s / seen["compute_s"] - 1)  # beside others, compute alone may take as long
+    link = guess.model_copy(update={"gbps": guess.gbps * communication})
     print(f"compute {seen['compute_s']:.3f} s a step; link {1000 * link.gbps:.1f} Mbit/s", flush=True)
     return link
 
 
 def times(args: argparse.Namespace, link: LinkConfig | None, result: dict[str, Any]) -> None:
     """Speed and bytes of every form; the fastest of ZeRO-1's settings is what they are compared with."""
-    seen = run(Job("time", HEAVY, (*ZEROS, *FORMS), rounds=args.rounds, hold_s=args.hold), link)
+    assert link is not None
+    job = Job("time", SIZES[args.size], (*ZEROS, *FORMS), rounds=args.rounds, bf16=processor_has_bf16())
+    seen = run(job, link)
     best = min(ZEROS, key=lambda name: statistics.median(seen[name]["step_s"]))
     result["zero1"] = {name: statistics.median(seen[name]["step_s"]) for name in ZEROS} | {"fastest": best}
-    result["compute_s"], result["link_gbps"] = seen["compute_s"], link.gbps if link else 0.0
+    result["compute_s"], result["link_gbps"] = seen["compute_s"], link.gbps
     result["communication_over_compute"] = result["zero1"][best] / seen["compute_s"] - 1
-    for form in FORMS:
-        result["forms"][form].update(
-            step_s=statistics.median(seen[form]["step_s"]),
-            speedup_over_zero1=speedup(seen[best], seen[form]),
-            bytes_per_step_vs_zero1=seen[form]["sent_bytes"] / seen[best]["sent_bytes"],
-            bytes_per_step_vs_bound=seen[form]["sent_bytes"] / (2 * seen["parameters"]),
-        )
+    for form, figures in compared(args, link, seen, best, tuple(FORMS)).items():
+        result["forms"][form].update(figures)
 
 
-def memory(result: dict[str, Any]) -> None:
+def held(args: argparse.Namespace) -> dict[str, Any]:
+    """The same where a micro-batch takes `--hold` times as long and computes no more than before. ZeRO-1 is the plain
+    engine's, which hides what it sends behind layers."""
+    size, bf16 = SIZES[args.size], processor_has_bf16()
+    seen = run(Job("compute", size, bf16=bf16))
+    hold_s = args.hold * seen["compute_s"] / size.micro_batches
+    link = calibrated(args, ZEROS[:1], hold_s)
+    forms = (DEFAULT, FASTEST)
+    seen = run(Job("time", size, (ZEROS[0], *forms), rounds=args.rounds, hold_s=hold_s, bf16=bf16), link)
+    over_compute = statistics.median(seen[ZEROS[0]]["step_s"]) / seen["compute_s"] - 1
+    found = compared(args, link, seen, ZEROS[0], forms)
+    return {"communication_over_compute": over_compute, "link_gbps": link.gbps, "forms": found, **found[DEFAULT]}
+
+
+def compared(
+    args: argparse.Namespace, link: LinkConfig, seen: dict[str, Any], zero: str, forms: tuple[str, ...]
+) -> dict[str, dict[str, float]]:
+    """What was seen of the forms, beside ZeRO-1 and the bound."""
+    found = {}
+    for form in forms:
+        commit_bytes = weight_bytes() * seen["parameters"]
+        bound_s = least_step_s(form, args.size, seen["compute_s"], 8 * commit_bytes / 1e9 / link.gbps)
+        found[form] = {
+            "step_s": statistics.median(seen[form]["step_s"]),
+            **spread("speedup_over_zero1", speedups(seen[zero], seen[form])),
+            **spread("share_of_bound", [bound_s / step_s for step_s in seen[form]["step_s"]]),
+            "bytes_per_step_vs_zero1": seen[form]["sent_bytes"] / seen[zero]["sent_bytes"],
+            "bytes_per_step_vs_bound": seen[form]["sent_bytes"] / commit_bytes,
+        }
+    return found
+
+
+def least_step_s(form: str, size: str, compute_s: float, commit_s: float) -> float:
+    """Seconds of a step whose link is never idle where it may be busy, and costs no compute: max(a·C, M) +
+    max((1 − a)·C, s·M), of acco_forms."""
+    count = SIZES[size].micro_batches
+    share = first_part(AccoConfig(prediction=form), count) / count  # type: ignore[arg-type]
+    ahead_s = FORMS[form].prediction_traffic(weight_bytes()) * commit_s
+    return max(share * compute_s, commit_s) + max((1 - share) * compute_s, ahead_s)
+
+
+def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """What a rank keeps for each parameter, next to the scratch area of the exchange over gloo."""
-    seen = run(Job("time", HEAVY, (ZEROS[0], *FORMS)))
+    seen = run(Job("time", SIZES[args.size], (ZEROS[0], *FORMS)))
     for form in FORMS:
         kept = seen[form]["memory_bytes"] - seen[form]["scratch_bytes"]
         result["forms"][form].update(
@@ -147,8 +200,8 @@ def memory(result: dict[str, Any]) -> None:
     zero["memory_bytes_per_parameter"] = seen[ZEROS[0]]["memory_bytes"] / seen["parameters"]
 
 
-def speedup(zero: dict[str, Any], form: dict[str, Any]) -> float:
-    return statistics.median(a / b for a, b in zip(zero["step_s"], form["step_s"], strict=True))
+def speedups(zero: dict[str, Any], form: dict[str, Any]) -> list[float]:
+    return [a / b for a, b in zip(zero["step_s"], form["step_s"], strict=True)]
 
 
 def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
@@ -156,12 +209,14 @@ def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
     assert link is not None
     found: dict[str, Any] = {}
     for ratio in RATIOS:
-        job = Job("time", HEAVY, (*ZEROS, *SWEPT), rounds=max(2, args.rounds // 2), hold_s=args.hold)
+        job = Job(
+            "time", SIZES[args.size], (*ZEROS, *SWEPT), rounds=max(2, args.rounds // 2), bf16=processor_has_bf16()
+        )
         seen = run(job, link.model_copy(update={"gbps": link.gbps / ratio}))
         zero = min((seen[name] for name in ZEROS), key=lambda zero: statistics.median(zero["step_s"]))
         found[str(ratio)] = {
             "communication_over_compute": statistics.median(zero["step_s"]) / seen["compute_s"] - 1,
-            **{form: speedup(zero, seen[form]) for form in SWEPT},
+            **{form: statistics.median(speedups(zero, seen[form])) for form in SWEPT},
         }
         print(f"ratio {ratio}: {found[str(ratio)]}", flush=True)
     plot_sweep(found)
@@ -175,7 +230,7 @@ def plot_sweep(found: dict[str, Any]) -> None:
     grid = [0.02 * i for i in range(5, 121)]
     for name in SWEPT:
         form = FORMS[name]
-        a, s = form.first_share, form.prediction_traffic()
+        a, s = form.first_share, form.prediction_traffic(weight_bytes())
         bound = [(1 + m) / (max(a, m) + max(1 - a, s * m)) for m in grid]
         [line] = axes.plot(x, [row[name] for row in found.values()], "o-", label=f"{name}, measured")
         axes.plot(grid, bound, "--", linewidth=0.8, color=line.get_color(), label=f"{name}, bound")
@@ -189,7 +244,7 @@ def plot_sweep(found: dict[str, Any]) -> None:
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
     """One rank several times slower, the other takes more of each batch: tokens a second, loss at equal tokens."""
     variants = ("zero1", DEFAULT)
-    shared = {"hold_s": args.hold, "slower": SLOWER, "bf16": multiplies_bf16()}
+    shared = {"slower": SLOWER, "bf16": processor_has_bf16()}
     job = Job("unequal", SMALL, variants, steps=args.steps // 2, **shared)
     seen = run(job, link)
     zero, ours = seen["zero1"], seen[DEFAULT]
@@ -201,7 +256,7 @@ def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, floa
 
 
 def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    variants, bf16 = ("zero1", *FORMS), multiplies_bf16()
+    variants, bf16 = ("zero1", *FORMS), processor_has_bf16()
     by_seed = []
     for seed in range(args.seeds):
         by_seed.append(run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed, bf16=bf16)))
@@ -227,7 +282,7 @@ def long_run(tokens: int, seeds: int, variants: tuple[str, ...]) -> dict[str, An
             folder = kept / f"{name}-{tokens}"
             folder.mkdir(parents=True, exist_ok=True)
             print(f"{name}: see {folder / 'points.json'}", flush=True)
-            bf16 = multiplies_bf16()
+            bf16 = processor_has_bf16()
             curve = run(Job("curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=bf16, folder=str(folder)))
             found[name] = {"tokens": tokens, "curve": curve[variant], "bf16": bf16, "hardware": hardware()}
             found[name]["versions"] = versions("deepspeed", "megatron-core")
@@ -258,12 +313,9 @@ def ratios(long: dict[str, Any], zero: dict[str, Any]) -> list[tuple[int, float]
     return [(tokens, loss / other) for (tokens, loss), (_, other) in zip(long["curve"], zero["curve"], strict=True)]
 
 
-def multiplies_bf16() -> bool:
-    """Where the processor only emulates bf16, fp32 takes a third of the time."""
-    import torch
-
-    known = torch.cpu.get_capabilities()
-    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+def weight_bytes() -> int:
+    """What a weight, or its gradient, has on the way."""
+    return 2 if processor_has_bf16() else 4
 
 
 def plot_long(found: dict[str, Any]) -> None:

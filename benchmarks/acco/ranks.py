@@ -244,6 +244,10 @@ class Rank:
             found[variant]["scratch_bytes"] = 0 if scratch is None else scratch.nbytes
         plain = engines[self.job.variants[0]]
         found["compute_s"], found["parameters"] = self.compute_s(plain), parameter_count(plain.architecture)
+        if pause_s := self.pause_s:
+            self.pause_s = 0.0
+            for engine in engines.values():
+                self.wait_in_layers(engine, pause_s)
         for _ in range(self.job.rounds):
             for variant, engine in engines.items():
                 seconds, sent = self.timed_block(engine)
@@ -257,7 +261,8 @@ class Rank:
         """Seconds of a step in every round, with ZeRO-1's communication after the compute, beside it, and without."""
         engine = self.engine("zero1", 10_000)
         self.compute_s(engine)
-        self.wait_in_layers(engine)
+        pause_s, self.pause_s = self.pause_s, 0.0
+        self.wait_in_layers(engine, pause_s)
         optimizer = engine.optimizer
         launch = optimizer._launch
         buckets = {bucket: bucket._ranks for bucket in optimizer._forward}
@@ -287,11 +292,11 @@ class Rank:
             optimizer.wait_for_weights()
         return {name: seconds[1:] for name, seconds in found.items()}
 
-    def wait_in_layers(self, engine: Any) -> None:
-        """Divide the pause after each micro-batch among its layers: a third in forward, the rest in backward, where a
-        layer's gradients come after it."""
+    def wait_in_layers(self, engine: Any, pause_s: float) -> None:
+        """Wait so long in each micro-batch, divided among its layers: a third in forward, the rest in backward, where
+        a layer's gradients come after it."""
         layers = engine.module.decoder.layers
-        third_s, self.pause_s = self.pause_s / 3 / len(layers), 0.0
+        third_s = pause_s / 3 / len(layers)
         for layer in layers:
             layer.register_forward_hook(lambda *_: time.sleep(third_s))
             layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * third_s))

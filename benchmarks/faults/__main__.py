@@ -8,6 +8,7 @@ journal gives. With vaults, the journals of a server's book and vaults are repla
     python -m benchmarks.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
     python -m benchmarks.faults --vaults 2            # each server's vaults are that many processes, killed as well
     python -m benchmarks.faults --seconds 600 --every 20
+    python -m benchmarks.faults --kills-at-end 60     # so long after `stop`, servers and vaults are killed every 3 s
     python -m benchmarks.faults --again FOLDER        # the accounts of a run that was kept with --folder FOLDER
 
 short: one of each burden and kills of servers, in 12 s; minutes, the default: 5 minutes; hour: also the growth
@@ -16,8 +17,8 @@ Needs root, for the network namespaces and for a small disk that can be filled, 
 be stepped. `--pace` is the least time of an inner step: others get the processor.
 
 The last line printed is one JSON object. Zero must be: lost_acknowledged, applied_twice, replay_mismatches,
-samples_skipped, samples_twice_uncounted, hung (workers that train nothing any more when the faults are over) and
-servers_ended (that ended by themselves).
+samples_skipped, samples_twice_uncounted, hung (workers that train nothing any more when the faults are over),
+servers_ended (that ended by themselves) and ended_badly (1: not in time after `stop`, or with an exit code).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from benchmarks.faults.audit import accounts
 from benchmarks.faults.clocks import Clocks, cannot_step
 from benchmarks.faults.goodput import goodput
 from benchmarks.faults.runner import FaultyRun, Samples, kinds_done
-from benchmarks.faults.scenario import random_faults, short_faults
+from benchmarks.faults.scenario import kills_at_the_end, random_faults, short_faults
 from benchmarks.faults.world import make_world
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
@@ -53,6 +54,7 @@ COUNTED = {
 }  # fmt: skip
 START_S = 240.0  # until every worker has trained a job
 HUNG_S = 180.0  # after the faults, for every worker to train a job
+END_EVERY_S = 3.0  # between two kills at the end
 WARM_UP_S = 120.0  # of a process, before its growth is measured
 LEAST_LIFE_S = 600.0  # measured, for a growth that is told
 
@@ -65,6 +67,7 @@ def main() -> int:
     every = "mean seconds between faults of processes and links, and between those of packets; default: the profile's"
     parser.add_argument("--every", type=float, help=every)
     parser.add_argument("--vaults", type=int, default=0, help="of each server, in processes of their own")
+    parser.add_argument("--kills-at-end", type=float, default=0.0, help="seconds after the run was told to stop")
     parser.add_argument("--pace", type=float, default=0.3, help="least seconds of an inner step")
     parser.add_argument(
         "--folder", type=Path, help="where to work, and to leave everything; default: a temporary one"
@@ -84,7 +87,7 @@ def main() -> int:
         else:
             clocks = Clocks(disk / "clocks")
             files = make_world(disk, args.pace, clocks=clocks, vaults=args.vaults)
-            faulty(files, disk, clocks, args.seed, seconds, every_s)
+            faulty(files, disk, clocks, args.seed, seconds, every_s, args.kills_at_end)
             if args.folder is not None:  # before anything is counted, which may fail
                 ignored = shutil.ignore_patterns(WAN_CONTROL)
                 shutil.copytree(disk, folder / "left", ignore=ignored, dirs_exist_ok=True)
@@ -94,6 +97,7 @@ def main() -> int:
     if args.folder is None and args.again is None:
         shutil.rmtree(folder)
     note = f"{args.profile}, {seconds:g} s; seed {args.seed}; pace {args.pace:g} s"
+    note += f"; kills for {args.kills_at_end:g} s at the end" if args.kills_at_end else ""
     report(
         "faults_vaults" if vaults else "faults",
         result,
@@ -117,8 +121,18 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def faulty(files: tuple[Path, Path], disk: Path, clocks: Clocks, seed: int, seconds: float, every_s: float) -> None:
-    """Launch the run, do to it what the seed says, end it, and leave on the disk what `counted` needs."""
+def faulty(
+    files: tuple[Path, Path],
+    disk: Path,
+    clocks: Clocks,
+    seed: int,
+    seconds: float,
+    every_s: float,
+    end_kills_s: float,
+) -> None:
+    """Launch the run, do to it what the seed says, end it, and leave on the disk what `counted` needs.
+
+    end_kills_s: for so long servers are killed while it ends."""
     with FaultyRun(*files, disk / "archive", clocks=clocks) as run:
         workers = [worker for names in run.regions.values() for worker in names]
         if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
@@ -131,9 +145,9 @@ def faulty(files: tuple[Path, Path], disk: Path, clocks: Clocks, seed: int, seco
         run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
         refused = run.lies_refused()
-        run.finish()
+        run.finish(kills_at_the_end(seed, end_kills_s, END_EVERY_S, *them), lambda text: print(text, flush=True))
         end_s = time.time()
-    run.keep(seconds=seconds, end_s=end_s, hung=hung, lies_refused=refused)
+    run.keep(seconds=seconds, end_s=end_s, hung=hung, lies_refused=refused, ended_badly=int(run.exit_code != 0))
 
 
 def counted(run: FaultyRun) -> dict[str, Any]:
@@ -147,6 +161,7 @@ def counted(run: FaultyRun) -> dict[str, Any]:
         "seconds": run.noted["seconds"],
         "hung": run.noted["hung"],
         "lies_refused": run.noted["lies_refused"],
+        "ended_badly": run.noted["ended_badly"],
         "servers_ended": sum(
             e["event"] == "ProcessDied"
             and e["unit"] in run.servers

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from geotrain.net import wire
-from geotrain.net.recovery import Restarted, Stopped, end_lives, restarted
+from geotrain.net.recovery import Dismissed, Restarted, Stopped, end_lives, restarted
 from geotrain.net.snapshots import Snapshot
 from geotrain.outer.messages import Join, Refused, UpdatePart
 from geotrain.outer.server import Server
@@ -135,7 +135,7 @@ class BookReplay(Replay[Server]):
         elif isinstance(message, Stopped):
             for server in (self.now, *([] if shadow is None else [shadow])):
                 end_lives(server)
-        else:
+        elif not isinstance(message, Dismissed):  # that changes no state
             if shadow is not None:
                 _tell(shadow, message)
             self._note(message)

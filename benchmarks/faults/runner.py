@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, va
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.grpc_client import Unreachable
+from geotrain.net.snapshots import META, SNAPSHOTS, checked_meta
 from geotrain.outer.messages import GLOBAL, Refused
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches
 POLL_S = 0.1
+SOON_S = 0.01  # a server that ends may be gone soon
 KEEP_S = 0.5  # between looks at the journals: a segment stays for much longer
 SAMPLE_TURNS = 10  # of those, between samples of memory and open files
 LATE_S = 120.0  # that faults may be
@@ -111,13 +114,31 @@ class FaultyRun:
                 command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def finish(self) -> None:
+    def finish(self, kills: Sequence[Fault] = (), tell: Callable[[str], None] = lambda text: None) -> None:
         """End the run as `geotrain stop` does: workers train what they were lent, and all of it reaches the global
-        weights. What goes on after FINISH_S is left to `stop`."""
+        weights. What goes on after FINISH_S is left to `stop`. kills: done meanwhile; who has ended is left alone."""
         with suppress(Refused, Unreachable):
             LiveRun(self.folder).steer("stop")
-        with suppress(subprocess.TimeoutExpired):
-            self.launcher.wait(FINISH_S)
+        begin_s, waiting, ending = time.monotonic(), list(kills), dict[str, float]()  # server → since when it ends
+        while self.launcher.poll() is None and (passed_s := time.monotonic() - begin_s) < FINISH_S:
+            for server in (GLOBAL, *self.regions):
+                if server not in ending and self._ends(server):
+                    ending[server] = passed_s
+            for fault in list(waiting):
+                when = fault.when
+                if passed_s >= (ending.get(when.source, inf) + fault.after_s if isinstance(when, Event) else when):
+                    waiting.remove(fault)
+                    if self._inflict(fault, []):
+                        at_end = ", at its end" if isinstance(when, Event) else ""
+                        tell(f"{passed_s:6.1f} s after stop{at_end}: {fault}")
+            time.sleep(SOON_S)
+
+    def _ends(self, server: str) -> bool:
+        """Whether it has written its last snapshot."""
+        with suppress(OSError, ValueError):
+            newest = max((self.folder / "servers" / server / SNAPSHOTS).glob(f"*/{META}"))
+            return bool(checked_meta(newest.read_bytes())["meta"]["ended"])
+        return False
 
     def stop(self) -> None:
         """End the run by Ctrl-C at the launcher, if it is still on: servers write their last snapshots."""

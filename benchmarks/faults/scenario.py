@@ -13,6 +13,8 @@ from geotrain.outer.messages import GLOBAL
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
 BURDENS = ("starve", "files", "fill", "lie", "clock")  # what servers, and the last one workers, must bear
 STEP_S = 3600  # of a clock; certificates are valid from an hour before they were made
+ENDS = "ends"  # an event that is in no log: the server has written its last snapshot
+END_S = 5.0  # after which it is left alone: it may have gone long before
 PACKETS = ("drop", "corrupt", "delay", "reorder", "duplicate")  # what befalls a share of a link's packets
 
 
@@ -36,7 +38,8 @@ class Fault:
     GeoTrain's launcher), "server" (a region's), "global", "vault" (of either), "region" (all its processes at once),
     "launcher": of the whole run, which is then launched again with --resume. Of clocks: "servers" (and the launcher)
     or "workers".
-    of: a worker, a region or a vault. when: seconds from the beginning, or an event. for_s: how long it lasts.
+    of: a worker, a region or a vault. when: seconds from the beginning, or an event, and after_s after that.
+    for_s: how long it lasts.
     rate, seed, amount: of packets, as in `geotrain.emulate.impairments`; the amount of a clock's step: seconds.
     """
 
@@ -47,6 +50,7 @@ class Fault:
     when: float | Event
     of: str = "global"
     kind: str = ""
+    after_s: float = 0.0
     for_s: float = 0.0
     bytes_per_s: float = 0.0
     rate: float = 0.0
@@ -116,6 +120,27 @@ def short_faults(regions: dict[str, Sequence[str]], vaults: int = 0) -> list[Fau
         Fault("kill", 9.0, regions[first][0], "rank"),
     ]
     return sorted([*faults, *(of_vaults if vaults else [])], key=lambda fault: float(fault.when))
+
+
+def kills_at_the_end(
+    seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]], vaults: int = 0
+) -> list[Fault]:
+    """Kills of servers and of their vaults, about one each `every_s`: of each once before any is killed again. Then
+    of each once more, within END_S from when its server, or that which it is a vault of, ends: an event ENDS.
+    Each second one comes at once, and most others soon, since a server may live on for less than a second."""
+    dice = random.Random(seed)
+    sites = {GLOBAL: "global", **dict.fromkeys(sorted(regions), "server")}
+    victims = [*sites.items(), *((vault_name(site, i), "vault") for site in sites for i in range(vaults))]
+    deck: list[tuple[str, str]] = []
+    kills, at_s = [], every_s * dice.uniform(0.2, 1.0)
+    while at_s < seconds:
+        deck = deck or dice.sample(victims, len(victims))
+        kills.append(Fault("kill", round(at_s, 2), *deck.pop()))
+        at_s += every_s * dice.uniform(0.6, 1.4)
+    for number, (of, kind) in enumerate(victims):
+        end = Event(of.partition(".vault-")[0], ENDS)
+        kills.append(Fault("kill", end, of, kind, after_s=round(number % 2 * END_S * dice.random() ** 3, 2)))
+    return kills
 
 
 def _dealt(

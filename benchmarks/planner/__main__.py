@@ -6,13 +6,14 @@ For each of DT-FM's five scenarios (benchmarks/data/dtfm_scenarios.json): `cost`
 `scale`: seconds for synthesized clusters of 256 and 1,024 devices; `scale_detail` what they found.
 `plan`: seconds of a whole plan (workers, server, outer loop) for 1,024 accelerators in 8 regions, and its tokens a
 second over what they could reach without any waiting, by model.
-`random_matrices`: a hundred matrices of ten kinds (planner/random_matrices.py). `worst_over_annealing`: the search's
-cost over that of plain annealing in ten times its processor time, the worst of all; `median_gap`: cost / lower bound
-− 1 of the kinds with 6 to 12 regions of like devices; `kinds`: both by kind.
+`random_matrices`: of ten kinds, `--each` of them, ten at most (planner/random_matrices.py).
+`worst_over_annealing`: the search's cost over that of plain annealing in ten times its processor time, the worst of
+all; `median_gap`: cost / lower bound − 1 of the kinds with 6 to 12 regions of like devices; `kinds`: both by kind.
 With root, on emulated links (planner/runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
-    python -m benchmarks.planner [--only search | random | runs] [--quick] [--docs] [--record]
+    python -m benchmarks.planner [--only search random runs] [--quick] [--docs] [--record]
+    python -m benchmarks.planner --only random --each 10     a hundred matrices: some forty minutes of processor time
 
 `--docs` renews the table of kinds in docs/planner.md. `--only random` may be recorded from a machine that does other
 work besides: it counts processor time.
@@ -30,30 +31,36 @@ from typing import Any
 
 from benchmarks import ROOT
 
+KINDS = ("search", "random", "runs")
+
 
 def main() -> None:
     from benchmarks.claims.report import replace_block
     from benchmarks.common import command_line, report
     from benchmarks.planner import placements, random_matrices, runs
+    from benchmarks.planner.random_matrices import ALL
     from geotrain.emulate.wan import cannot_emulate
 
-    parser = command_line(__doc__, quick={})
-    parser.add_argument("--only", choices=("search", "random", "runs"))
+    parser = command_line(__doc__, quick={"each": 1})
+    parser.add_argument("--only", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--each", type=int, default=3, help="random matrices of each kind")
     parser.add_argument("--docs", action="store_true", help="renew the table of kinds in docs/planner.md")
     args = parser.parse_args()
-    if args.only in (None, "runs") and (reason := cannot_emulate()):
+    if not 1 <= args.each <= ALL:
+        parser.error(f"--each: 1 to {ALL}")
+    if "runs" in args.only and (reason := cannot_emulate()):
         sys.exit(f"links cannot be emulated here: {reason}; --only search and --only random work without")
     found: dict[str, Any] = {}
-    if args.only in (None, "search"):
+    if "search" in args.only:
         found |= placements.measure(args.quick)
-    if args.only in (None, "random"):
-        found["random_matrices"] = random_matrices.measure(args.quick)
+    if "random" in args.only:
+        found["random_matrices"] = random_matrices.measure(args.each, args.quick)
         print("random_matrices", json.dumps(found["random_matrices"]), flush=True)
         if args.docs:
             replace_block(ROOT / "docs/planner.md", "random", random_matrices.page(found["random_matrices"]))
-    if args.only in (None, "runs"):
+    if "runs" in args.only:
         found |= runs.measure(args.quick)
-    report("planner", found, args, unit, left_out=("planned_order",), timed=args.only != "random")
+    report("planner", found, args, unit, left_out=("planned_order",), timed=[*args.only] != ["random"])
 
 
 def unit(metric: str) -> str:

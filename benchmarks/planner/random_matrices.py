@@ -1,5 +1,4 @@
-"""The search on a hundred random matrices of ten kinds, against plain annealing of ten times its time, and its
-bounds.
+"""The search on random matrices of ten kinds, against plain annealing of ten times its time, and its bounds.
 
 A kind is a way to draw links (`KINDS` says how), ten matrices each, in the five shapes of SHAPES by turns. The rival
 (`plain_annealing.c`) exchanges two devices at a time and evaluates the true cost by differences; it is compiled as
@@ -26,7 +25,7 @@ from geotrain.plan.placement.cost import Floats, Ints, Problem, problem_from_lin
 from geotrain.plan.placement.search import search
 
 SHAPES = ((4, 6), (8, 4), (6, 6), (6, 8), (8, 8))  # stages, replicas
-EACH = 10
+ALL = 10  # matrices of each kind
 RIVAL_TIMES = 10.0
 BOUND_WORK = 300_000_000  # see `lower_bound`: some three seconds
 GIGABYTES = {"gradient_gigabytes": 0.65, "activation_gigabytes": 0.47}  # of DT-FM's task
@@ -119,9 +118,10 @@ KINDS = {
 }
 
 
-def matrices(each: int = EACH) -> Iterator[tuple[str, int]]:
-    """(kind, number) of each, kinds by turns, so that two processes end at about the same time."""
-    yield from ((kind, number) for number in range(each) for kind in KINDS)
+def matrices(each: int = ALL) -> Iterator[tuple[str, int]]:
+    """(kind, number) of so many of each kind. Kinds by turns, so that two processes end at about the same time; each
+    begins with another number, so that few are of several shapes."""
+    yield from ((kind, (turn + first) % ALL) for turn in range(each) for first, kind in enumerate(KINDS))
 
 
 def problem_of(kind: str, number: int) -> Problem:
@@ -149,10 +149,10 @@ def measure_matrix(matrix: tuple[str, int], times: float, work: int) -> dict[str
     }
 
 
-def measure(quick: bool, processes: int = 2) -> dict[str, Any]:
-    """The worst and the median of all, and the same by kind. median_gap: of the kinds with up to 12 regions of
-    devices that are alike; median_gap_of_all: of all kinds."""
-    chosen = list(matrices(1 if quick else EACH))
+def measure(each: int, quick: bool = False, processes: int = 2) -> dict[str, Any]:
+    """The worst and the median of all, and the same by kind. each: matrices of a kind. median_gap: of the kinds with
+    up to 12 regions of devices that are alike; median_gap_of_all: of all kinds."""
+    chosen = list(matrices(each))
     times, work = (1.0, BOUND_WORK // 30) if quick else (RIVAL_TIMES, BOUND_WORK)
     with ProcessPoolExecutor(processes) as pool:
         of_each = pool.map(measure_matrix, chosen, repeat(times), repeat(work))

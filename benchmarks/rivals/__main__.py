@@ -1,14 +1,16 @@
 """GeoTrain beside torch's DDP and PowerSGD, torchft and hivemind: two regions, one emulated link between them.
 
     python -m benchmarks.rivals                      about ten minutes
-    python -m benchmarks.rivals --quick              a minute, to see that it works
-    python -m benchmarks.rivals --full               two rates, three orders of the data, longer: intervals; hours
+    python -m benchmarks.rivals --quick              a minute, to see that it works: ours alone, nothing is installed
+    python -m benchmarks.rivals --full               two links, three orders of the data, longer: intervals; hours
     python -m benchmarks.rivals --go-on              what is missing: an earlier call was ended, or its time was over
     python -m benchmarks.rivals --docs               renews docs/comparison.md and results.csv
 
 The rivals are the real packages, which it installs into an environment of their own (build/rivals), pinned in
 requirements.txt here. One that does not install or run is told with its error. All train the same model, text, order
-of the data, start weights, optimizer and schedule, by the same loop (`worker.py`).
+of the data, start weights, optimizer and schedule, by the same loop (`worker.py`). The link goes by the machine: a
+step without communication is timed first, and the slow link takes as long as 45 steps for all weights in fp32, the
+fast one a tenth of that, with a round trip of two steps. So a faster processor does not make a link look slower.
 
 utilization      seconds of a step without communication (both regions at once, just before and after) over seconds of
                  a step in the run, the last exchange included
@@ -19,6 +21,8 @@ loss             validation loss of the weights that a user would export, at equ
 seconds_to_loss  until the first region's weights reach the loss with which the worst method ends
 lost_s           by a region that is killed and started again at once, or whose link is cut for 20 s, and by the other
                  one: the time less what its steps took before; over what it takes and 10 s more
+
+step_ms          of a step without communication, by which the links were set
 
 DDP and PowerSGD exchange in every step: over the link only so many steps are trained as tell their speed; their loss
 is of a run without a slow link, and their seconds to a loss are computed from both.
@@ -40,37 +44,36 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.claims.report import replace_block
 from benchmarks.common import BUSY, CommandLine, command_line, others_share, report, spread
+from benchmarks.rivals.links import LINKS, link
 from benchmarks.rivals.methods import OUTER, TITLES
 from benchmarks.rivals.report import markdown, unit
-from benchmarks.rivals.runs import Setting, faulted, losses, prepare, time_to, train
+from benchmarks.rivals.runs import NO_LINK, Setting, faulted, losses, prepare, step_s_alone, time_to, train
 from benchmarks.rivals.site import OWN, environment
 from benchmarks.rivals.task import LOCAL_STEPS
 from geotrain.files import write_whole
 
-SLOW, FAST = 0.02, 0.2  # Gbit/s
-RTT_MS = 100.0
 EVERY_STEP = {"ddp": (8, 2), "powersgd": (24, 6)}  # that exchange in every step: steps over the link, of them untimed
-NO_LINK = (10.0, 0.2)  # Gbit/s, ms: of the run that tells their loss
 FAULTED = ("torchft-diloco", "hivemind", "ours")
 FAULTS = ("kill", "cut")
 ENDLESS = 4096 * LOCAL_STEPS  # steps of a run in which faults are watched; it is ended long before
+STEP_S = "step without communication"  # of the parts that are kept
 LEFT_OUT = "left out, since the time was over: --go-on measures it"
 METHODS_DIGEST = hashlib.sha256(json.dumps(OUTER, sort_keys=True).encode()).hexdigest()[:12]
-QUICK = {"rounds": 2, "alone_steps": 12, "gbps": [FAST], "methods": ["torchft-diloco", "ours"], "faults": []}
+QUICK = {"rounds": 2, "alone_steps": 8, "faults": [], "methods": ["ours-streaming", "ours"], "patience_s": 600.0}
 
 
 def command() -> CommandLine:
     parser = command_line(__doc__, quick=QUICK)
     parser.add_argument("--methods", nargs="+", default=list(TITLES), choices=list(TITLES))
-    parser.add_argument("--gbps", nargs="+", type=float, default=[SLOW], help="rates of the link")
+    parser.add_argument("--links", nargs="+", default=["slow"], choices=list(LINKS))
     parser.add_argument("--rounds", type=int, default=5, help=f"of {LOCAL_STEPS} steps of each worker")
     parser.add_argument("--alone-steps", type=int, default=40, help="without communication, before and after")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the data, and start weights")
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS)
     parser.add_argument("--minutes", type=float, default=9.0, help="after which no further part is begun")
-    parser.add_argument("--patience-s", type=float, default=120.0, help="within which a run must begin, and end")
+    parser.add_argument("--patience-s", type=float, default=300.0, help="within which a run must begin, and end")
     parser.add_argument("--go-on", action="store_true", help="take up what an earlier call has measured")
-    parser.add_argument("--full", action="store_true", help="two rates, three seeds, ten rounds")
+    parser.add_argument("--full", action="store_true", help="two links, three seeds, ten rounds")
     parser.add_argument("--docs", action="store_true", help="renew docs/comparison.md, and record")
     return parser
 
@@ -78,9 +81,9 @@ def command() -> CommandLine:
 def main() -> None:
     options = command().parse_args()
     if options.full:
-        options.seeds, options.rounds, options.gbps, options.minutes = 3, 10, [SLOW, FAST], 600.0
+        options.seeds, options.rounds, options.links, options.minutes = 3, 10, list(LINKS), 600.0
     options.record |= options.docs
-    rivals, why_not = environment()
+    rivals, why_not = environment() if set(options.methods) - set(OUTER) else (None, "")
     with tempfile.TemporaryDirectory(prefix="geotrain-rivals-") as scratch:
         results = measure(Path(scratch), options, rivals, why_not)
     text = markdown(results, options)
@@ -95,7 +98,10 @@ def measure(folder: Path, options: argparse.Namespace, rivals: Path | None, why_
     data = prepare(folder, options.seeds)
     kept, begin_s = Kept(OWN / "parts.json", options.go_on), time.monotonic()
     found: dict[str, Any] = {method: {} for method in options.methods}
-    for method, name, setting in parts(options):
+    if STEP_S not in kept.parts:  # an earlier call's links are this one's
+        kept.keep(STEP_S, {"step_s": step_s_alone(folder / "alone", data, options.alone_steps)})
+    step_s = kept.parts[STEP_S]["step_s"]
+    for method, name, setting in parts(options, step_s):
         key = f"{method} {name} {replace(setting, patience_s=0.0)} {options.seeds} {METHODS_DIGEST}"
         if key not in kept.parts:
             if method not in OUTER and rivals is None:
@@ -107,24 +113,27 @@ def measure(folder: Path, options: argparse.Namespace, rivals: Path | None, why_
             kept.keep(key, one_part(method, name, folder, data, setting, options, rivals))
         found[method][name] = kept.parts[key]
     add_times(found)
-    return found | judged(found)
+    return found | judged(found) | {"step_ms": 1e3 * step_s}
 
 
-def parts(options: argparse.Namespace) -> Iterator[tuple[str, str, Setting]]:
-    """(method, part, how it is run): "20_mbit", "no_link", "kill", "cut"."""
+def parts(options: argparse.Namespace, step_s: float) -> Iterator[tuple[str, str, Setting]]:
+    """(method, part, how it is run): "slow_link", "fast_link", "no_link", "kill", "cut". step_s: of a step without
+    communication."""
     steps = options.rounds * LOCAL_STEPS
-    whole = Setting(0.0, RTT_MS, steps, steps, options.alone_steps, patience_s=options.patience_s)
-    for gbps in options.gbps:
+    whole = Setting(0.0, 0.0, steps, steps, options.alone_steps, patience_s=options.patience_s)
+    links = {name: link(name, step_s) for name in options.links}
+    for name, (gbps, rtt_ms) in links.items():
         for method in options.methods:
             few, first = EVERY_STEP.get(method, (steps, 0))
-            yield method, f"{round(1000 * gbps)}_mbit", replace(whole, gbps=gbps, steps=few, first=first)
-    for method in options.methods if options.gbps else ():
+            yield method, f"{name}_link", replace(whole, gbps=gbps, rtt_ms=rtt_ms, steps=few, first=first)
+    for method in options.methods:
         if method in EVERY_STEP:
             yield method, "no_link", replace(whole, gbps=NO_LINK[0], rtt_ms=NO_LINK[1])
+    gbps, rtt_ms = max(links.values())
     for what in options.faults:
         for method in options.methods:
             if method in FAULTED:  # so many steps that it is still training when all was seen
-                yield method, what, replace(whole, gbps=max(options.gbps), steps=ENDLESS, alone_steps=0)
+                yield method, what, replace(whole, gbps=gbps, rtt_ms=rtt_ms, steps=ENDLESS, alone_steps=0)
 
 
 def one_part(
@@ -185,7 +194,7 @@ def repeated(
 
 def judged(found: dict[str, Any]) -> dict[str, float]:
     """Our losses over others'. same_algorithm: ours over torchft's, both blocking in fp32 with plain averaging.
-    best_over_best_rival: of those that ran."""
+    best_over_best_rival: of those that ran; none where the time was over before one of them."""
     losses = {
         method: [part["loss"] for part in mine.values() if "loss" in part]
         for method, mine in found.items()
@@ -196,7 +205,13 @@ def judged(found: dict[str, Any]) -> dict[str, float]:
     ratios = {}
     if {"ours-blocking", "torchft-diloco"} <= means.keys():
         ratios["same_algorithm_loss_ratio"] = means["ours-blocking"] / means["torchft-diloco"]
-    if ours and rivals:
+    left_out = any(
+        at.endswith("_link") and part.get("fault") == LEFT_OUT
+        for mine in found.values()
+        if isinstance(mine, dict)
+        for at, part in mine.items()
+    )
+    if ours and rivals and not left_out:
         ratios["best_over_best_rival_loss"] = min(ours) / min(rivals)
     return ratios
 
@@ -207,7 +222,7 @@ def add_times(found: dict[str, Any]) -> None:
     target = max(ends, default=0.0)
     for mine in found.values():
         for at, part in mine.items():
-            if not at.endswith("_mbit") or "fault" in part:
+            if at not in {f"{name}_link" for name in LINKS} or "fault" in part:
                 continue
             curves = part.get("curves")
             if curves is None and "curves" in mine.get("no_link", {}):  # steps of there, speed of here

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.claims.report import table
 from benchmarks.common import hardware, others_share, units_by_ending
+from benchmarks.rivals.links import described
 from benchmarks.rivals.methods import TITLES
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS
 
@@ -31,17 +32,16 @@ def unit(metric: str) -> str:
 
 
 def markdown(results: dict[str, Any], options: argparse.Namespace) -> str:
-    """One table a rate of the link, and one of what faults cost."""
+    """One table a link, and one of what faults cost."""
     mine = {method: of for method, of in results.items() if method in TITLES}
     tokens = options.rounds * LOCAL_STEPS * BATCH * LENGTH * len(REGIONS)
     parts = [
         f"{tokens:,} tokens, {options.seeds} order(s) of the data; {hardware()}; others took "
         f"{100 * (others_share() or 0.0):.0f} % of the processors meanwhile."
     ]
-    for gbps in options.gbps:
-        at = f"{round(1000 * gbps)}_mbit"
-        rows = [(TITLES[method], *cells(of, at)) for method, of in mine.items()]
-        parts += [f"{1000 * gbps:.0f} Mbit/s:", table(rows, ("", *(title for _, title, _, _ in COLUMNS)))]
+    for name in options.links:
+        rows = [(TITLES[method], *cells(of, f"{name}_link")) for method, of in mine.items()]
+        parts += [described(name, results["step_ms"]), table(rows, ("", *(title for _, title, _, _ in COLUMNS)))]
     rows = [(TITLES[m], *(fault_cell(of.get(what)) for what in ("kill", "cut"))) for m, of in mine.items()]
     if faulted := [row for row in rows if row[1:] != (NONE, NONE)]:
         header = ("seconds lost", "a region killed: by it, by the other", "the link cut for 20 s: by each region")

@@ -22,6 +22,7 @@ TEXT_BYTES, VALIDATION_SAMPLES, VALIDATED_AT_ONCE = 4_000_000, 512, 64
 CLOSE_S = 60.0
 AFTER_S = 10.0  # what is watched after a fault is over
 CUT_S = 20.0
+NO_LINK = (10.0, 0.2)  # Gbit/s, ms
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,26 @@ def train(method: str, folder: Path, data: Path, setting: Setting, seed: int, ri
     folder.mkdir()
     with site(folder, setting.gbps, setting.rtt_ms) as place:
         start_trainers(place, task_of(method, folder, data, setting, seed, place), rivals)
-        if fault := wait_until(place, lambda: _told(folder, "begin"), setting.patience_s):
+        if fault := wait_until(place, lambda: _told(folder, "begin"), setting.patience_s, "training began"):
             return {"fault": fault}
         before = place.processor_s()
-        if fault := wait_until(place, lambda: _told(folder, "end"), setting.patience_s):
+        if fault := wait_until(place, lambda: _told(folder, "end"), setting.patience_s, "training ended"):
             return {"fault": fault}
         after = place.processor_s()
         used = {name: after[name] - before.get(name, 0.0) for name in after}
-        if fault := wait_until(place, lambda: _told(folder, "closed"), setting.patience_s):
+        if fault := wait_until(place, lambda: _told(folder, "closed"), setting.patience_s, "trainers ended"):
             return {"fault": fault}
-        if method in OUTER and (fault := wait_until(place, lambda: not _serving(place), CLOSE_S)):
+        if method in OUTER and (fault := wait_until(place, lambda: not _serving(place), CLOSE_S, "servers ended")):
             return {"fault": fault}
     return figures(folder, setting) | processor_figures(folder, used, setting.steps)
+
+
+def step_s_alone(folder: Path, data: Path, steps: int) -> float:
+    """Seconds of a step without communication, both regions at once. Raises RuntimeError if they did not train."""
+    found = train("alone", folder, data, Setting(*NO_LINK, steps=1, schedule_steps=steps, alone_steps=steps), 0, None)
+    if "fault" in found:
+        raise RuntimeError(f"training without communication: {found['fault']}")
+    return float(found["alone_step_ms"]) / 1e3
 
 
 def figures(folder: Path, setting: Setting) -> dict[str, Any]:
@@ -162,8 +171,12 @@ def faulted(
     folder.mkdir()
     with site(folder, setting.gbps, setting.rtt_ms) as place:
         start_trainers(place, task_of(method, folder, data, setting, 0, place), rivals)
+        trained = 1.5 * LOCAL_STEPS
         if fault := wait_until(
-            place, lambda: all(_steps(folder, r) >= 1.5 * LOCAL_STEPS for r in REGIONS), setting.patience_s
+            place,
+            lambda: all(_steps(folder, r) >= trained for r in REGIONS),
+            setting.patience_s,
+            f"{trained:g} steps were trained",
         ):
             return {"fault": fault}
         at_s = time.monotonic()
@@ -175,10 +188,12 @@ def faulted(
             place.kill(*victims)
             for name in victims:
                 place.again(name, *(("--resume",) if name.startswith("server") else ()))
-            if fault := wait_until(place, lambda: _is_back(folder, REGIONS[1]), setting.patience_s):
+            if fault := wait_until(
+                place, lambda: _is_back(folder, REGIONS[1]), setting.patience_s, "it trained again"
+            ):
                 return {"fault": fault}
         over_s = time.monotonic()
-        if fault := wait_until(place, lambda: time.monotonic() > over_s + AFTER_S, 2 * AFTER_S):
+        if fault := wait_until(place, lambda: time.monotonic() > over_s + AFTER_S, 2 * AFTER_S, "time passed"):
             return {"fault": fault}
         until_s = time.monotonic()
     found: dict[str, Any] = {}

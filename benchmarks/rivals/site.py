@@ -14,11 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.common import processor_s
 from benchmarks.rivals.methods import OUTER
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, Task
 from geotrain.config import LinkConfig
@@ -32,13 +33,17 @@ INSTALL_S, LISTEN_S, END_S = 1200.0, 60.0, 30.0
 FIRST_PORT = 7700
 
 
+def make_folder() -> None:
+    """Where trainers are started. They see this package alone: transformers would take kernels/ for another one."""
+    OWN.mkdir(parents=True, exist_ok=True)
+    if not (link := OWN / "benchmarks").exists():
+        link.symlink_to(ROOT / "benchmarks")
+
+
 def environment() -> tuple[Path | None, str]:
     """The rivals' Python, and why there is none. It is made at the first call, which takes a minute or two."""
     python, made = OWN / "venv/bin/python", OWN / "requirements.txt"
-    OWN.mkdir(parents=True, exist_ok=True)
-    link = OWN / "benchmarks"  # trainers see this package alone: transformers would take kernels/ for another one
-    if not link.exists():
-        link.symlink_to(ROOT / "benchmarks")
+    make_folder()
     if made.exists() and made.read_text() == REQUIREMENTS.read_text():
         return python, ""
     print(f"installing {REQUIREMENTS.name} into {OWN}/venv …", file=sys.stderr, flush=True)
@@ -62,7 +67,7 @@ class Site:
         self.addresses = {region: up.addresses[region] for region in REGIONS}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
-        self._used_s: dict[str, dict[int, float]] = {}  # process → of it and each child, as last seen
+        self._used_s: dict[str, float] = {}
 
     def start(self, name: str, region: str, *command: str) -> None:
         """A process in a region's namespace; it ends with the site at the latest."""
@@ -73,7 +78,7 @@ class Site:
     def kill(self, *names: str) -> None:
         """Kill the processes and all that they have started, at once."""
         for name in names:
-            for child in _descendants(self.processes[name].pid):
+            for child in processor_s(self.processes[name].pid):
                 try:
                     os.kill(child, signal.SIGKILL)
                 except ProcessLookupError:
@@ -88,14 +93,9 @@ class Site:
     def processor_s(self) -> dict[str, float]:
         """Seconds of processor time that each process and its children have used, the pump's left out. One that
         has ended counts as it was at the last call."""
-        tick = os.sysconf("SC_CLK_TCK")
         for name, process in self.processes.items():
-            used_s = self._used_s.setdefault(name, {})
-            for pid in _descendants(process.pid):
-                with suppress(OSError):
-                    after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                    used_s[pid] = max(used_s.get(pid, 0.0), sum(map(int, after[11:13])) / tick)
-        return {name: sum(used_s.values()) for name, used_s in self._used_s.items()}
+            self._used_s[name] = max(self._used_s.get(name, 0.0), sum(processor_s(process.pid).values()))
+        return dict(self._used_s)
 
     def cut(self, seconds: float) -> None:
         wan.disturb(self.folder / "control", "-".join(REGIONS), "cut", seconds)
@@ -106,6 +106,7 @@ def site(folder: Path, gbps: float, rtt_ms: float) -> Iterator[Site]:
     """Raises SystemExit where links cannot be emulated."""
     if why_not := wan.cannot_emulate():
         raise SystemExit(f"benchmarks.rivals needs emulated links: {why_not}")
+    make_folder()
     link = LinkConfig(regions=REGIONS, gbps=gbps, rtt_ms=rtt_ms)
     with ExitStack() as stack:
         up = stack.enter_context(wan.emulated({}, between=[link], control=folder / "control"))
@@ -162,8 +163,8 @@ def marks(folder: Path, region: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def wait_until(place: Site, true: Callable[[], bool], within_s: float) -> str:
-    """Wait; returns why it did not come true: a process that failed, or the time."""
+def wait_until(place: Site, true: Callable[[], bool], within_s: float, what: str) -> str:
+    """Wait; returns why it did not come true: a process that failed, or the time. what: that is waited for."""
     deadline, look_s = time.monotonic() + within_s, 0.0
     while not true():
         if time.monotonic() > look_s:  # what a process has used until it ends
@@ -173,7 +174,9 @@ def wait_until(place: Site, true: Callable[[], bool], within_s: float) -> str:
             if process.poll():
                 return f"{name} ended with code {process.returncode}: {last_words(place.folder / f'{name}.log')}"
         if time.monotonic() > deadline:
-            return f"not done within {within_s:g} s"
+            told = [f"{name}: {last_words(place.folder / f'{name}.log')}" for name in place.processes]
+            print(f"{what} not within {within_s:g} s", *told, sep="\n  ", file=sys.stderr, flush=True)
+            return f"{what} not within {within_s:g} s"
         time.sleep(0.05)
     return ""
 
@@ -203,20 +206,3 @@ def _start(stack: ExitStack, log: Path, command: Sequence[str], *keeps: int) -> 
 
     stack.callback(end)
     return process
-
-
-def _descendants(pid: int) -> list[int]:
-    """The processes below this one, and itself, by /proc; itself last."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                after = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(after[1]), []).append(int(entry.name))
-    found, left = [], [pid]
-    while left:
-        found.append(left.pop())
-        left += children.get(found[-1], [])
-    return [*found[1:], pid]

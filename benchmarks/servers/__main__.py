@@ -76,7 +76,7 @@ UNITS = {
 }
 ROUNDS_S = 240.0
 VAULTED_ROUNDS = 2
-QUICK = {"parameters": 2e7, "rounds": 2, "vaults": [1, 2], "vaulted": 2e6, "mirrored": 5e6}
+QUICK = {"parameters": 4e6, "rounds": 1, "vaults": [1, 2], "vaulted": 1e6, "mirrored": 2e6}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from geotrain.export import export_run
 from geotrain.files import write_whole
 from geotrain.hf_checkpoint import write_checkpoint
 from geotrain.initial import initial_tensor
-from geotrain.kernels.devices import cuda_devices
+from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import check_together
 from geotrain.launch.launcher import launch, locked
 from geotrain.launch.terminal import new_console, size
@@ -43,19 +43,24 @@ SAMPLE_TOKENS = 160
 def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, kind: str = "") -> int:
     """Train, export, evaluate, sample; gives the exit code. A finished run's folder is moved to <folder>.previous.
 
-    run_path, cluster_path: None: the shipped ones, whose names end in `kind`. Raises ConfigError and whatever the
-    steps raise.
+    run_path, cluster_path: None: the shipped ones, whose names end in `kind`; the shipped run computes in fp32 where
+    the processor would only emulate bf16. Raises ConfigError and whatever the steps raise.
     """
     console = new_console()
+    shipped = run_path is None
     run_path = run_path or shipped_configs() / f"runs/quickstart{kind}.json"
     cluster_path = cluster_path or shipped_configs() / f"clusters/local-two-regions{kind}.json"
     folder = load_run(run_path).run_folder.absolute()
     changes = tuple(f"data.{what}={folder / 'data' / what}" for what in ("train", "validation", "tokenizer"))
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
-    check_together(run, cluster)
     ranks = sum(worker.ranks for region in cluster.regions for worker in region.workers)
     if cuda_devices() < ranks:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        if shipped and not processor_has_bf16():
+            console.print("fp32: this processor only emulates bf16, which would take several times as long")
+            changes += ("deepspeed.bf16.enabled=false",)
+            run = load_run(run_path, changes)
+    check_together(run, cluster)
     if not resume:
         _move_aside(folder)
         console.rule("text")

@@ -19,10 +19,13 @@ FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], f
 
 
 def run_server(
-    region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, vault: int | None = None
-) -> int:
+    region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, vault: int | None = None,
+    launch: str = "",
+) -> int:  # fmt: skip
     """The server of a region, or the global one (None); or one of its vaults. Gives the exit code. Raises
-    ConfigError."""
+    ConfigError.
+
+    launch: as `geotrain.net.recovery.recover` takes it; a vault, which ends when its book says so, needs none."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
     if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there
@@ -32,9 +35,9 @@ def run_server(
         server = region or GLOBAL
         return serve_vault(run, cluster, server, vault, servers / vault_name(server, vault), resume)
     if region is None:
-        return serve_global(run, cluster, servers / GLOBAL, resume, final_validation(run))
+        return serve_global(run, cluster, servers / GLOBAL, resume, final_validation(run), launch)
     cluster.region(region)
-    return serve_region(run, cluster, region, servers / region, resume)
+    return serve_region(run, cluster, region, servers / region, resume, launch)
 
 
 def final_validation(run: RunConfig) -> FinalValidation | None:

@@ -149,7 +149,7 @@ class CheckpointConfig(Block):
     keep: PositiveInt = 2
     snapshots: str | None = Field(
         None,
-        description="URL (s3://bucket/path, file:///path, any of fsspec's) to which servers copy their snapshots.",
+        description="URL (s3://bucket/path, file:///path, any of fsspec's) for copies of all servers' snapshots.",
     )
 
     @model_validator(mode="after")

@@ -173,7 +173,7 @@ class ProcessStarted(Event):
     """The launcher has started a process."""
 
     process: Annotated[str, "its name, as of its log file"]
-    role: Annotated[str, "worker, server or helper"]
+    role: Annotated[str, "worker, server, vault or helper"]
 
 
 class ProcessEnded(Event):

@@ -179,8 +179,9 @@ class Journal:
         try:
             for message in messages:
                 body = position = self.segment_bytes + RECORD_HEAD_BYTES
-                for frame in wire.frames(message):
-                    position = self._write(position, wire.LENGTH.pack(len(frame)) + frame)
+                for content in wire.bodies(message):
+                    head = wire.LENGTH.pack(wire.CRC_BYTES + len(content)) + wire.checksum(content)
+                    position = self._write(self._write(position, head), content)
                 # The record's head goes last: until it is there, the record counts as torn.
                 self._write(self.segment_bytes, _sealed_pair(self._number + 1, position - body))
                 self._number, self.segment_bytes = self._number + 1, position
@@ -273,7 +274,7 @@ class Journal:
         self._file, self._segment, self._first = file, segment, self._number + 1
         self.segment_bytes = self._durable_bytes = SEGMENT_HEAD_BYTES
 
-    def _write(self, position: int, content: bytes) -> int:
+    def _write(self, position: int, content: wire.Payload) -> int:
         """Write all of the content; returns the position behind it."""
         assert self._file is not None
         rest = memoryview(content)

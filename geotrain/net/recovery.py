@@ -37,7 +37,14 @@ class Stopped:
     """Another such record. At this point the process ended in good order, and with it all who took part."""
 
 
-KINDS = (Restarted, Stopped, *typing.get_args(Message), *typing.get_args(FromVaults))
+@dataclass(frozen=True)
+class Dismissed:
+    """Another. This vault of a server that has ended knows that, and does not come back."""
+
+    vault: int
+
+
+KINDS = (Restarted, Stopped, Dismissed, *typing.get_args(Message), *typing.get_args(FromVaults))
 
 
 @dataclass
@@ -46,7 +53,7 @@ class Recovered:
 
     server: as it was when the last message in the journal had been applied, but with no member joined.
     faults: sentences about what was found damaged and passed over. replayed: how many messages since the snapshot.
-    ended: the snapshot is the one that a run in good order ends with.
+    ended: the server had ended in this launch, and stays ended. dismissed: which of its vaults know that, then.
     """
 
     server: Server
@@ -55,6 +62,7 @@ class Recovered:
     faults: list[str]
     replayed: int
     ended: bool = False
+    dismissed: frozenset[int] = frozenset()
 
 
 def recover(
@@ -64,21 +72,27 @@ def recover(
     keep: int,
     mirror: SnapshotMirror | None = None,
     shelf: Shelf | None = None,
+    launch: str = "",
 ) -> Recovered:
     """Bring a server back from its folder, or begin a new one in an empty folder.
 
+    One that had ended begins again, perhaps with more data; but in the launch in which it ended it was started again
+    because its process died too early, and stays ended.
+
     build: makes the server, without state. begin: gives a new server what it starts from. keep: how many snapshots
-    stay. mirror: where copies of the snapshots are, for a folder that has lost its own. shelf: where the server's
-    mirrors lie.
+    stay. mirror: where copies of the snapshots are, for a folder that has lost its own; None: there are none, or the
+    server's vaults have theirs (see `geotrain.net.past`). shelf: where the server's mirrors lie. launch: names that
+    which this process is started by; "": one of its own.
     Raises StoreError, JournalDamaged, OSError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, shelf)
     snapshot, faults = newest_snapshot(store, mirror)
-    server = build()
+    server, ended, dismissed = build(), False, set[int]()
     journal = Journal(folder / JOURNAL, KINDS, limit_bytes=8 * server.layout.numel + 65536)
     if snapshot is not None:
         server.load(snapshot.tensors, snapshot.meta["state"])
-        if snapshot.meta["ended"]:
+        ended = bool(snapshot.meta["ended"] and launch and snapshot.meta.get("launch") == launch)
+        if snapshot.meta["ended"] and not ended:
             server.begin_again()
     elif faults:
         faults.append(f"{store.folder}: no snapshot is whole; restore one from a copy, or begin in a new folder")
@@ -94,6 +108,9 @@ def recover(
         if isinstance(message, Stopped):
             end_lives(server)
             continue
+        if isinstance(message, Dismissed):
+            dismissed.add(message.vault)
+            continue
         # A message that is refused now was refused then. What the server sends is dropped here: it was sent then, or
         # will be sent again after the next join.
         with suppress(Refused):
@@ -104,8 +121,7 @@ def recover(
     journal.flush()
     if journal.cut is not None:
         faults.append(journal.cut)
-    ended = snapshot is not None and snapshot.meta["ended"]
-    return Recovered(server, store, journal, faults, replayed, ended)
+    return Recovered(server, store, journal, faults, replayed, ended, frozenset(dismissed if ended else ()))
 
 
 def end_lives(server: Server) -> None:
@@ -123,13 +139,19 @@ def restarted(build: Callable[[], Server], server: Server) -> Server:
 
 
 def begin_snapshot(
-    server: Server | VaultMachine, store: SnapshotStore, journal: Journal, ended: bool
+    server: Server | VaultMachine,
+    store: SnapshotStore,
+    journal: Journal,
+    ended: bool,
+    moment: str | None = None,
+    launch: str = "",
 ) -> tuple[FrozenState, dict[str, Any]]:
     """Freeze the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes,
     which must be called: until then the server copies what it changes.
 
     It must be called on the server's thread, between two messages. ended: the run has ended in good order, everyone
-    having left. Raises JournalFull, and StoreError where the snapshot cannot fit.
+    having left; launch: in which. moment: its name; None: one of this process alone. Raises JournalFull, and
+    StoreError where the snapshot cannot fit.
     """
     tensors, state = server.state()
     # Without room nothing is begun: a snapshot that fails halfway would take the room that updates still find, and
@@ -145,7 +167,8 @@ def begin_snapshot(
     share = max(f.numel for f in server.layout.fragments) / server.layout.numel
     frozen = FrozenState(tensors, largest_share=share, done=store.shelf.back)
     server.vaults.watch(frozen.before_write)
-    return frozen, {"state": state, "segment": segment, "ended": ended}
+    moment = store.new_moment() if moment is None else moment
+    return frozen, {"state": state, "segment": segment, "ended": ended, "moment": moment, "launch": launch}
 
 
 def left_out(server: Server) -> list[Message | HeldPart]:

@@ -17,7 +17,8 @@ beat      Beat                       Ack
 status    nothing                    JSON
 control   Control                    Told
 vault     VaultHello, then what it holds, streamed
-                                     orders, and Bring, Fetch, Save, Farewell, streamed, several in a bundle
+                                     orders, and Belong, Bring, Fetch, Save, Upload, Farewell, streamed, several in a
+                                     bundle; or GoBack alone
 
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
 """
@@ -187,23 +188,26 @@ class Told:
 
 @dataclass(frozen=True)
 class VaultHello:
-    """A vault calls its book. orders: how many it has obeyed that count, and has on disk."""
+    """A vault calls its book. orders: how many it has obeyed that count, and has on disk. past: the name of the past
+    (`geotrain.net.past`) that its state belongs to."""
 
     server: str
     vault: int
     vaults: int
     orders: int
+    past: str
 
 
 @dataclass(frozen=True)
 class VaultState:
     """A vault tells how far it is on disk. saved: after how many orders its newest snapshot was taken. rss_bytes: its
-    process's memory."""
+    process's memory. moment: of that snapshot."""
 
     orders: int
     saved: int
     journal_bytes: int
     rss_bytes: int
+    moment: str = ""
 
 
 @dataclass(frozen=True)
@@ -223,8 +227,41 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Belong:
+    """The vault's state belongs to this past of its server from here on. The vault says the same when that is on its
+    disk."""
+
+    past: str
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """A vault that does not fit its book shall take its copy of this moment, from which that past began."""
+
+    moment: str
+    past: str
+
+
+@dataclass(frozen=True)
 class Save:
-    """A vault shall write a snapshot of its state, as it is after the orders before this."""
+    """A vault shall write a snapshot of its state, as it is after the orders before this. moment: the snapshot's."""
+
+    moment: str
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A vault shall copy its snapshot of this moment to object storage. It answers with Uploaded."""
+
+    moment: str
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """trouble: why there is no whole copy; "": there is."""
+
+    moment: str
+    trouble: str = ""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from geotrain.net.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
 from geotrain.net.fragment_bytes import FragmentBytes
 from geotrain.net.grpc_service import GrpcService
 from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
-from geotrain.net.recovery import Recovered, Stopped, begin_snapshot, finish_snapshot
+from geotrain.net.recovery import Dismissed, Recovered, Stopped, begin_snapshot, finish_snapshot
 from geotrain.net.region_client import RegionClient
 from geotrain.net.sampler import Sampler
 from geotrain.net.server_setup import LISTENING, ServerSetup
@@ -45,7 +45,7 @@ from geotrain.net.server_thread import ServerThread
 from geotrain.net.snapshot_mirror import Uploader
 from geotrain.net.snapshots import StoreError
 from geotrain.net.tcp_counters import TcpCounters, Traffic
-from geotrain.net.vault_sessions import FAREWELL_S, VaultLost, VaultSessions
+from geotrain.net.vault_sessions import FAREWELL_S, Lineage, VaultLost, VaultSessions
 from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.region_server import RegionServer
 from geotrain.vaults import FarVaults
@@ -78,12 +78,13 @@ class ServerHost:
     ) -> None:
         self.place, self.credentials, self.uploader = place, credentials, uploader
         self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
-        self.ended_before = recovered.ended
+        self.ended_before, self.dismissed = recovered.ended, recovered.dismissed
         self.events, self.folder, self.run_config, self.monitor = events, place.folder, place.run, monitor
         self.region_client: RegionClient | None = None
         self.guard: ConnectionGuard | None = None
         self.vaults: VaultSessions | None = None  # where they are in processes of their own
         self.saved_updates, self.saved_s = self._updates(), time.monotonic()  # at the last snapshot, or the start
+        self.alone = "" in self.store.moments().values()  # its vaults have no snapshot of the newest one's moment
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.stop = asyncio.Event()
         self.saving = asyncio.Lock()
@@ -96,7 +97,13 @@ class ServerHost:
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         self.server_thread = ServerThread(self.server, self.journal, self._deliver, self.events.write)
         if isinstance(far := self.server.vaults, FarVaults):
-            self.vaults = VaultSessions(self.server_thread, far, self.server.name, self.server.incarnation)
+            lineage = Lineage(self.folder, self.uploader.copies if self.uploader else None)
+            names = self.server.name, self.server.incarnation
+            self.vaults = VaultSessions(
+                self.server_thread, far, *names, lineage, self._note_dismissed, self.dismissed
+            )
+            if self.uploader is not None:
+                self.uploader.vaults = self.vaults.upload
         of_regions = self.server.member_role == "region"
         self.service = GrpcService(
             self.server_thread,
@@ -136,12 +143,15 @@ class ServerHost:
             uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
             await self._until_over()
             # Else some vaults may be gone for good, and the journals hold all.
-            if self.vaults is None or (self.vaults.ready and not self.stop.is_set()):
+            whole = self.vaults is None or (self.vaults.ready and not self.stop.is_set())
+            if whole:
                 await self._last_snapshot()
-            await self._note_the_end()
+            # Behind the joins with which the last snapshot's journal begins: these lives have ended with this one.
+            await self._note(Stopped())
+            if whole:
+                await self._last_upload()
             if self.vaults is not None:
                 await self._farewell(self.vaults)
-            await self._last_upload()
         finally:
             if uploading is not None:
                 uploading.cancel()
@@ -199,20 +209,26 @@ class ServerHost:
                 with suppress(TimeoutError):
                     await within(SNAPSHOT_RETRY_S, self.stop.wait())
 
-    async def _note_the_end(self) -> None:
-        """Behind the joins with which the last snapshot's journal begins: these lives have ended with this one."""
-
+    async def _note(self, what: Stopped | Dismissed) -> None:
         def note() -> None:
-            with suppress(JournalFull):  # then they count as restarted
-                self.journal.append(Stopped())
+            with suppress(JournalFull):  # then lives count as restarted, and vaults are waited for
+                self.journal.append(what)
                 self.journal.flush()
 
         await self.server_thread.alone(note)
 
+    async def _note_dismissed(self, vault: int) -> None:
+        await self._note(Dismissed(vault))
+
+    async def _wait_for_vaults(self) -> None:
+        """Who had ended waits for none: to those that are left it says farewell."""
+        if self.vaults is not None and not self.ended_before:
+            await self.vaults.wait_ready()
+
     async def _farewell(self, vaults: VaultSessions) -> None:
         """Wait until the vaults have heard that the server ended in good order, or until this process is told to
         end, as they are then, too."""
-        said = asyncio.ensure_future(vaults.farewell(FAREWELL_S if vaults.ready else 0.0))
+        said = asyncio.ensure_future(vaults.farewell(FAREWELL_S if vaults.ready or self.ended_before else 0.0))
         told = asyncio.ensure_future(self.stop.wait())
         await asyncio.wait([said, told], return_when=asyncio.FIRST_COMPLETED)
         for vault in [] if told.done() else said.result():
@@ -235,13 +251,7 @@ class ServerHost:
 
     async def _until_finished(self) -> None:
         """Returns when the server has finished and this process should end in good order."""
-        if self.vaults is not None:
-            try:
-                # Killed while it ended, it may find that vaults have gone for good: they hold what it last wrote.
-                gone = self.ended_before and self.server.over
-                await within(FAREWELL_S if gone else float("inf"), self.vaults.wait_ready())
-            except TimeoutError:
-                return
+        await self._wait_for_vaults()
         while True:
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()
@@ -323,7 +333,8 @@ class ServerHost:
         if self.vaults is not None:
             journal_bytes = max(journal_bytes, self.vaults.journal_bytes)
         late = time.monotonic() - self.saved_s >= 60.0 * self.run_config.checkpoint.every_minutes
-        return (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
+        due = (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
+        return due or (self.alone and self.uploader is not None)
 
     async def _snapshot(self, ended: bool = False) -> str:
         """Freeze the state between two messages, then write it while the server goes on. Returns where it is.
@@ -331,40 +342,43 @@ class ServerHost:
         Raises StoreError.
         """
         async with self.saving:
-            if self.vaults is not None and self.store.numbers():  # the first one says that there is nothing yet
+            alone = self.vaults is not None and not self.store.numbers()
+            if self.vaults is not None and not alone:
                 await self.vaults.wait_ready()
+            moment = "" if alone else self.store.new_moment()
             began_s, updates = time.monotonic(), self._updates()
             try:
-                writing = await self.server_thread.alone(partial(self._begin_snapshot, ended))
+                writing = await self.server_thread.alone(partial(self._begin_snapshot, ended, moment))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
             wrapped = asyncio.wrap_future(writing)
             wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever still waits for it
             number = await asyncio.shield(wrapped)
+            self.alone = alone
             self.saved_updates, self.saved_s = updates, began_s
             self.events.write(SnapshotWritten(number, time.monotonic() - began_s))
             if self.uploader is not None:
                 self.uploader.wake()
             return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
-    def _begin_snapshot(self, ended: bool) -> Future[int]:
+    def _begin_snapshot(self, ended: bool, moment: str) -> Future[int]:
         """Freeze the state, on the server's thread. It is written even if the caller is cancelled: what is frozen and
         never written would be copied in vain."""
         # One snapshot at a time: the one before may still be written, if its caller was cancelled.
         if wait(self.writing, timeout=LAST_WRITE_S).not_done:
             raise StoreError(f"{self.folder}: the snapshot before is still being written")
-        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended)
+        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended, moment, self.place.launch)
         self.carried_bytes = self.journal.segment_bytes
         if self.vaults is not None:
-            self.vaults.tell_all(rpc.Save())
+            self.vaults.tell_all(rpc.Save(moment))
         finish = partial(finish_snapshot, self.store, self.journal, frozen, meta)
-        self.writing = [self.disk.submit(self._finish, finish, meta["state"].get("vaults", {}).get("orders", 0))]
+        self.writing = [self.disk.submit(self._finish, finish, moment)]
         return self.writing[0]
 
-    def _finish(self, finish: Callable[[], int], orders: int) -> int:
+    def _finish(self, finish: Callable[[], int], moment: str) -> int:
         """Write the book's part when the vaults have written theirs: what is before it is then asked for by none."""
         deadline_s = time.monotonic() + LAST_WRITE_S
-        while orders and self.vaults is not None and not self.vaults.saved(orders):
+        while moment and self.vaults is not None and not self.vaults.saved(moment):
             if self.vaults.lost.done():
                 raise VaultLost(f"{self.folder}: no snapshot, since a vault was lost")
             if time.monotonic() > deadline_s:
@@ -459,6 +473,5 @@ class RegionServerHost(ServerHost):
         return self._run_client(self.region_client)
 
     async def _run_client(self, client: RegionClient) -> None:
-        if self.vaults is not None:
-            await self.vaults.wait_ready()
+        await self._wait_for_vaults()
         await client.run()

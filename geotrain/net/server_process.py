@@ -44,14 +44,15 @@ from geotrain.net.certs import CertificateError, load_credentials
 from geotrain.net.disk_shelf import shelf_of
 from geotrain.net.grpc_client import Unreachable
 from geotrain.net.journal import JournalDamaged
+from geotrain.net.past import Past, clear_void, go_back, take
 from geotrain.net.recovery import JOURNAL, recover
 from geotrain.net.rpc import ListenError
 from geotrain.net.server_host import RegionServerHost, ServerHost
-from geotrain.net.server_setup import Evaluate, ServerSetup
-from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader
-from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError, alone_in
+from geotrain.net.server_setup import Evaluate, ServerSetup, mirror_of
+from geotrain.net.snapshot_mirror import Copies, SnapshotMirror, Uploader, number_of
+from geotrain.net.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError, alone_in
 from geotrain.net.vault_host import VaultSetup, run_vault
-from geotrain.net.vault_sessions import VaultLost
+from geotrain.net.vault_sessions import PastLost, VaultLost
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.global_server import GlobalServer
@@ -67,6 +68,7 @@ log = logging.getLogger(__name__)
 
 ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk full tries again
 ROOM_LOOK_S = 2.0
+STORE_RETRY_S = 5.0  # where the object storage does not give a vault what it is to take
 EVENTS = "events.jsonl"
 # Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
 FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError, PayloadLost)
@@ -98,31 +100,36 @@ def any_server(run: RunConfig, cluster: ClusterConfig, name: str, vaults: int | 
 
 
 def serve_global(
-    run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool, evaluate: Evaluate | None = None
-) -> int:
+    run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool, evaluate: Evaluate | None = None,
+    launch: str = "",
+) -> int:  # fmt: skip
     """Run the global server until every member has left, or SIGTERM. Returns the process's exit code.
 
-    evaluate: see `ServerSetup`."""
+    evaluate, launch: see `ServerSetup`."""
 
     def build() -> Server:
         server = global_server(run, cluster, far_vaults(run, cluster, GLOBAL))
         server.validation_steps = validation_steps(run)
         return server
 
-    return _serve(
-        build, partial(begin_server, run=run), ServerSetup(run, cluster, "global", GLOBAL, folder, evaluate), resume
-    )
+    place = ServerSetup(run, cluster, "global", GLOBAL, folder, evaluate, launch)
+    return _serve(build, partial(begin_server, run=run), place, resume)
 
 
-def serve_region(run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool) -> int:
-    """Run a region's server until the global server took its goodbye, or SIGTERM. Returns the exit code."""
+def serve_region(
+    run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool, launch: str = ""
+) -> int:
+    """Run a region's server until the global server took its goodbye, or SIGTERM. Returns the exit code.
+
+    launch: see `ServerSetup`."""
 
     def build() -> Server:
         server = region_server(run, cluster, region, far_vaults(run, cluster, region))
         server.validation_steps = validation_steps(run)
         return server
 
-    return _serve(build, partial(begin_server, run=run), ServerSetup(run, cluster, "region", region, folder), resume)
+    place = ServerSetup(run, cluster, "region", region, folder, launch=launch)
+    return _serve(build, partial(begin_server, run=run), place, resume)
 
 
 def begin_server(server: Server, run: RunConfig) -> None:
@@ -139,10 +146,6 @@ def far_vaults(run: RunConfig, cluster: ClusterConfig, server: str) -> int | Far
     """The server's vaults: one in its process, or those that the cluster file names."""
     if not (number := len(vaults_of(cluster, server))):
         return 1
-    if run.checkpoint.snapshots:
-        raise ConfigError(
-            "checkpoint.snapshots: those of vaults in processes of their own are not copied; leave out one of the two"
-        )
     down = run.outer.down if server == GLOBAL else run.outer.local
     return FarVaults(layout_of(run), number, make_codec(run.outer.up), sends_changes(down))
 
@@ -151,22 +154,48 @@ def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int,
     """Run one vault of a server until its book says that the server has ended, or SIGTERM. Returns the exit code."""
 
     def live(new: bool) -> None:
+        mirror = mirror_of(run, vault_name(server, index))
+        clear_void(folder)
         if new:
-            _check_is_new(folder)
+            _check_is_new(folder, mirror)
         addresses, top = vaults_of(cluster, server), server == GLOBAL
         if not 0 <= index < len(addresses):
             raise ConfigError(f"server {server!r} has {len(addresses)} vaults in the cluster file, and no {index}")
-        machine = vault_machine(run, cluster, server, index)
-        if not SnapshotStore(folder / SNAPSHOTS).numbers():
-            begin_vault(machine, run)
         book = cluster.global_server if top else cluster.region(server).server
         above = None if top else cluster.global_vaults[index]
         own = load_credentials(Path(cluster.security.folder), "vault", server) if cluster.security else None
-        setup = VaultSetup(server, addresses[index], book, above, folder, own, run.checkpoint.keep)
+        setup = VaultSetup(server, addresses[index], book, above, folder, own, run.checkpoint.keep, mirror)
         with EventLog(folder / EVENTS, source=vault_name(server, index), enabled=run.monitor.enabled) as events:
-            run_vault(machine, setup, events, shelf_of(run.outer, folder, events))
+            shelf = shelf_of(run.outer, folder, events)
+            while True:
+                machine = vault_machine(run, cluster, server, index)
+                if not SnapshotStore(folder / SNAPSHOTS).numbers():
+                    begin_vault(machine, run)
+                if (past := run_vault(machine, setup, events, shelf)) is None:
+                    return
+                _go_back(setup, past, events)
 
     return _live_on(folder, live, resume)
+
+
+def _go_back(setup: VaultSetup, past: Past, events: EventLog) -> None:
+    """Take the moment from which the past of the vault's book began, if its copy is there and good; else the vault is
+    as it was, and its book says what to do when it looks for good copies again. Raises StoreError, OSError."""
+    if (mirror := setup.mirror) is None:
+        raise StoreError(f"{setup.folder}: is to go back to {past.moment}, and has no checkpoint.snapshots")
+    said = f"{setup.folder}: goes back to {past.moment}, which came from {mirror.url}"
+    try:
+        take(setup.folder, mirror, past, number_of(past.moment))
+    except DamagedSnapshot as error:
+        said = f"{mirror.url}/{past.moment}: damaged: {error}"
+        mirror.condemn(past.moment, str(error))
+    except StoreError as error:
+        if out_of_room(error):
+            raise
+        said = str(error)
+        time.sleep(STORE_RETRY_S)
+    _say(said)
+    events.write(Trouble(said))
 
 
 def vault_machine(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> VaultMachine:
@@ -227,13 +256,26 @@ def _serve(build: Callable[[], Server], begin: Callable[[Server], None], place: 
     """Run a server and return the process's exit code. build, begin: as `recover` takes them."""
 
     def live(new: bool) -> None:
+        copies = place.copies()
+        clear_void(place.folder)
         if new:
-            _check_is_new(place.folder, place.mirror())
+            _check_is_new(place.folder, copies.own if copies else None)
+        vaults = len(copies.all) > 1 if copies else False
+        if copies and vaults and not SnapshotStore(place.folder / SNAPSHOTS).numbers() and copies.whole():
+            go_back_to_newest(copies)
         while True:
             try:
-                return _live(build, begin, place)
+                return _live(build, begin, place, copies)
             except VaultLost as lost:
                 _say(f"{lost}; the server begins a new life")
+                if isinstance(lost, PastLost) and copies is not None:
+                    go_back_to_newest(copies)
+
+    def go_back_to_newest(copies: Copies) -> None:
+        with EventLog(place.folder / EVENTS, source=place.name, enabled=place.run.monitor.enabled) as events:
+            for fault in go_back(place.folder, copies):
+                _say(fault)
+                events.write(Trouble(fault))
 
     return _live_on(place.folder, live, resume)
 
@@ -263,14 +305,17 @@ def _check_is_new(folder: Path, mirror: SnapshotMirror | None = None) -> None:
     """Raises StoreError if there is a state already, which a new run must not take up or overwrite."""
     if SnapshotStore(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*")):
         raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
-    if mirror is not None and mirror.numbers():
+    if mirror is not None and mirror.whole():
         raise StoreError(f"{mirror.url}: holds the state of a run already; resume it, or choose another URL")
 
 
-def _live(build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup) -> None:
+def _live(
+    build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup, copies: Copies | None
+) -> None:
     """One life of the server, from its recovery to its end."""
     run, folder = place.run, place.folder
-    credentials, mirror = place.credentials(), place.mirror()
+    credentials = place.credentials()
+    mirror = copies.own if copies and len(copies.all) == 1 else None
     with (
         EventLog(folder / EVENTS, source=place.name, enabled=run.monitor.enabled) as events,
         place.monitor(events) as monitor,
@@ -285,13 +330,15 @@ def _live(build: Callable[[], Server], begin: Callable[[Server], None], place: S
             server.vaults.put_mirrors_on(shelf)
             return server
 
-        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror, shelf)
+        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror, shelf, place.launch)
+        if recovered.ended:
+            log.warning("it had ended in launch %s, and stays ended: only another launch begins again", place.launch)
         for fault in recovered.faults:
             log.error("%s", fault)
             events.write(Trouble(fault))
         events.write(Recovery(recovered.replayed))
         kind = ServerHost if place.role == "global" else RegionServerHost
-        uploader = Uploader(recovered.store, mirror, events.write) if mirror is not None else None
+        uploader = Uploader(recovered.store, copies, events.write) if copies is not None else None
         host = kind(recovered, events, place, credentials, monitor, uploader)
         try:
             asyncio.run(host.run())

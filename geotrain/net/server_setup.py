@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from geotrain.config import Address, ClusterConfig, RunConfig
+from geotrain.config import Address, ClusterConfig, RunConfig, vault_name, vaults_of
 from geotrain.layout import layout_of
 from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
 from geotrain.net.certs import Credentials, Role, load_credentials
-from geotrain.net.snapshot_mirror import SnapshotMirror
+from geotrain.net.snapshot_mirror import Copies, SnapshotMirror
 from geotrain.net.vaulted_link import VaultsAbove, vaults_above
 from geotrain.outer.messages import GLOBAL
 
@@ -29,7 +29,7 @@ class ServerSetup:
     """A server's place in the cluster, and the folder of its state.
 
     evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
-    raise whatever it meets.
+    raise whatever it meets. launch: as `recover` takes it.
     """
 
     run: RunConfig
@@ -38,6 +38,7 @@ class ServerSetup:
     name: str
     folder: Path
     evaluate: Evaluate | None = None
+    launch: str = ""
 
     @property
     def address(self) -> Address:
@@ -53,10 +54,12 @@ class ServerSetup:
         """The vaults of the global server, for a region's. Raises CertificateError."""
         return vaults_above(self.cluster, layout_of(self.run), "region", self.name, GLOBAL)
 
-    def mirror(self) -> SnapshotMirror | None:
+    def copies(self) -> Copies | None:
         """Where copies of this server's snapshots go. Raises ConfigError."""
-        url, keep = self.run.checkpoint.snapshots, self.run.checkpoint.keep
-        return SnapshotMirror(f"{url.rstrip('/')}/{self.run.name}/{self.name}", keep) if url else None
+        own = mirror_of(self.run, self.name)
+        vaults = range(len(vaults_of(self.cluster, self.name)))
+        others = [mirror_of(self.run, vault_name(self.name, vault)) for vault in vaults]
+        return Copies(own, self.run.checkpoint.keep, [each for each in others if each]) if own else None
 
     def monitor(self, events: EventLog) -> Monitor:
         """Raises ConfigError."""
@@ -64,3 +67,9 @@ class ServerSetup:
         names = tuple(fragment.name for fragment in layout.fragments)
         top = facts(self.run, self.cluster, layout.numel, names) if self.role == "global" else None
         return Monitor(self.run, self.cluster, self.name, events, top)
+
+
+def mirror_of(run: RunConfig, process: str) -> SnapshotMirror | None:
+    """Where copies of a server's or a vault's snapshots go. Raises ConfigError."""
+    url = run.checkpoint.snapshots
+    return SnapshotMirror(f"{url.rstrip('/')}/{run.name}/{process}") if url else None

@@ -1,5 +1,6 @@
 """Runs a server's state machine on a thread of its own. A message goes to the journal first, then to `Server.handle`,
-and only then do its reply, its sends and its events leave. So nothing is said to anyone before it is durable."""
+and only then do its reply, its sends and its events leave. So nothing is said to anyone before it is durable. What
+the message makes due for others is done when the reply has left."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from geotrain.net.deadlines import within
 from geotrain.net.journal import Journal, JournalFull
 from geotrain.outer.events import Event
 from geotrain.outer.messages import Refused, Send
-from geotrain.outer.server import Server
+from geotrain.outer.server import Handled, Server
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,6 +40,14 @@ class _Work:
     call: Callable[[], Any]
     done: Future[Any]
     alone: bool = False
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """A call that is repeated after each message, until it gives a value."""
+
+    call: Callable[[], Any]
+    done: Future[Any]
 
 
 class ServerThread:
@@ -70,7 +79,7 @@ class ServerThread:
         self._full_s = 0.0  # when a message was last refused for want of room; time.monotonic()
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        self._changed = asyncio.Event()  # set at the next message, and then replaced by a new one
+        self._watches: list[_Watch] = []  # the thread's own
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="state-machine", daemon=True)
         self._thread.start()
@@ -101,18 +110,25 @@ class ServerThread:
         return result
 
     async def until(self, call: Callable[[], T | None], wait_s: float) -> T | None:
-        """Like `read`, repeated after every message until the call gives a value; None after `wait_s`."""
-        deadline = self._loop.time() + wait_s
-        while True:
-            changed = self._changed  # taken before the call, so that no message in between is missed
-            value = await self.read(call)
+        """Like `read`, repeated after every message, and after every delivery, until the call gives a value; None
+        after `wait_s`."""
+        deadline, watch = self._loop.time() + wait_s, _Watch(call, Future())
+
+        def look() -> T | None:
+            if (value := call()) is None:
+                self._watches.append(watch)
+            return value
+
+        try:
+            value = await self.read(look)
             left_s = deadline - self._loop.time()
-            if value is not None or left_s <= 0:
-                return value
-            try:
-                await within(left_s, changed.wait())
-            except TimeoutError:
-                return None
+            if value is None and left_s > 0:
+                value = await within(left_s, asyncio.wrap_future(watch.done))
+            return value
+        except TimeoutError:
+            return None
+        finally:
+            watch.done.cancel()
 
     @property
     def waiting(self) -> int:
@@ -169,6 +185,34 @@ class ServerThread:
                 if not harmless or len(work.messages) > 1:
                     self._loop.call_soon_threadsafe(self._fail, error)
                 work.done.set_exception(error)
+            else:
+                if work.messages:
+                    self._follow()
+
+    def _follow(self) -> None:
+        """After a message: see to those who wait for what it has changed, then do what it has made due."""
+        self._look()
+        try:
+            self._go_on()
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._fail, error)
+        self.status = self.server.status()
+
+    def _look(self) -> None:
+        """Give those who wait what they wait for, if it is there now."""
+        still = []
+        for watch in self._watches:
+            if watch.done.cancelled():
+                continue
+            try:
+                value, error = watch.call(), None
+            except Exception as raised:
+                value, error = None, raised
+            if value is None and error is None:
+                still.append(watch)
+            elif watch.done.set_running_or_notify_cancel():
+                watch.done.set_result(value) if error is None else watch.done.set_exception(error)
+        self._watches = still
 
     def _record(self, group: list[_Work]) -> dict[int, Refused]:
         """Make the messages durable. Returns a refusal, by id of the work, for each that cannot be written down."""
@@ -207,23 +251,29 @@ class ServerThread:
             self.write_event(Trouble(said))
 
     def _say(self, messages: tuple[Any, ...]) -> list[Any]:
-        replies, sends = [], list[Send]()
+        replies = list[Any]()
         for message in messages:
-            handled = self.server.handle(message)
-            for event in handled.events:
-                self.write_event(event)
-            replies.append(handled.reply)
-            sends += handled.sends
-        self._loop.call_soon_threadsafe(self._after, sends, self.server.status())
+            if replies:
+                self._go_on()
+            replies.append(self._tell(self.server.take(message)))
+        self.status = self.server.status()
         return replies
+
+    def _go_on(self) -> None:
+        self._tell(self.server.go_on())
+
+    def _tell(self, handled: Handled) -> Any:
+        for event in handled.events:
+            self.write_event(event)
+        if handled.sends:
+            self._loop.call_soon_threadsafe(self._deliver_all, handled.sends)
+        return handled.reply
 
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _after(self, sends: list[Send], status: dict[str, Any]) -> None:
-        self.status = status
+    def _deliver_all(self, sends: tuple[Send, ...]) -> None:
         for send in sends:
             self.deliver(send)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._queue.put(_Work((), self._look, Future()))  # what was delivered may be waited for

@@ -5,6 +5,10 @@
 
 `Server.state()` names the tensors. `piece.<i>.x` is the fp32 vector of piece i of the layout, which export reads
 (`fragment.<i>.x` in older ones, of fragments that are one piece each).
+
+`meta["moment"]` names the moment of the snapshot: the same in the snapshots that a server's book and its vaults took
+of it, and nowhere else, also where the server went back to an older one and counts from there again. "": the first
+snapshot of a book or a vault, which it takes by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import os
 import shutil
 import struct
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -136,18 +141,28 @@ class SnapshotStore:
         finally:
             self._kept.discard(number)
 
-    def adopt(self, folder: Path, number: int) -> Snapshot:
-        """Take in a snapshot that was copied into `folder` (on the same disk), as that number.
-
-        Raises DamagedSnapshot when it is not whole, OSError.
-        """
-        snapshot = _load(folder, number, shelf=self.shelf)
-        for path in (*folder.iterdir(), folder):
-            sync(path)
+    def adopt(self, folder: Path, number: int) -> None:
+        """Take in a whole snapshot from `folder` (on the same disk), as that number. Raises OSError."""
+        make_folder(self.folder)
         shutil.rmtree(self.path(number), ignore_errors=True)
         folder.rename(self.path(number))
         sync(self.folder)
-        return snapshot
+
+    def new_moment(self) -> str:
+        """A name for the moment of the next snapshot. Names of later moments are greater. Raises StoreError."""
+        return f"{max(self.numbers(), default=0) + 1:08d}-{uuid.uuid4().hex[:12]}"
+
+    def moments(self) -> dict[int, str]:
+        """Of the snapshots that are whole, by number, ascending. Raises StoreError."""
+        found = {}
+        for number in self.numbers():
+            with suppress(DamagedSnapshot):  # older ones name no moment, and are of servers of one process
+                found[number] = _load(self.path(number), number, ()).meta.get("moment", f"{number:08d}")
+        return found
+
+    def load(self, number: int) -> Snapshot:
+        """Raises DamagedSnapshot."""
+        return _load(self.path(number), number, shelf=self.shelf)
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
         """The newest whole snapshot, None if there is none, and sentences on what is wrong with it or newer ones.
@@ -178,14 +193,6 @@ class SnapshotStore:
         except DamagedSnapshot as error:
             raise StoreError(f"{self.folder}: a snapshot is damaged: {error}") from error
 
-    def states(self) -> dict[int, dict[str, Any]]:
-        """The JSON parts of the states in all snapshots that are whole, by number. Raises StoreError."""
-        found = {}
-        for number in self.numbers():
-            with suppress(DamagedSnapshot):
-                found[number] = _load(self.path(number), number, ()).meta["state"]
-        return found
-
     def path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
@@ -203,7 +210,7 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         raise LayoutError(f"{folder}: holds weights of another model than the run file's")
     places = {piece.index: store.path(newest.number) for piece in layout.pieces}
     if "vaults" in newest.meta["state"]:
-        places = _in_vaults(folder, layout, **newest.meta["state"]["vaults"])
+        places = _in_vaults(folder, layout, newest.meta["state"]["vaults"]["number"], newest.meta.get("moment", ""))
     for fragment in layout.fragments:
         names = {f"piece.{piece.index}.x": places[piece.index] for piece in layout.pieces_of[fragment.index]}
         if not all((place / _file(name)).exists() for name, place in names.items()):
@@ -212,13 +219,13 @@ def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         yield from layout.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
 
 
-def _in_vaults(folder: Path, layout: Layout, number: int, orders: int, **_: Any) -> dict[int, Path]:
-    """Piece → the snapshot that its vault wrote after so many orders. folder: the server's; those of its vaults are
-    beside it. Raises StoreError, when one of them is not here or not whole."""
+def _in_vaults(folder: Path, layout: Layout, number: int, moment: str) -> dict[int, Path]:
+    """Piece → the snapshot of that moment that its vault wrote. folder: the server's; those of its vaults are beside
+    it. Raises StoreError, when one of them is not here or not whole."""
     places: dict[int, Path] = {}
     for vault, own in enumerate(deal(layout.pieces, number)):
         store = SnapshotStore(folder.with_name(vault_name(folder.name, vault)) / SNAPSHOTS)
-        alike = [n for n, meta in store.states().items() if meta["orders"] == orders]
+        alike = [n for n, of in store.moments().items() if of == moment]
         if not alike:
             raise StoreError(
                 f"{store.folder}: holds no whole snapshot of the server's last: bring the vaults' folders here, "
@@ -256,6 +263,25 @@ def _load(
         return Snapshot(number, tensors, saved["meta"])
     except UNREADABLE as error:
         raise DamagedSnapshot(str(error)) from error
+
+
+def check(folder: Path) -> None:
+    """Read a snapshot's files without keeping them, and bring them to the disk. Raises DamagedSnapshot, OSError."""
+    try:
+        stated = [(_file(name), *each) for name, each in checked_meta((folder / META).read_bytes())["files"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedSnapshot(str(error)) from error
+    for name, size, crc in stated:
+        found = read = 0
+        with (folder / name).open("rb") as file:
+            while content := file.read(PIECE_BYTES):
+                found, read = crc32(content, found), read + len(content)
+        if read != size:
+            raise DamagedSnapshot(f"{name} has {read} bytes instead of {size}")
+        if found != crc:
+            raise DamagedSnapshot(f"{name} differs from what was written (its checksum is wrong)")
+    for path in (*folder.iterdir(), folder):
+        sync(path)
 
 
 def checked_meta(content: bytes) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 On its disk are, as a server's: `snapshots/`, written when the book says so, and `journal/`, with all that it was told
 since. It comes back from these to what it had, and asks the book for the orders after its last. A member's payload is
-on disk before the book hears of it.
+on disk before the book hears of it. Where the book says so, it goes back to an older moment (`geotrain.net.past`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import time
+import typing
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,21 +25,24 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from grpc import aio
+from grpc import StatusCode, aio
 
 from geotrain.config import Address
 from geotrain.files import whole_file
-from geotrain.monitor.events import EventLog, Recovery, SnapshotWritten, Trouble
+from geotrain.monitor.events import EventLog, Recovery, SnapshotUploaded, SnapshotWritten, Trouble
 from geotrain.net import rpc, wire
 from geotrain.net.certs import Credentials, Trust, identity, open_channel
 from geotrain.net.connection_guard import ConnectionGuard, raise_file_limit
 from geotrain.net.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.net.grpc_service import GrpcService
 from geotrain.net.journal import Journal
+from geotrain.net.past import Past, read_past, write_past
 from geotrain.net.recovery import JOURNAL, begin_snapshot, finish_snapshot
 from geotrain.net.server_setup import LISTENING
 from geotrain.net.server_thread import GROUP, ServerThread
+from geotrain.net.snapshot_mirror import SnapshotMirror, beside
 from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, StoreError
+from geotrain.net.vault_sessions import FAREWELL_S
 from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
 from geotrain.shelf import Shelf
 from geotrain.vault import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
@@ -49,7 +53,8 @@ log = logging.getLogger(__name__)
 
 ORDERS = Apply, Freeze, Forget, SendUp, Merge, StartOver, Copy, NewLife, Join
 JOURNALED = (*ORDERS, UpdatePart, Answer)
-TOLD = (*ORDERS, rpc.Bring, rpc.Fetch, rpc.Save, rpc.Farewell)
+NO_ORDERS = rpc.Belong | rpc.Bring | rpc.Fetch | rpc.Save | rpc.Upload | rpc.Farewell
+TOLD = (*ORDERS, *typing.get_args(NO_ORDERS), rpc.GoBack)
 AGAIN_S = 0.2
 CALL_S = (0.2, 2.0)  # pauses between two calls of the book, drawn at random
 NEVER_SILENT_S = 1e9  # who is silent is for the book to notice
@@ -60,7 +65,8 @@ STATE_S = 1.0  # how often the book is told how far the disk is
 @dataclass(frozen=True)
 class VaultSetup:
     """Where a vault stands. server: its server's name. book: where that listens. above: where the vault of the same
-    pieces at the global server does; None: for a vault of the global server."""
+    pieces at the global server does; None: for a vault of the global server. mirror: where copies of its snapshots
+    go; None: nowhere."""
 
     server: str
     address: Address
@@ -69,6 +75,7 @@ class VaultSetup:
     folder: Path
     credentials: Credentials | None
     keep: int
+    mirror: SnapshotMirror | None = None
 
     def trust(self, role: Any, name: str) -> Trust | None:
         return Trust(self.credentials, identity(role, name)) if self.credentials else None
@@ -113,6 +120,9 @@ class VaultHost:
         self.machine, self.setup, self.store, self.journal, self.events = machine, setup, store, journal, events
         self.saved = saved  # after how many orders the newest snapshot was taken; -1: there is none
         self.writing: asyncio.Future[Any] | None = None  # a snapshot
+        self.moment = max(store.moments().items(), default=(0, ""))[1]  # of that snapshot
+        self.past = read_past(setup.folder)
+        self.goes_back: Past | None = None  # what it is to take in its next life
         self.stop = asyncio.Event()
         self._dismissed = False  # its book has said farewell
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
@@ -132,7 +142,7 @@ class VaultHost:
         listening = self.setup.folder / LISTENING
         try:
             if self.saved < 0:  # before anybody can be answered, there must be one
-                await self._save()
+                await self._save("")
                 assert self.writing is not None
                 await self.writing
             port = await service.start(self.setup.address)
@@ -177,8 +187,9 @@ class VaultHost:
         role: Any = "global" if setup.server == GLOBAL else "region"
         while not self.stop.is_set():
             channel = open_channel(aio, str(setup.book), setup.trust(role, setup.server), CHANNEL_OPTIONS)
+            call = channel.stream_stream(f"/{rpc.SERVICE}/vault")()
             try:
-                await self._session(channel.stream_stream(f"/{rpc.SERVICE}/vault")())
+                await self._session(call)
             except aio.AioRpcError as error:
                 refused = rpc.refusal_of(error)
                 if refused is not None and refused.retry_s is None:
@@ -191,8 +202,11 @@ class VaultHost:
                 self._tell(refused.reason)
             finally:
                 await self._end_session()
+                ended_well = call.done() and await call.code() is StatusCode.OK
                 await channel.close()
-            if self._dismissed:
+            # A stream that breaks has perhaps not carried this vault's farewell, for which its book waits as long as
+            # this vault calls it then: FAREWELL_S.
+            if (self._dismissed and ended_well) or self.goes_back is not None:
                 self.stop.set()
                 return
             await asyncio.sleep(random.uniform(*CALL_S))
@@ -200,7 +214,7 @@ class VaultHost:
     async def _session(self, call: Any) -> None:
         self._out = asyncio.Queue()
         machine = self.machine
-        hello = rpc.VaultHello(self.setup.server, machine.index, machine.number, machine.orders)
+        hello = rpc.VaultHello(self.setup.server, machine.index, machine.number, machine.orders, self.past.name)
         await call.write(wire.pack(hello))
         told: asyncio.Queue[Any] = asyncio.Queue(GROUP)
         parts = self._speak(call), self._tell_state(), self._listen(call, told), self._obey(told)
@@ -225,7 +239,8 @@ class VaultHost:
         while True:
             with suppress(OSError, psutil.Error):  # where no file descriptor is free
                 rss_bytes = process.memory_info().rss
-            state = rpc.VaultState(self.machine.orders, self.saved, self.journal.segment_bytes, rss_bytes)
+            said = self.machine.orders, self.saved, self.journal.segment_bytes, rss_bytes, self.moment
+            state = rpc.VaultState(*said)
             if state != before:
                 self._out.put_nowait(state)
                 before = state
@@ -234,7 +249,13 @@ class VaultHost:
     async def _listen(self, call: Any, told: asyncio.Queue[Any]) -> None:
         while True:
             for frame in wire.unbundle(await rpc.next_frame(call.read())):
-                await told.put(wire.unpack(frame, *TOLD))
+                said = wire.unpack(frame, *TOLD)
+                if isinstance(said, rpc.GoBack):
+                    if self.past.name == said.past:
+                        raise StoreError(f"{said.moment}, as it was copied, does not fit its book's")
+                    self.goes_back = Past(said.past, said.moment, begun=True)
+                    return
+                await told.put(said)
 
     async def _obey(self, told: asyncio.Queue[Any]) -> None:
         """One thing after the other. Orders that wait together share a flush. None may be left out: where the disk is
@@ -250,21 +271,28 @@ class VaultHost:
                     for each in several:
                         await self._do(each)
 
-    async def _do(self, told: rpc.Bring | rpc.Fetch | rpc.Save | rpc.Farewell) -> None:
+    async def _do(self, told: NO_ORDERS) -> None:
         """What is no order, after those before it."""
         match told:
             case rpc.Bring(update):
                 self._go(("up", *(d.piece for d in update.deltas)), update, self._bring)
             case rpc.Fetch():
                 self._go(("down", *told.fragments), told, self._fetch)
-            case rpc.Save():
+            case rpc.Belong(past):
+                self.past = Past(past, begun=True)
+                write_past(self.setup.folder, self.past)
+                self._out.put_nowait(told)
+            case rpc.Upload():
+                self._go("copy", told, self._upload)
+            case rpc.Save(moment):
                 try:
-                    await self._save()
+                    await self._save(moment)
                 except StoreError as error:  # the older ones are whole
                     self._tell(str(error))
             case rpc.Farewell():
                 self._dismissed = True
-                self._out.put_nowait(told)  # the book ends the stream when it has come
+                asyncio.get_running_loop().call_later(FAREWELL_S, self.stop.set)
+                self._out.put_nowait(told)  # the book ends the stream when it has written that down
 
     async def _end_session(self) -> None:
         await self.thread.read(self.machine.end_life)
@@ -327,14 +355,28 @@ class VaultHost:
 
     # -- snapshots
 
-    async def _save(self) -> None:
+    async def _upload(self, told: rpc.Upload) -> None:
+        mirror, began_s, trouble = self.setup.mirror, time.monotonic(), ""
+        try:
+            number = next((n for n, moment in self.store.moments().items() if moment == told.moment), None)
+            if mirror is None or number is None:
+                raise StoreError(f"{self.store.folder}: has no snapshot {told.moment} to copy")
+            with self.store.kept(number) as folder:
+                size = await beside(lambda: mirror.upload(folder, told.moment))
+            self.events.write(SnapshotUploaded(number, size, time.monotonic() - began_s))
+        except StoreError as error:  # the book tries again
+            trouble = str(error)[: wire.MAX_TEXT]
+            self._tell(trouble)
+        self._out.put_nowait(rpc.Uploaded(told.moment, trouble))
+
+    async def _save(self, moment: str) -> None:
         """Write a snapshot beside further orders, which wait while the last one is still written. Raises
         StoreError."""
         if self.writing is not None:
             await asyncio.wait([self.writing])
         began_s, machine = time.monotonic(), self.machine
         orders, (frozen, meta) = await self.thread.alone(
-            lambda: (machine.orders, begin_snapshot(machine, self.store, self.journal, ended=False))
+            lambda: (machine.orders, begin_snapshot(machine, self.store, self.journal, False, moment))
         )
         self.writing = asyncio.get_running_loop().run_in_executor(
             self.disk, finish_snapshot, self.store, self.journal, frozen, meta
@@ -344,17 +386,20 @@ class VaultHost:
             if (error := written.exception()) is not None:
                 self._tell(str(error))
                 return
-            self.saved = orders
+            self.saved, self.moment = orders, moment
             self.events.write(SnapshotWritten(written.result(), time.monotonic() - began_s))
 
         self.writing.add_done_callback(done)
 
 
-def run_vault(machine: VaultMachine, setup: VaultSetup, events: EventLog, shelf: Shelf) -> None:
-    """The vault's whole life. shelf: where its mirrors lie."""
+def run_vault(machine: VaultMachine, setup: VaultSetup, events: EventLog, shelf: Shelf) -> Past | None:
+    """The vault's life. shelf: where its mirrors lie. Returns the past whose moment it is to take, if it ended for
+    that."""
     store, journal, saved, replayed, faults = recover_vault(machine, setup.folder, setup.keep, shelf)
     for fault in faults:
         log.error("%s", fault)
         events.write(Trouble(fault))
     events.write(Recovery(replayed))
-    asyncio.run(VaultHost(machine, setup, store, journal, events, saved).run())
+    host = VaultHost(machine, setup, store, journal, events, saved)
+    asyncio.run(host.run())
+    return host.goes_back

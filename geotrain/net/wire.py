@@ -22,6 +22,7 @@ from math import isfinite
 from typing import Any, Union, get_args, get_origin
 
 import msgpack
+import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from geotrain.outer.messages import Elsewhere
@@ -51,18 +52,24 @@ class DamagedError(WireError):
 
 def frames(message: Any, first_chunk: int = 0) -> Iterator[bytes]:
     """The message as frames: a header, then the chunks of its payloads, from `first_chunk` on."""
+    for body in bodies(message, first_chunk):
+        yield _sealed(body)
+
+
+def bodies(message: Any, first_chunk: int = 0) -> Iterator[Payload]:
+    """What is in these frames behind their checksums. Chunks are views of the payloads: nothing is copied."""
     payloads: list[Payload] = []
     header = msgpack.packb([VERSION, type(message).__name__, _plain(message, payloads)])
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(f"{type(message).__name__}: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES}")
-    yield _sealed(header)
+    yield header
     for payload in payloads:
         view = memoryview(payload)
         for start in range(0, len(view), CHUNK_BYTES):
             if first_chunk:
                 first_chunk -= 1
             else:
-                yield _sealed(view[start : start + CHUNK_BYTES])
+                yield view[start : start + CHUNK_BYTES]
 
 
 def crc_of(frame: bytes) -> int:
@@ -87,8 +94,12 @@ def bundle(waiting: deque[bytes]) -> bytes:
     return b"".join(part for frame in taken for part in (LENGTH.pack(len(frame)), frame))
 
 
-def _sealed(body: bytes | memoryview) -> bytes:
-    return b"".join((crc32(body).to_bytes(CRC_BYTES, "little"), body))
+def _sealed(body: Payload) -> bytes:
+    return b"".join((checksum(body), body))
+
+
+def checksum(body: Payload) -> bytes:
+    return crc32(body).to_bytes(CRC_BYTES, "little")
 
 
 def _plain(value: Any, payloads: list[Payload]) -> Any:
@@ -114,8 +125,8 @@ class FrameReader:
         self._kind: type | None = None
         self._raw: Any = None  # the header's fields, as msgpack gave them
         self._lengths: list[int] = []  # of the payloads, in bytes
-        self._payloads: list[bytes] = []  # those that are whole
-        self._chunks: list[memoryview] = []  # of the payload that is arriving
+        self._payloads: list[Payload] = []  # those that are whole
+        self._arriving = memoryview(b"")  # the payload that is arriving
         self.opening = b""  # the header frame, once it was fed
         self._missing = 0  # bytes of the payload that is arriving
         self.chunks = 0  # how many have been fed
@@ -147,7 +158,7 @@ class FrameReader:
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES}")
         body = memoryview(frame)[CRC_BYTES:]
-        if len(frame) < CRC_BYTES or crc32(body).to_bytes(CRC_BYTES, "little") != frame[:CRC_BYTES]:
+        if len(frame) < CRC_BYTES or checksum(body) != frame[:CRC_BYTES]:
             raise DamagedError(f"a frame of {len(frame)} bytes is damaged: its checksum differs")
         if self._kind is None:
             self._read_header(body)
@@ -183,21 +194,22 @@ class FrameReader:
     def _take(self, body: memoryview) -> None:
         if not 0 < len(body) <= min(self._missing, CHUNK_BYTES):
             raise WireError(f"a chunk of {len(body)} bytes where {self._missing} are missing")
-        self._chunks.append(body)
+        begin = len(self._arriving) - self._missing
+        self._arriving[begin : begin + len(body)] = body
         self._missing -= len(body)
         self.chunks += 1
         self.taken_bytes += len(body)
         if not self._missing:
-            self._payloads.append(b"".join(self._chunks))
+            self._payloads.append(self._arriving.toreadonly())
             self._next_payload()
 
     def _next_payload(self) -> None:
         """Begin the next payload that has chunks; empty ones have none and are whole at once."""
-        self._chunks = []
         while not self.complete and not self._lengths[len(self._payloads)]:
             self._payloads.append(b"")
         if not self.complete:
             self._missing = self._lengths[len(self._payloads)]
+            self._arriving = memoryview(np.empty(self._missing, dtype=np.uint8))  # type: ignore[arg-type]
 
     def _build(self, payload: Callable[[int], Any]) -> Any:
         if self._kind is None:

@@ -68,7 +68,7 @@ class Codec:
 
     def __init__(self, spec: Spec) -> None:
         self.name = spec.format
-        self._spec = spec
+        self.spec = spec
 
     @property
     def error_feedback(self) -> bool:
@@ -78,7 +78,7 @@ class Codec:
 
     def encoded_bytes(self, numel: int) -> int:
         """Size in bytes of the payload of `numel` elements; it depends on nothing else, so receivers can check it."""
-        return self._spec.encoded_bytes(numel)
+        return self.spec.encoded_bytes(numel)
 
     def encode(
         self,
@@ -102,7 +102,7 @@ class Codec:
         for role, other in (("anchor", anchor), ("residual", residual)):
             if other is not None:
                 _need_fp32(other, values.numel(), values.device, f"{what or 'a tensor'}: its {role}")
-        payload, finite = kernels.quantize(values, self._spec, anchor=anchor, residual=residual, seed=seed)
+        payload, finite = kernels.quantize(values, self.spec, anchor=anchor, residual=residual, seed=seed)
         if values.device.type == "cpu":
             return EncodedDelta(payload, bool(finite), what).check()
         # On a GPU the flag stays a tensor: `bool` would stop training until the device has caught up.
@@ -140,7 +140,7 @@ class Codec:
             self.check(payload, out.numel())
         _need_fp32(out, out.numel(), payload.device, "decode: out")
         squares = torch.empty(-(-out.numel() // SQUARES_BLOCK), dtype=torch.float64, device=out.device)
-        kernels.dequantize(payload, out, self._spec, squares=squares)
+        kernels.dequantize(payload, out, self.spec, squares=squares)
         total = fsum(squares.tolist())  # correctly rounded, so the order of the blocks does not matter
         if plain and not isfinite(total):
             raise self._not_finite(out.numel())
@@ -149,7 +149,7 @@ class Codec:
     def check(self, payload: Tensor, numel: int) -> None:
         """Raise CodecError unless this payload decodes to `numel` finite values."""
         self._check_size(payload, numel)
-        if not kernels.payload_ok(payload, numel, self._spec):
+        if not kernels.payload_ok(payload, numel, self.spec):
             raise self._not_finite(numel)
 
     def _check_size(self, payload: Tensor, numel: int) -> None:
@@ -167,7 +167,7 @@ class Codec:
         _need_fp32(out, out.numel(), payload.device, "decode: out")
         if not checked:
             self.check(payload, out.numel())
-        kernels.dequantize(payload, out, self._spec, weight=weight)
+        kernels.dequantize(payload, out, self.spec, weight=weight)
 
 
 def make_codec(config: CodecConfig) -> Codec:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from geotrain.config import CodecConfig, codec_config
@@ -60,8 +60,8 @@ def mark(weights: PieceWeights, before: int) -> int:
     """The mark of a mirror into which these weights have gone. before: its mark before them; 0: it was empty.
 
     It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own."""
-    sample = weights.payload[:: 1 + len(weights.payload) // MARK_BYTES]
-    return (weights.version + 1 << 32 | zlib.crc32(bytes(sample), before & 0xFFFFFFFF)) & (1 << 63) - 1
+    sample = np.frombuffer(weights.payload, np.uint8)[:: 1 + len(weights.payload) // MARK_BYTES]
+    return (weights.version + 1 << 32 | zlib.crc32(sample.tobytes(), before & 0xFFFFFFFF)) & (1 << 63) - 1
 
 
 class WeightsSender(_Mirror):
@@ -87,18 +87,14 @@ class WeightsSender(_Mirror):
         if not self.changes:
             return PieceWeights(piece, version, to_bytes(payload))
         mirror = self.mirror[piece] = self.shelf.put(payload.view(held.dtype))  # not copied before the next change
-        memory = cast(bytes, memoryview(cast(Any, mirror.view(payload.dtype).numpy())).toreadonly())
-        return self._note(PieceWeights(piece, version, memory))
+        return self._note(PieceWeights(piece, version, to_bytes(mirror.view(payload.dtype))))
 
 
 class WeightsReceiver(_Mirror):
     """The member's end."""
 
     def check(self, weights: PieceWeights, numel: int) -> None:
-        """Raise CodecError if `decode` would refuse these weights.
-
-        numel: elements of the piece that this receiver has.
-        """
+        """Raise CodecError if `decode` would refuse these weights. numel: elements that this receiver has of it."""
         self._codec_of(weights).check(from_bytes(weights.payload), numel)
 
     def decode(self, weights: PieceWeights, numel: int, bring: Bring = on_host) -> Tensor:

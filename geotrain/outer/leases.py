@@ -46,9 +46,8 @@ class LeaseBook:
         rounds: tuple[str, ...] | None = None,
     ) -> None:
         if train_samples % samples_per_step:
-            raise ValueError(
-                f"train_samples = {train_samples} is not a multiple of a step's {samples_per_step} samples"
-            )
+            wanted = f"a multiple of a step's {samples_per_step} samples"
+            raise ValueError(f"train_samples = {train_samples} is not {wanted}")
         self.train_samples = train_samples
         self.samples_per_step = samples_per_step
         self.local_steps = local_steps
@@ -66,7 +65,7 @@ class LeaseBook:
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
         self._held: dict[str, dict[int, Lease]] = {}
-        self._fastest_s = inf
+        self._fastest: dict[str, float] = {}  # the two lowest of `step_s`, found without a search for the same reason
 
     @property
     def finished(self) -> bool:
@@ -195,25 +194,22 @@ class LeaseBook:
         self._held = {}
         for lease in self.open.values():
             self._held.setdefault(lease.worker, {})[lease.job] = lease
-        if self.step_s:
-            self._note_fastest()
+        self._fastest = _two_lowest(self.step_s)
 
     def _steps(self, worker: str) -> int:
+        """Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at
+        most FASTER times as fast as the next."""
         if not self.scale_local_steps or worker not in self.step_s:
             return self.local_steps
-        return max(1, ceil(self.local_steps * min(1.0, self._fastest_s / self.step_s[worker])))
+        believed_s = max(s / FASTER**others for others, s in enumerate(sorted(self._fastest.values())))
+        return max(1, ceil(self.local_steps * min(1.0, believed_s / self.step_s[worker])))
 
     def note_speed(self, worker: str, step_s: float) -> None:
         """Remember how fast a worker is. Its lease requests tell it; a simulation, whose speeds are known from the
         start, calls this before the first request. step_s: seconds of one inner step."""
+        search = step_s > self._fastest.get(worker, inf)  # one of the two became slower: any may be the next
         self.step_s[worker] = step_s
-        self._note_fastest()
-
-    def _note_fastest(self) -> None:
-        """Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at
-        most FASTER times as fast as the next."""
-        fastest, *others = nsmallest(2, self.step_s.values())
-        self._fastest_s = max([fastest, *(next_s / FASTER for next_s in others)])
+        self._fastest = _two_lowest(self.step_s if search else {**self._fastest, worker: step_s})
 
     def _left(self) -> bool:
         return bool(self.pool) or self.next_start < self.train_samples
@@ -316,6 +312,10 @@ def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, m
             f"{most} ahead. Send their updates first",
             retry_s=5.0,
         )
+
+
+def _two_lowest(table: dict[str, float]) -> dict[str, float]:
+    return {name: table[name] for name in nsmallest(2, table, key=table.__getitem__)}
 
 
 def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:

@@ -26,8 +26,7 @@ MOST_LEASES = 4096  # that an update completes; what is more goes with the next
 MOST_JOBS = 1 << 40  # of a worker in a run
 MOST_WEIGHT = 1 << 20  # worker updates in one of a region
 MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every snapshot
-# Fields that a snapshot keeps (with `owed`). The others hold what members say again when they join a restarted
-# server.
+# Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
     *("incarnation", "former", "restarts", "ended", "barred", "sequence", "job", "updates", "left", "silent"),
     *("quarantined", "refused", "offences", "fault", "step_s", "metrics"),

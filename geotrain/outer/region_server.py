@@ -43,7 +43,7 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.rules import Counts, RegionRule
-from geotrain.outer.server import Identity, Server
+from geotrain.outer.server import Handled, Identity, Server
 from geotrain.vault import Merge, SendUp, StartOver
 from geotrain.vaults import FarVaults
 
@@ -80,6 +80,7 @@ class RegionServer(Server):
         self._over = False  # the global server has said that all data of the run is committed
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
+        self._due = False  # `go_on` is to look for what must be sent up
 
     @property
     def over(self) -> bool:
@@ -128,9 +129,14 @@ class RegionServer(Server):
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work: what is pending
         # then leaves without waiting for more.
-        if reply is True or isinstance(message, Leave | MemberSilent):
-            self._send_what_is_due()
+        self._due = reply is True or isinstance(message, Leave | MemberSilent)
         return reply
+
+    def go_on(self) -> Handled:
+        if self._due:
+            self._due = False
+            self._send_what_is_due()
+        return super().go_on()
 
     # -- upwards
 
@@ -146,9 +152,8 @@ class RegionServer(Server):
     def _answered_for(self) -> tuple[int, ...]:
         """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
         held = [number for worker in self.members for number in self.leases.of(worker)]
-        held += list(self.trained)
-        held += [number for update in self.in_flight.values() for number in update.leases]
-        return tuple(held)
+        sent = [number for update in self.in_flight.values() for number in update.leases]
+        return (*held, *self.trained, *sent)
 
     def _on_welcome(self, welcome: Welcome) -> int:
         """Compare the global server's count of our updates with our own. Returns how many it acknowledged and lost.
@@ -162,13 +167,11 @@ class RegionServer(Server):
         """
         known = welcome.sequence - 1
         if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.layout.fragments)):
-            raise Refused(
-                f"{self.name}: a welcome with sequence {welcome.sequence}, versions {welcome.versions} is none"
-            )
+            told = f"sequence {welcome.sequence}, versions {welcome.versions}"
+            raise Refused(f"{self.name}: a welcome with {told} is none")
         if known > self.sequence and self.fragments:
             self._start_over(f"the global server knows {known} updates of this region, its own state {self.sequence}")
-        # Updates before the oldest in flight were answered, so the global server should expect that one or a later
-        # one.
+        # Updates before the oldest in flight were answered, so the global server should expect that or a later one.
         oldest = min(self.in_flight, default=self.sequence + 1)
         lost = max(0, oldest - welcome.sequence)
         if lost:
@@ -308,7 +311,8 @@ class RegionServer(Server):
         counts as dead, has done this job, or would not come to it."""
         worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
         done = lease.job < next_job
-        if isinstance(lease, Lease) and lease.lease not in self._answered_for():
+        answered_for = self.leases.of(lease.worker), self.trained, *(u.leases for u in self.in_flight.values())
+        if isinstance(lease, Lease) and not any(lease.lease in numbers for numbers in answered_for):
             if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
@@ -361,7 +365,7 @@ class RegionServer(Server):
             **super().status(),
             "region": self.name,
             "sent": self.sequence,
-            "in_flight": len(self.in_flight),
+            "in_flight": len(self.in_flight) + self._due,
             "pending": sum(state.counts.get("pending", 0) for state in self.fragments),
             "global_versions": list(self.global_versions),
             "lost_updates": self.lost_updates,
@@ -394,11 +398,9 @@ class RegionServer(Server):
         self.first_versions = list(saved["first_versions"])
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
-        for sequence, weight, leases, metrics, deltas in saved["in_flight"]:
-            sent = tuple(PieceDelta(piece, version, b"") for piece, version in deltas)
-            self.in_flight[sequence] = UpdatePart(
-                self.name, self.incarnation, sequence, 0, sent, 0, weight, tuple(leases), metrics
-            )
+        for s, weight, leases, metrics, deltas in saved["in_flight"]:
+            sent, life = tuple(PieceDelta(piece, version, b"") for piece, version in deltas), self.incarnation
+            self.in_flight[s] = UpdatePart(self.name, life, s, 0, sent, 0, weight, tuple(leases), metrics)
 
     def resend(self) -> list[Send]:
         """What is in flight, under this life's name, to be sent again after a join. The global server knows by their

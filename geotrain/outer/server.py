@@ -2,9 +2,9 @@
 its vectors are in its vaults (`geotrain.vault`), to which it gives orders.
 
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
-send, and what happened. `geotrain.net` calls it behind a journal and sockets, `geotrain.simulate` under a virtual
-clock, tests as a plain function. The journal holds messages, not states: recovery handles them again, so what
-`handle` does, and what it refuses, must follow from the durable state and the message alone.
+send, and what happened. `geotrain.net` calls it, in two parts, behind a journal and sockets, `geotrain.simulate`
+under a virtual clock, tests as a plain function. The journal holds messages, not states: recovery handles them again,
+so what `handle` does, and what it refuses, must follow from the durable state and the message alone.
 
 Every update is applied whole (all its parts) and once (by its sequence number) or not at all.
 """
@@ -99,8 +99,19 @@ class Server(Membership):
 
     def handle(self, message: Message) -> Handled:
         """Process a message. Raises Refused; then nothing has changed."""
+        taken, rest = self.take(message), self.go_on()
+        return Handled(taken.reply, taken.sends + rest.sends, taken.events + rest.events)
+
+    def take(self, message: Message) -> Handled:
+        """The part of `handle` for which the sender waits. `go_on` must be called before the next message."""
         told = self.vaults.told(message)
-        reply = None if told is None else self._route(told)
+        return self._handled(None if told is None else self._route(told))
+
+    def go_on(self) -> Handled:
+        """The other part: what the message makes due for others, as a region's update for the global server."""
+        return self._handled(None)
+
+    def _handled(self, reply: Any) -> Handled:
         # A message that failed on the way may have queued sends already. They leave with this one: the updates among
         # them are recorded as in flight, and their answers are waited for.
         handled = Handled(reply, tuple(self._sends), tuple(self._events))
@@ -172,8 +183,7 @@ class Server(Membership):
         member = self._expecting(part)
         if member is None:
             return False
-        # Over a socket, `admit` has checked this very part before its payload came. In a replay and in the simulator
-        # nobody has.
+        # Over a socket, `admit` has checked this part before its payload came; in replays and simulations, nobody.
         admitted = member.admitted.pop(part.part, None)
         if admitted is None or admitted != outline(part):
             self._check(part, member)
@@ -216,9 +226,8 @@ class Server(Membership):
         if not self.fragments:
             raise Refused("this server has no weights yet", retry_s=1.0)
         if part.sequence != member.sequence + 1:
-            raise Refused(
-                f"{part.member}: update {part.sequence} came, but {member.sequence + 1} is next", retry_s=0.2
-            )
+            wanted = member.sequence + 1
+            raise Refused(f"{part.member}: update {part.sequence} came, but {wanted} is next", retry_s=0.2)
         return member
 
     def answer(

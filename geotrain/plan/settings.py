@@ -145,8 +145,7 @@ def numbers_of_vaults(task: PlanTask, outer: OuterConfig, numels: Sequence[int])
     if given := len(task.cluster.global_vaults):
         return [given]
     pieces = sum(numels) // outer.fragments.piece_elements
-    apart = not task.run.checkpoint.snapshots  # whose copies know no vaults
-    return [number for number in VAULTS if number == 1 or (apart and number <= pieces)]
+    return [number for number in VAULTS if number <= max(1, pieces)]
 
 
 def outers(task: PlanTask) -> Iterator[OuterConfig]:

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import boto3
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
+import s3fs
 
 from geotrain.config import DataConfig, DataSet
 from geotrain.data import remote
@@ -21,6 +20,7 @@ from geotrain.data.loader import LeasedLoader, open_source, open_training
 from geotrain.data.remote import BlockCache, RemoteTokens
 from geotrain.data.tokens import BLOCK_BYTES, DataError, TokenWriter
 from geotrain.launch.check import free_ports
+from tests.support.object_storage import make_bucket, s3_server
 
 TOKENS = 5 * BLOCK_BYTES // 2 + 1001  # of 2 bytes: six blocks, the last one short
 SEQUENCE = 500
@@ -257,24 +257,16 @@ def test_processes_of_a_machine_fetch_a_block_once(tmp_path: Path, folder: Path,
 
 
 def test_a_bucket_is_read(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    store.start()
-    try:
-        host, port = store.get_host_and_port()
-        for key, value in {
-            "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        }.items():  # fmt: skip
+    with s3_server() as environment:
+        for key, value in environment.items():
             monkeypatch.setenv(key, value)
-        bucket = boto3.resource("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="texts")
+        bucket = make_bucket("texts", environment)
         for suffix in (".json", ".crc", ".bin"):
-            bucket.upload_file(str(folder / f"train{suffix}"), f"web/train{suffix}")
-        tokens = opened("s3://texts/web/train", BlockCache(tmp_path, 10 * BLOCK_BYTES))
+            s3fs.S3FileSystem().put_file(str(folder / f"train{suffix}"), f"{bucket}/web/train{suffix}")
+        tokens = opened(f"{bucket}/web/train", BlockCache(tmp_path, 10 * BLOCK_BYTES))
         assert (tokens[:] == here(folder)).all()
         with pytest.raises(DataError, match=r"s3://texts/web/none\.json: no such file"):
-            opened("s3://texts/web/none", BlockCache(tmp_path, 1))
-    finally:
-        store.stop()
+            opened(f"{bucket}/web/none", BlockCache(tmp_path, 1))
 
 
 def test_a_url_of_no_kind_is_refused(tmp_path: Path) -> None:

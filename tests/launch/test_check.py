@@ -127,13 +127,13 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
-    order = LaunchRequest(run_on(prepared), cluster(), ("global", "eu", "us"), resume=True)
+    order = LaunchRequest(run_on(prepared), cluster(), ("global", "eu", "us"), resume=True, launch="1")
     order.write_files(tmp_path)
     started = {p.name: p for p in local_processes(order, tmp_path, HostMachine(8), {"eu": 77})}
     assert list(started) == ["global", "eu", "us", "eu-0", "us-0"]
     assert {p.name for p in started.values() if p.role == "server"} == {"global", "eu", "us"}
     words = {name: " ".join(p.command) for name, p in started.items()}
-    assert words["eu"].endswith(f"serve region eu --run {tmp_path}/run.json --resume")
+    assert words["eu"].endswith(f"serve region eu --run {tmp_path}/run.json --resume --launch-id 1")
     assert words["us-0"].endswith(f"--run {tmp_path}/run.json --region us --worker us-0 --resume")
     for name in ("eu", "eu-0"):
         assert "--netns 77" in words[name]

@@ -3,19 +3,25 @@
 import errno
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from geotrain.config import EXIT_FOR_GOOD, RestartConfig
+from geotrain.config import EXIT_FOR_GOOD, RestartConfig, load_cluster, load_run
 from geotrain.files import OutputError
+from geotrain.launch import supervisor as supervisor_module
 from geotrain.launch.backoff import Backoff
+from geotrain.launch.launcher import resolve
+from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
+from geotrain.launch.worker_command import HostMachine
 from geotrain.monitor.events import ProcessDied, ProcessEnded, Trouble
 from geotrain.outer.events import Event
 from tests.support.process_trees import marked, names, new_mark, only_deaths, until
+from tests.support.small_runs import write_files
 
 BUSY_S = 120.0  # until a process has started, on a busy machine
 FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=60.0)
@@ -206,6 +212,31 @@ def test_what_outlives_its_server_is_stopped_and_fails_nothing(tmp_path: Path) -
     told = [event.what for event in said if isinstance(event, Trouble)]
     assert sorted(what.partition(" ")[0] for what in told) == ["eu-0", "eu-1", "us"]
     assert not [event for event in said if isinstance(event, ProcessDied)]
+
+
+def test_a_vault_that_missed_its_books_end_is_stopped_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when its book had let it go, it came back. A server may need long for its end, a vault does not."""
+    monkeypatch.setattr(supervisor_module, "LEAF_DRAIN_S", 0.5)
+    mark = new_mark()
+    with Supervisor(tmp_path, drain_s=1000.0, restart=FAST) as running:
+        running.start(lasting("true", "eu", role="server"))
+        running.start(lasting("sleep 300", "eu.vault-0", role="vault", depends_on="eu", env=mark))
+        outcome = running.wait()
+    assert (outcome.code, outcome.reason) == (0, "")
+    assert marked(mark) == []
+
+
+def test_a_server_is_told_the_launch_and_so_is_what_replaces_it(tmp_path: Path) -> None:
+    """A vault is told nothing: its book lets it go."""
+    run, cluster = write_files(tmp_path, "run", 32, {"eu": [1]}, {}, vaults=1)
+    request = LaunchRequest(load_run(run), resolve(load_cluster(cluster)), ("global", "eu"), False, "life")
+    for launch_id, told in (("", "life"), ("job-7", "job-7")):
+        for process in local_processes(replace(request, launch_id=launch_id), tmp_path, HostMachine(2)):
+            for spec in (process, process.respawn() if process.respawn else process):
+                words = list(spec.command)
+                said = words[words.index("--launch-id") + 1] if "--launch-id" in words else None
+                assert said == (told if spec.role == "server" else None)
+                assert ("--resume" in words) == (spec is not process)
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])

@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from geotrain.commands import quickstart
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import load_cluster, load_run
 from geotrain.data.dataset import read_manifest
 from geotrain.emulate import wan
+from geotrain.kernels.devices import processor_has_bf16
 from geotrain.launch.check import free_ports
 from geotrain.launch.terminal import ask
 from tests.support.command_line import Run
@@ -34,6 +36,7 @@ def small_run(folder: Path, steps: int, **outer: Any) -> dict[str, Any]:
     model = json.loads((CONFIGS / "models/llama-tiny.json").read_text())
     model.update(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
     raw["model"]["config"] = model
+    raw["deepspeed"]["bf16"]["enabled"] = processor_has_bf16()  # as `geotrain quickstart` does
     raw["outer"].update(outer)
     raw["data"]["train_samples"] = steps * raw["deepspeed"]["train_batch_size"]
     raw["deepspeed"]["scheduler"]["params"].update(total_num_steps=steps, warmup_num_steps=8)
@@ -114,6 +117,26 @@ def test_a_far_region_is_killed_and_resumed(tmp_path: Path, geotrain: Run) -> No
     assert load_run(tmp_path / "runs/quickstart/run.json").data.sha256 == mine
     logs = {"global.log", "eu.ssh.log", "eu.launcher.log", "eu.log", "eu-0.log"}
     assert {p.name for p in (tmp_path / "runs/quickstart/logs").iterdir()} == logs
+
+
+@pytest.mark.parametrize(("has_bf16", "mine"), [(True, False), (False, False), (False, True)])
+def test_the_quickstart_computes_in_what_the_processor_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool, mine: bool
+) -> None:
+    """The shipped run in fp32 where bf16 is only emulated; a user's own as it says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(quickstart, "processor_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(quickstart, "prepare_files", lambda *_: None)
+    seen: list[bool] = []
+
+    def launch(run: Path, cluster: Path, resume: bool, changes: tuple[str, ...]) -> int:
+        seen.append(load_run(run, changes).deepspeed["bf16"]["enabled"])
+        return 3
+
+    monkeypatch.setattr(quickstart, "launch", launch)
+    assert quickstart.quickstart(CONFIGS / "runs/quickstart.json" if mine else None, None, resume=False) == 3
+    assert seen == [has_bf16 or mine]
 
 
 def install_wheel(folder: Path) -> Path:

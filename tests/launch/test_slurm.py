@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from geotrain.launch.check import free_ports
+from geotrain.net.snapshots import checked_meta
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.slurm import slurm
 from tests.support.small_runs import prepare_text, status, write_files
@@ -79,6 +80,10 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
     assert resolved["server"]["host"] == node and resolved["workers"][0]["hosts"][0]["host"] == node
     assert resolved["vaults"] == [{"host": node, "port": ports[4]}]
     assert "stopped by SIGTERM" in log.read_text()
+    for server in ("global", "eu"):  # a job that is requeued is the same launch
+        newest = max((tmp_path / "run/servers" / server / "snapshots").glob("*/meta.json"))
+        ended = checked_meta(newest.read_bytes())["meta"]
+        assert (ended["ended"], ended["launch"]) == (True, f"slurm-{job}")
     # srun was asked for the node before its ranks began, and has looked at it
     assert re.search(rf"note +{node} +no GPU is visible, the cluster file says h100", log.read_text()), (
         log.read_text()

@@ -6,14 +6,20 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from geotrain.net.journal import Journal
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.server_thread import ServerThread
 from geotrain.outer import server
-from geotrain.outer.messages import Lease, LeaseRequest, UpdatePart
+from geotrain.outer.messages import Lease, LeaseRequest, Leave, Send, UpdatePart
+from geotrain.outer.server import Handled
 from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -71,3 +77,67 @@ def test_a_push_is_checked_once(make, monkeypatch):
     worker.close()
     pushed = [("a", sequence + 1, part) for sequence in range(len(cluster.layout.fragments)) for part in (0, 1)]
     assert sorted(check for check in checks if check[0] == "a") == pushed
+
+
+class Slow:
+    """A server of nothing, whose work for others goes on until the test says so."""
+
+    def __init__(self) -> None:
+        self.taken, self.may_go_on, self.gone_on = 0, threading.Event(), 0
+
+    def take(self, message: Any) -> Handled:
+        self.taken += 1
+        return Handled(self.taken, (Send("eu", message),))
+
+    def go_on(self) -> Handled:
+        self.gone_on += self.may_go_on.wait(DEADLINE_S)
+        return Handled(None)
+
+    def status(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+
+def run_slow(folder: Path, delivered: list[Send], steps: Callable[[ServerThread, Slow], Any]) -> None:
+    async def run() -> None:
+        server, journal = Slow(), Journal(folder / "journal", (Leave,), 0)
+        assert not list(journal.replay(1))
+        thread = ServerThread(server, journal, delivered.append)  # type: ignore[arg-type]
+        try:
+            await steps(thread, server)
+        finally:
+            server.may_go_on.set()
+            await asyncio.to_thread(thread.close)
+            journal.close()
+
+    asyncio.run(run())
+
+
+def test_neither_the_sender_nor_who_waits_for_it_waits_for_the_work_for_others(tmp_path):
+    async def steps(thread: ServerThread, server: Slow) -> None:
+        waiting = asyncio.create_task(thread.until(lambda: server.taken or None, DEADLINE_S))
+        await thread.read(lambda: None)  # it waits by now
+        assert await thread.say(Leave("eu")) == 1
+        assert await waiting == 1
+        assert thread.status == {"taken": 1}
+        assert server.gone_on == 0
+        second = asyncio.create_task(thread.say(Leave("eu")))
+        await asyncio.sleep(0)
+        server.may_go_on.set()
+        assert await second == 2
+        assert server.gone_on >= 1  # before the next message was taken
+
+    run_slow(tmp_path, [], steps)
+
+
+def test_who_waits_for_what_is_delivered_is_told(tmp_path):
+    delivered: list[Send] = []
+
+    async def steps(thread: ServerThread, server: Slow) -> None:
+        server.may_go_on.set()
+        waiting = asyncio.create_task(thread.until(lambda: delivered or None, DEADLINE_S))
+        await thread.read(lambda: None)
+        await thread.say(Leave("eu"))
+        assert await waiting == [Send("eu", Leave("eu"))]
+        assert await thread.until(lambda: None, 0.01) is None
+
+    run_slow(tmp_path, delivered, steps)

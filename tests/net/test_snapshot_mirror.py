@@ -12,28 +12,26 @@ from typing import Any
 import pytest
 import s3fs
 import torch
-from moto.server import ThreadedMotoServer
 
 from geotrain.config import CheckpointConfig, ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
 from geotrain.net import snapshot_mirror as remote_module
 from geotrain.net.frozen_state import FrozenState
 from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.net.snapshot_mirror import SnapshotMirror, Uploader, newest_snapshot
+from geotrain.net.snapshot_mirror import Copies, SnapshotMirror, Uploader, newest_snapshot
 from geotrain.net.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
 from geotrain.outer.messages import GLOBAL
 from tests.support.net_worlds import same
+from tests.support.object_storage import make_bucket, s3_server
 from tests.support.outer_world import random_deltas
 from tests.support.recorded_world import Recorded
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-    server.stop()
+def s3() -> Iterator[dict[str, str]]:
+    with s3_server() as environment:
+        yield environment
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -41,15 +39,10 @@ def url(request, tmp_path, monkeypatch) -> Iterator[str]:
     if request.param == "file":
         yield f"file://{tmp_path}/far"
         return
-    endpoint = request.getfixturevalue("endpoint")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    bucket = f"bucket-{abs(hash(tmp_path))}"
-    s3fs.S3FileSystem().mkdir(bucket)
-    yield f"s3://{bucket}/run/eu"
+    environment = request.getfixturevalue("s3")
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    yield make_bucket(f"bucket-{abs(hash(tmp_path))}", environment) + "/run/eu"
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -66,39 +59,59 @@ def saved(folder: Path, count: int) -> SnapshotStore:
 
 def test_a_copy_comes_back_where_the_disk_is_lost(tmp_path, url):
     """The newest is fetched whole, older ones are dropped; without its manifest a snapshot is not there."""
-    store, mirror = saved(tmp_path / "here", 4), SnapshotMirror(url, keep=2)
-    assert mirror.numbers() == []
-    for number in store.numbers():
-        size = mirror.upload(store.folder / f"{number:08d}", number)
-    assert mirror.numbers() == [3, 4] and size > 4 * 3000
+    store, mirror = saved(tmp_path / "here", 4), SnapshotMirror(url)
+    assert mirror.moments() == {}
+    for number, moment in store.moments().items():
+        size = Copies(mirror, keep=2).upload(store.path(number), moment)
+    assert mirror.moments() == {"00000003": True, "00000004": True} and size > 4 * 3000
     elsewhere = SnapshotStore(tmp_path / "elsewhere")
     snapshot, faults = newest_snapshot(elsewhere, mirror)
     assert snapshot is not None and snapshot.number == 4 and same(snapshot.tensors, tensors(4))
     assert f"it came from {url}" in faults[0]
     assert elsewhere.numbers() == [4] and newest_snapshot(elsewhere, mirror)[1] == []  # now it is here
 
-    mirror._files.rm_file(mirror._path(4, META))
-    assert mirror.numbers() == [3]
-    mirror._files.pipe_file(mirror._path(3, "fragment.1.x.safetensors"), b"not what it was")
+    mirror._files.rm_file(mirror._path("00000004", META))
+    assert mirror.whole() == ["00000003"]
+    mirror._files.pipe_file(mirror._path("00000003", "fragment.1.x.safetensors"), b"not what it was")
     nothing, faults = newest_snapshot(SnapshotStore(tmp_path / "third"), mirror)
     assert nothing is None and "00000003: passed over: fragment.1.x.safetensors has 15 bytes" in faults[0]
     assert not list((tmp_path / "third").iterdir())
+    assert mirror.moments() == {"00000003": False, "00000004": False}  # what was found damaged is whole no more
+    Copies(mirror, keep=2).upload(store.path(4), "00000004")
+    assert mirror.moments() == {"00000004": True}
+
+
+def test_what_follows_a_damaged_copy_is_newer_than_all_that_is_there(tmp_path, url):
+    """Else it would be the first to go, and the damaged one be tried first."""
+    store, mirror = saved(tmp_path / "here", 3), SnapshotMirror(url)
+    for number, moment in store.moments().items():
+        mirror.upload(store.path(number), moment)
+    for moment in ("00000002", "00000003"):
+        mirror._files.pipe_file(mirror._path(moment, "fragment.1.x.safetensors"), b"not what it was")
+    elsewhere = SnapshotStore(tmp_path / "elsewhere")
+    snapshot, faults = newest_snapshot(elsewhere, mirror)
+    assert snapshot is not None and same(snapshot.tensors, tensors(1)) and "00000003: passed over" in faults[0]
+    elsewhere.save(FrozenState(tensors(5)), {"segment": 2, "ended": False, "moment": elsewhere.new_moment()})
+    number, moment = max(elsewhere.moments().items())
+    Copies(mirror, keep=1).upload(elsewhere.path(number), moment)
+    assert moment > "00000003" and mirror.moments() == {moment: True}
 
 
 def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_again(tmp_path, url, monkeypatch):
-    mirror = SnapshotMirror(url, keep=2)
+    mirror = SnapshotMirror(url)
     for seed in (1, 2):
         store = SnapshotStore(tmp_path / str(seed))
         store.save(FrozenState(tensors(seed)), {"segment": 1, "ended": False})
-        mirror.upload(store.folder / "00000001", 1)
-    assert same(mirror.fetch(1, SnapshotStore(tmp_path / "back")).tensors, tensors(2))
+        mirror.upload(store.path(1), "00000001")
+    mirror.fetch("00000001", tmp_path / "back/00000001")
+    assert same(SnapshotStore(tmp_path / "back").load(1).tensors, tensors(2))
     monkeypatch.setattr(mirror._files, "put_file", lambda *_: pytest.fail("sent again"))
-    mirror.upload(store.folder / "00000001", 1)
+    mirror.upload(store.path(1), "00000001")
 
 
 def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
     """Its folder is gone, journal and all: the state is that of the snapshot, and new journals follow it."""
-    recorded, mirror = Recorded(tmp_path / "live", GLOBAL), SnapshotMirror(url, keep=2)
+    recorded, mirror = Recorded(tmp_path / "live", GLOBAL), SnapshotMirror(url)
     world, recovered = recorded.world, recorded.recovered
     want: list[dict[str, torch.Tensor]] = []
     for i in range(2):
@@ -108,7 +121,7 @@ def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
             world.deliver_down("eu", sent)
         store, journal = recovered.store, recovered.journal
         number = finish_snapshot(store, journal, *begin_snapshot(recovered.server, store, journal, ended=False))
-        mirror.upload(recovered.store.folder / f"{number:08d}", number)
+        mirror.upload(store.path(number), store.moments()[number])
         want.append({name: t.clone() for name, t in recovered.server.state()[0].items()})
     recovered.journal.close()
     shutil.rmtree(tmp_path / "live")
@@ -129,7 +142,7 @@ def test_an_unreachable_store_is_told_and_does_not_stop_who_has_a_snapshot(tmp_p
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
-    mirror = SnapshotMirror("s3://bucket/run", keep=2)
+    mirror = SnapshotMirror("s3://bucket/run")
     with pytest.raises(StoreError, match=r"checkpoint\.snapshots = s3://bucket/run: cannot be read: .*onnect"):
         newest_snapshot(SnapshotStore(tmp_path / "empty"), mirror)
     snapshot, faults = newest_snapshot(saved(tmp_path / "here", 1), mirror)
@@ -140,22 +153,22 @@ def test_an_unreachable_store_is_told_and_does_not_stop_who_has_a_snapshot(tmp_p
 class Flaky:
     """Stands for a store that is away at first."""
 
-    def __init__(self, mirror: SnapshotMirror, failures: int) -> None:
-        self.mirror, self.failures, self.url, self.uploads = mirror, failures, mirror.url, list[int]()
+    def __init__(self, copies: Copies, failures: int) -> None:
+        self.copies, self.failures, self.url, self.uploads = copies, failures, copies.url, list[str]()
 
-    def upload(self, folder: Path, number: int) -> int:
+    def upload(self, folder: Path, moment: str) -> int:
         if self.failures:
             self.failures -= 1
             raise StoreError(f"{self.url}: away")
-        self.uploads.append(number)
-        return self.mirror.upload(folder, number)
+        self.uploads.append(moment)
+        return self.copies.upload(folder, moment)
 
 
 def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.01)
     store, far = (
         SnapshotStore(tmp_path / "here", keep=1),
-        Flaky(SnapshotMirror(f"file://{tmp_path}/far", keep=1), failures=3),
+        Flaky(Copies(SnapshotMirror(f"file://{tmp_path}/far"), keep=1), failures=3),
     )
     told: list[Event] = []
 
@@ -177,7 +190,7 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
         task.cancel()
 
     asyncio.run(work())
-    assert far.uploads == [1, 2] and far.mirror.numbers() == [2]
+    assert far.uploads == ["00000001", "00000002"] and far.copies.whole() == ["00000002"]
     assert [type(event) for event in told] == [Trouble, SnapshotUploaded, SnapshotUploaded, Trouble]
 
 
@@ -193,7 +206,7 @@ def test_a_snapshot_that_is_being_copied_stays(tmp_path):
 
 def test_a_url_of_no_known_kind():
     with pytest.raises(ConfigError, match=r"checkpoint\.snapshots = 's4://bucket/x': cannot be used: .*s4"):
-        SnapshotMirror("s4://bucket/x", keep=1)
+        SnapshotMirror("s4://bucket/x")
 
 
 def test_a_path_is_no_url():
@@ -202,11 +215,11 @@ def test_a_path_is_no_url():
 
 
 def test_every_fault_of_a_file_system_is_one(tmp_path, monkeypatch):
-    mirror = SnapshotMirror(f"file://{tmp_path}", keep=1)
+    mirror = SnapshotMirror(f"file://{tmp_path}")
 
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("something of its own")
 
     monkeypatch.setattr(mirror._files, "put_file", broken)
     with pytest.raises(StoreError, match="the snapshot cannot be copied there: KeyError: 'something of its own'"):
-        mirror.upload(saved(tmp_path / "here", 1).folder / "00000001", 1)
+        mirror.upload(saved(tmp_path / "here", 1).path(1), "00000001")

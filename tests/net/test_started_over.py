@@ -116,14 +116,14 @@ def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):
     worker.clients[1].close()  # the second rank stands still: it neither beats nor calls
     cluster.restart("eu")
     joins, running = [], cluster.regions["eu"]
-    real = running.server.handle
+    real = running.server.take
 
     def counting(message):
         if type(message).__name__ == "Join":
             joins.append(message)
         return real(message)
 
-    running.server.handle = counting
+    running.server.take = counting
     first = worker.clients[0]
     calls = [first.push(worker.parts(lease, (0,))[0]), first.pull(worker.sequence, (0,))]
     wait_for(lambda: joins)

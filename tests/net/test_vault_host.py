@@ -38,11 +38,14 @@ class FakeMachine:
         self.obeyed: list[int] = []
         self.wrong = wrong
 
-    def handle(self, order: Copy) -> Handled:
+    def take(self, order: Copy) -> Handled:
         if order.number == self.wrong:
             raise KeyError(order.number)
         self.obeyed.append(order.number)
         return Handled(None, (Send(BOOK, Froze("w", 0, order.number, ())),))  # type: ignore[arg-type]
+
+    def go_on(self) -> Handled:
+        return Handled(None)
 
     def status(self) -> dict[str, Any]:
         return {}

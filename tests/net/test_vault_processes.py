@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, vaults_of
-from geotrain.net import rpc, server_host, server_process, wire
+from geotrain.net import rpc, server_process, wire
 from geotrain.net.certs import make_certificates, open_channel, trust_between
 from geotrain.net.server_host import ServerHost
 from geotrain.net.snapshots import read_weights
@@ -125,15 +125,6 @@ def test_a_vault_whose_disk_was_lost_says_so(tmp_path: Path) -> None:
             server.send(signal.SIGKILL)
 
 
-def test_a_global_server_killed_while_it_ends_does_not_wait_for_vaults_that_have_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(tmp_path, "sync", 24, vaults=1)
-    trained(site)
-    monkeypatch.setattr(server_host, "FAREWELL_S", 0.5)
-    assert server_process.serve_global(site.run, site.cluster, tmp_path / "global", True) == 0
-
-
 def test_nobody_else_speaks_as_a_vault(tmp_path: Path) -> None:
     site = Site(tmp_path, "sync", 24, vaults=1, certs=tmp_path / "certs")
     make_certificates(site.cluster, tmp_path / "certs")
@@ -143,7 +134,7 @@ def test_nobody_else_speaks_as_a_vault(tmp_path: Path) -> None:
     for role, name in (("worker", "a"), ("vault", "global"), ("region", "eu")):
         trust = trust_between(site.cluster, role, name, "region", "eu")  # type: ignore[arg-type]
         channel = open_channel(grpc, site.address("eu"), trust, rpc.OPTIONS)
-        hello = wire.pack(rpc.VaultHello("eu", 0, 1, 0))
+        hello = wire.pack(rpc.VaultHello("eu", 0, 1, 0, ""))
         with pytest.raises(grpc.RpcError) as refused:
             list(channel.stream_stream("/geotrain.Outer/vault")(iter([hello]), timeout=BUSY_S))
         said.append(str(rpc.refusal_of(refused.value)))

@@ -120,3 +120,24 @@ def test_what_happened_is_reported_in_order() -> None:
     assert world.top.handle(Leave("us")).events == (Left("us"),)
     join = world.workers["b"][1].joins(world.identity, "life-2")[0]
     assert world.regions["us"].handle(join).events == (Joined("b", 0, "life-2"),)
+
+
+def test_a_worker_need_not_wait_for_what_its_update_sends_up() -> None:
+    """`take` has applied the update and frozen its answer; `go_on` sends up, and nothing the second time."""
+    world, other = make(config(updates_per_send=1)), make(config(updates_per_send=1))
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    [part] = worker.parts(random_deltas(world, 1))
+    taken = region.take(part)
+    assert taken.reply is True
+    assert [type(event) for event in taken.events] == [UpdateApplied]
+    assert not [send for send in taken.sends if isinstance(send.message, UpdatePart)]
+    assert region.answer("a", part.incarnation, 0, 1, (0,)) is not None
+    assert (region.sequence, region.status()["in_flight"]) == (0, 1)
+    rest = region.go_on()
+    assert [send.message.sequence for send in rest.sends if isinstance(send.message, UpdatePart)] == [1]
+    assert [type(event) for event in rest.events] == [SentUp]
+    assert region.status()["in_flight"] == 1
+    assert region.go_on() == Handled(None)
+    [same] = other.workers["a"][1].parts(random_deltas(other, 1))
+    handled = other.regions["eu"].handle(same)
+    assert (handled.reply, handled.sends) == (True, taken.sends + rest.sends)

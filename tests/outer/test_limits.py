@@ -30,6 +30,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.region_server import RegionServer
+from geotrain.outer.server import Handled
 from tests.support.outer_world import (
     FakeWorker,
     World,
@@ -304,9 +305,9 @@ def copy_of(world: World, server: RegionServer) -> RegionServer:
     return new
 
 
-def outcome(server: RegionServer, message: object) -> str:
+def outcome(server: RegionServer, message: object) -> Handled | str:
     try:
-        return str(server.handle(message))
+        return server.handle(message)
     except Refused as refused:
         return refused.reason
 

@@ -403,16 +403,21 @@ def train_all(cluster: Cluster, life: str = "life-1") -> list[FakeWorker]:
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    side_by_side(workers, run)
+    assert not failed, failed
+    wait_for(lambda: cluster.top.server.finished)
+    return workers
+
+
+def side_by_side(workers: list[FakeWorker], run: Callable[[FakeWorker], None]) -> None:
+    """Each on a thread of its own; then they are closed."""
+    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(BUSY_S)
     for worker in workers:
         worker.close()
-    assert not failed, failed
-    wait_for(lambda: cluster.top.server.finished)
-    return workers
 
 
 def same(one: dict, other: dict) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,34 @@ from tests.support.net_worlds import BUSY_S, TINY, FakeWorker, halves, outer, wh
 preload("geotrain.net.server_process")
 
 
+def dies_at(place: str, after: bool = False, given: type = object) -> None:
+    """Let this process be killed (SIGKILL) when it calls that coroutine function, or when the call has returned.
+
+    place: "module:class.method". given: what its first argument must be for that.
+    """
+    module, _, names = place.partition(":")
+    owner, name = getattr(importlib.import_module(module), names.partition(".")[0]), names.partition(".")[2]
+    real = getattr(owner, name)
+
+    async def dying(own: Any, *args: Any, **named: Any) -> Any:
+        dies = isinstance(next(iter(args), None), given)
+        if after or not dies:
+            result = await real(own, *args, **named)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+
+
 def serve(
-    folder: Path, which: str, resume: bool, said: Path, files: tuple[int, int] | None, evaluate: Evaluate | None
-) -> None:
-    """A server's whole process. files: how many it may have open, and how many it may ask for."""
+    folder: Path, which: str, resume: bool, said: Path, files: tuple[int, int] | None, evaluate: Evaluate | None,
+    launch: str, first: Callable[[], None], environment: dict[str, str],
+) -> None:  # fmt: skip
+    """A server's whole process. files: how many it may have open, and how many it may ask for. first: called before
+    all else. environment: what it has besides that of these tests."""
+    os.environ.update(environment)
+    first()
     if files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -40,8 +67,8 @@ def serve(
         server, _, number = which.partition(".vault-")
         sys.exit(serve_vault(run, cluster, server, int(number), folder / which, resume))
     if which == "global":
-        sys.exit(serve_global(run, cluster, folder / which, resume, evaluate))
-    sys.exit(serve_region(run, cluster, which, folder / which, resume))
+        sys.exit(serve_global(run, cluster, folder / which, resume, evaluate, launch))
+    sys.exit(serve_region(run, cluster, which, folder / which, resume, launch))
 
 
 class Server:
@@ -53,9 +80,13 @@ class Server:
         number: int,
         files: tuple[int, int] | None,
         evaluate: Evaluate | None,
+        launch: str,
+        first: Callable[[], None],
+        environment: dict[str, str],
     ) -> None:
         self.said = folder / f"stderr-{number}"
-        self.process = FORKS.Process(target=serve, args=(folder, which, resume, self.said, files, evaluate))
+        args = folder, which, resume, self.said, files, evaluate, launch, first, environment
+        self.process = FORKS.Process(target=serve, args=args)
         self.process.start()
 
     def send(self, number: int) -> None:
@@ -83,9 +114,11 @@ class Site:
         validates: bool = False,
         vaults: int = 0,
         certs: Path | None = None,
+        snapshots: str | None = None,
+        environment: dict[str, str] | None = None,
         **outer_settings: Any,
     ) -> None:
-        self.folder = folder
+        self.folder, self.environment = folder, environment or {}
         ports = free_ports(2 + 2 * vaults)
         run = {
             "name": "tiny",
@@ -93,7 +126,7 @@ class Site:
             "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
             "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
             "outer": outer(rule, **outer_settings).model_dump(by_alias=True, mode="json"),
-            "checkpoint": {"every_minutes": every_minutes},
+            "checkpoint": {"every_minutes": every_minutes, "snapshots": snapshots},
         }
         if validates:  # at its end only
             run["data"] = {**run["data"], "validation": "none", "validation_samples": 1}  # type: ignore[dict-item]
@@ -123,8 +156,11 @@ class Site:
         resume: bool = False,
         files: tuple[int, int] | None = None,
         evaluate: Evaluate | None = None,
+        launch: str = "",
+        first: Callable[[], None] = int,
     ) -> Server:
-        self.servers.append(Server(self.folder, which, resume, len(self.servers), files, evaluate))
+        place = self.folder, which, resume, len(self.servers), files, evaluate
+        self.servers.append(Server(*place, launch, first, self.environment))
         return self.servers[-1]
 
     def address(self, which: str) -> str:

@@ -46,8 +46,9 @@ from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 CHAINS, REFINED = 24, 4
 REFINEMENT = 0.4  # of the turns
 # Temperatures, as shares of what links cost, over the number of devices placed: where chains from random tables
-# begin, those from starts, and the last ones; and where all end.
-HOT, WARM, COOL, COLD = 1.2, 0.7, 0.5, 0.3
+# begin, those from starts, and the last ones; and where all end. Cooler ones never leave where the first host lies,
+# if links inside hosts are much faster than all others.
+HOT, WARM, COOL, COLD = 3.0, 1.5, 0.6, 0.3
 SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
 MOST_TURNS, MOST_LOOKS = 2_400_000, 400_000_000  # in a turn a device looks at all others

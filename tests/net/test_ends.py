@@ -1,0 +1,92 @@
+"""Servers that are killed at their end: between their last snapshot and their exit, with vaults and without.
+
+A launcher that starts one again in the same launch finds it ended still; another launch trains on.
+"""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from geotrain.net.recovery import Dismissed, Recovered, Stopped, begin_snapshot, finish_snapshot, recover
+from geotrain.net.rpc import Farewell
+from geotrain.net.server_process import begin_server, global_server
+from geotrain.outer.messages import Leave, OperatorCommand
+from tests.support.net_worlds import BUSY_S, FakeWorker, side_by_side
+from tests.support.server_processes import Server, Site, dies_at
+
+HOST, SESSIONS, VAULT = "geotrain.net.server_host:", "geotrain.net.vault_sessions:", "geotrain.net.vault_host:"
+NOTED, SAVED = HOST + "ServerHost._note", HOST + "ServerHost._last_snapshot"
+# Who dies, with how many vaults, and where: as `dies_at` takes it.
+PLACES = {
+    "the global server, its last snapshot written": ("global", 0, SAVED, True),
+    "a region's server, its last snapshot written": ("eu", 0, SAVED, True),
+    "a region's server, all said": ("eu", 0, HOST + "ServerHost._last_upload", True),
+    "the global book, its last snapshot written": ("global", 2, SAVED, True),
+    "the global book, its vaults told": ("global", 2, NOTED, False, Dismissed),
+    "a region's book, its last snapshot written": ("eu", 2, SAVED, True),
+    "a region's book, its vaults told": ("eu", 2, NOTED, False, Dismissed),
+    "a region's book, one vault let go": ("eu", 2, NOTED, True, Dismissed),
+    "a region's book, all vaults let go": ("eu", 2, SESSIONS + "VaultSessions.farewell", True),
+    "a vault, when it is told": ("eu.vault-1", 2, VAULT + "VaultHost._do", False, Farewell),
+}
+
+
+def train(site: Site) -> None:
+    """All of the run's data, by both workers."""
+    side_by_side([site.worker(name) for name in ("a", "b")], FakeWorker.run)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_who_is_killed_at_its_end_and_started_again_stays_ended(tmp_path: Path, place: str) -> None:
+    """Nobody waits for who has gone, everybody ends in good order, and all data is trained once."""
+    which, vaults, *where = PLACES[place]
+    site = Site(tmp_path, "sync", 24, vaults=vaults)
+    servers: dict[str, Server] = {}
+    for name in site.processes:
+        dies = partial(dies_at, *where) if name == which else int
+        servers[name] = site.serve(name, launch="1", first=dies)
+    try:
+        train(site)
+        servers[which].process.join(BUSY_S)
+        assert servers[which].process.exitcode == -signal.SIGKILL
+        servers[which] = site.serve(which, resume=True, launch="1")
+        for name, server in servers.items():
+            assert server.ended()[0] == 0, (name, server.ended())
+    finally:
+        for server in site.servers:
+            server.process.kill()
+    applied = [event for event in site.events("global") if event["event"] == "UpdateApplied"]
+    assert sum(event["samples"] for event in applied) == 24
+
+
+def test_only_in_another_launch_who_had_ended_begins_again(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+
+    def lives(launch: str) -> Recovered:
+        build = partial(global_server, site.run, site.cluster, 1)
+        return recover(build, partial(begin_server, run=site.run), tmp_path / "global", 2, launch=launch)
+
+    def ends(life: Recovered, launch: str) -> None:
+        for message in (OperatorCommand("stop"), Leave("eu")):
+            life.journal.append(message)
+            life.server.handle(message)
+        frozen, meta = begin_snapshot(life.server, life.store, life.journal, life.server.finished, launch=launch)
+        finish_snapshot(life.store, life.journal, frozen, meta)
+        life.journal.append(Stopped(), Dismissed(1))
+        life.journal.flush()
+        life.journal.close()
+
+    ends(lives("1"), "1")
+    for launch in ("1", "2", "", "1"):
+        life = lives(launch)
+        stays = launch == "1"
+        assert life.ended == life.server.finished == stays
+        assert life.dismissed == ({1} if stays else set())
+        assert life.server.status()["phase"] == ("ended" if stays else "running")
+        life.journal.close()
+    ends(lives(""), "")  # by hand: nothing says that it is the same launch
+    assert not lives("").ended
