@@ -138,7 +138,7 @@ PARTS = (
         whole=("--only", "random", "runs", "--each", "1"),
     ),
     Part("agreement", (Goal("same_order", least=1, timed=False),)),
-    Part("scale", (Goal("h32.utilization"),), minutes=2.0),
+    Part("scale", (Goal("h32.utilization"),), minutes=2.0, whole=("--local-steps", "32")),
     Part("aot", zero("spilled", "shared", "scalar_loads", "offsets_32bit", "failed"), minutes=3.5),
     Part("trace", (Goal("largest_difference", most=0.04, timed=False), *zero("not_linear")), minutes=1.5),
     Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),)),
