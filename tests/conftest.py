@@ -17,6 +17,8 @@ settings.load_profile("suite")
 # Small worlds have more ranks than a machine has GPUs, and expect the bits of a CPU; processes that tests start
 # inherit it. Tests marked `gpu` ask torch itself for the device. It is set before anything imports DeepSpeed.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Several tests run at a time: threads of one would only wait for a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

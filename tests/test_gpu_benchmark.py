@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_everything_in_it_runs(tmp_path: Path) -> None:
     rows = RESULTS.read_text()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -171,7 +171,7 @@ def test_every_instruction_set_gives_the_same_bits(architecture, tmp_path, monke
     built = tmp_path / f"_fast{sysconfig.get_config_var('EXT_SUFFIX')}"
     macros = ["-DGEOTRAIN_NO_CLONES", '-DGEOTRAIN_SOURCE="none"']
     command = ["gcc", *flags, *macros, f"-march={architecture}", *map(str, sources), "-o", str(built), "-lm"]
-    subprocess.run(command, check=True, timeout=250)
+    subprocess.run(command, check=True, timeout=560)
     monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
     forced = cpu.library.__wrapped__()
     assert forced is not None

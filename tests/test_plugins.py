@@ -170,7 +170,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny_plugin.py").write_text(PLUGIN)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
     command = [*pip, "--no-build-isolation", "--target", str(folder / "site"), str(folder)]
-    subprocess.run(command, check=True, timeout=200)
+    subprocess.run(command, check=True, timeout=500)
     return folder / "site"
 
 
@@ -240,7 +240,7 @@ def test_the_command_line_finds_it(plugin: Path, tmp_path: Path) -> None:
     cluster = Path(__file__).parents[1] / "configs/clusters/local-wan.json"
     command = [sys.executable, "-m", "geotrain", "simulate", "run.json", str(cluster), "--tflops", "1", "--json"]
     env = {**os.environ, "PYTHONPATH": str(plugin)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["links"]
 

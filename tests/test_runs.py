@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
+        NotebookClient(notebook, timeout=560, resources={"metadata": {"path": str(folder)}}).execute()
     nbformat.write(notebook, folder / "executed.ipynb")
     return folder
 
@@ -45,7 +45,7 @@ def own_folder(path: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_notebook_runs_several_workers_a_region_over_tls(folder: Path) -> None:
     run_file = folder / "own-text/run.json"
     run, top = load_run(run_file), status(run_file, "global")
@@ -72,7 +72,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_full_disk_while_checkpointing_a_run_that_began_from_an_export(folder: Path, tiny_disk: Path) -> None:
     example, log = folder / "continued", folder / "continued/runs/continued/logs/eu-0.log"
     text = example / "code.jsonl"

@@ -69,7 +69,7 @@ def test_a_name_is_found_in_the_cache_without_a_network(tmp_path: Path) -> None:
     def prepare(name: str) -> subprocess.CompletedProcess[str]:
         how = ["--out", str(tmp_path / "out"), "--bytes", "--text-key", "body", "--validation", "0"]
         command = [sys.executable, "-m", "geotrain", "prepare", name, *how, "--processes", "1"]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
     done = prepare("hf:someone/tiny:validation")
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ LATENT = {
     "routed_scaling_factor": 2.5,
 }
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for the traces of all
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the traces of all
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.support.command_line import Run
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import prepare_text, write_files
 
-START_S = 200.0
+START_S = 500.0
 ENOUGH = 1_000_000  # samples: no machine trains them during the test
 PACE_S = 0.05  # a step: workers that wait leave the processor to those who look at them
 LIVE: dict[str, Any] = {"phase": "running"}
@@ -33,7 +33,7 @@ def updates(folder: Path, site: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path, geotrain: Run) -> None:
     prepare_text(tmp_path)
     halos = {"rule": {"name": "halos", "updates_per_send": 2}}

@@ -27,7 +27,7 @@ from tests.support.small_runs import FAKE_SSH
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 PACKAGED = ("geotrain", "kernels", "launch", "configs", "setup.py", "pyproject.toml", "LICENSE")  # a wheel's sources
-START_S = 240.0  # until ranks have joined, on a busy machine
+START_S = 500.0  # until ranks have joined, on a busy machine
 
 
 def small_run(folder: Path, steps: int, **outer: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.support.slurm import slurm
 from tests.support.small_runs import prepare_text, status, write_files
 
 TEMPLATE = Path(__file__).parents[2] / "configs/slurm/region.sbatch"
-START_S = 240.0  # until ranks have joined, on a busy machine
+START_S = 500.0  # until ranks have joined, on a busy machine
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ preload("geotrain.inner.build", "geotrain.checkpoint.saving")
 
 
 def run_world(
-    ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 280.0, lost: Collection[int] = ()
+    ranks: int, task: Callable[..., Any], *args: Any, deadline_s: float = 560.0, lost: Collection[int] = ()
 ) -> list[Any]:
     """task(*args) on each rank of a new world; its results by rank. Fails with the first rank's traceback.
 

@@ -89,7 +89,7 @@ def write_files(
 def launch(files: tuple[Path, Path], *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=280)
+    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=560)
 
 
 def launched(files: tuple[Path, Path], *more: str) -> None:
