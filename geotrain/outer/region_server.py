@@ -311,8 +311,8 @@ class RegionServer(Server):
         counts as dead, has done this job, or would not come to it."""
         worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
         done = lease.job < next_job
-        answered_for = self.leases.of(lease.worker), self.trained, *(u.leases for u in self.in_flight.values())
-        if isinstance(lease, Lease) and not any(lease.lease in numbers for numbers in answered_for):
+        sent = (number for update in self.in_flight.values() for number in update.leases)
+        if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
             if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
