@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,15 @@ settings.load_profile("suite")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Several tests run at a time: threads of one would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# While tests are collected, the collector would look through all of torch again and again; and afterwards at each turn.
+gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
