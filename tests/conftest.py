@@ -22,7 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# While tests are collected, the collector would look through all of torch again and again; and afterwards at each turn.
+# While tests are collected, it would look through all of torch again and again; and afterwards at each turn.
 gc.disable()
 
 
