@@ -2,7 +2,7 @@
 
     python -m benchmarks                      within 75 minutes
     python -m benchmarks --quick              a minute each, to see that all of them work and give every figure that
-                                              has a goal: none is judged
+                                              has a goal: none is judged. Left out, unless named: what tests play
     python -m benchmarks --only servers codec
 
 What each prints is kept in build/bench. One that fails, takes too long or lacks a figure is told in the table, and
@@ -63,7 +63,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-    parts = [p for p in PARTS if (not options.only or p.module in options.only) and (p.quick or not options.quick)]
+    parts = chosen(options.only, options.quick)
     table = Table("benchmark", "figure", "goal", "here", "95 %", "last recorded", "met")
     verdicts: list[str] = []
     failed, recorded, begin_s = 0, last_recorded(), time.monotonic()
@@ -82,6 +82,13 @@ def main() -> int:
     judged = {"judged": met + verdicts.count("no"), "met": met, "busy": busy}
     print(json.dumps({"benchmarks": len(parts), "failed": failed, **judged}))
     return int(failed > 0)
+
+
+def chosen(only: Sequence[str], quick: bool) -> list[Part]:
+    """The parts to run: all, or those of the modules in `only`."""
+    if only:
+        return [part for part in PARTS if part.module in only and (part.quick or not quick)]
+    return [part for part in PARTS if not quick or (part.quick and not part.tested)]
 
 
 def minutes_of(left: Sequence[Part], passed: float) -> float:

@@ -30,7 +30,8 @@ class Goal:
 class Part:
     """One run of a benchmark. module: in this package. arguments: in either form; whole: where it is not --quick.
     minutes: kept for it; it may take what others leave, too, and is ended then. recorded: its name in results.csv,
-    where it is not the module's. quick: whether it has a short form."""
+    where it is not the module's. quick: whether it has a short form. tested: the test that plays what the short form
+    shows, and more; so nobody needs both."""
 
     module: str
     goals: tuple[Goal, ...]
@@ -39,6 +40,7 @@ class Part:
     recorded: str = ""
     quick: bool = True
     whole: tuple[str, ...] = ()
+    tested: str = ""
 
     @property
     def name(self) -> str:
@@ -137,13 +139,24 @@ PARTS = (
         minutes=6.5,
         whole=("--only", "random", "runs", "--each", "1"),
     ),
-    Part("agreement", (Goal("same_order", least=1, timed=False),)),
+    Part("agreement", (Goal("same_order", least=1, timed=False),), tested="tests/simulate/test_agreement.py"),
     Part("scale", (Goal("h32.utilization"),), minutes=2.0, whole=("--local-steps", "32")),
     Part("aot", zero("spilled", "shared", "scalar_loads", "offsets_32bit", "failed"), minutes=3.5),
-    Part("trace", (Goal("largest_difference", most=0.04, timed=False), *zero("not_linear")), minutes=1.5),
+    Part(
+        "trace",
+        (Goal("largest_difference", most=0.04, timed=False), *zero("not_linear")),
+        minutes=1.5,
+        tested="tests/inner/test_trace.py",
+    ),
     Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),)),
     Part("fuzz", zero("crashes", "state_changes", "unclear_errors"), minutes=1.5),
-    Part("crash_points", zero("broken"), minutes=3.0, whole=("--seconds", "150")),
+    Part(
+        "crash_points",
+        zero("broken"),
+        minutes=3.0,
+        whole=("--seconds", "150"),
+        tested="tests/net/test_crash_points.py",
+    ),
     Part(
         "faults",
         (
@@ -153,6 +166,7 @@ PARTS = (
             Goal("goodput", least=0.95),
         ),
         minutes=6.0,
+        tested="tests/test_faults.py",
     ),
     Part(
         "faults",

@@ -47,6 +47,16 @@ def test_every_benchmark_is_in_the_table_and_has_a_short_form() -> None:
         assert part.quick == any(k.arg == "quick" for c in lines for k in c.keywords), part.module
 
 
+def test_the_short_forms_leave_out_what_tests_play() -> None:
+    left_out = set(PARTS) - set(bench.chosen((), True))
+    for part in left_out:
+        if part.quick:
+            assert f"benchmarks.{part.module}" in (ROOT / part.tested).read_text(), part.name
+    assert len(left_out) < len(PARTS) / 3
+    assert bench.chosen((), False) == list(PARTS)
+    assert {part.module for part in bench.chosen(("faults", "claims"), True)} == {"faults"}
+
+
 def test_the_table_says_what_was_found_and_what_was_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     monkeypatch.setattr(bench, "LOGS", tmp_path / "logs")
