@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -94,6 +95,7 @@ def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., An
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
+    gc.freeze()  # what the parent has imported is never collected
     try:
         value = task(*args)
         from geotrain.inner.parallel import shut_down
@@ -139,6 +141,7 @@ def start(
     """An engine with the canonical test weights."""
     from geotrain.inner.build import build_engine
 
+    gc.collect()  # the threads of a former engine's groups, two dozen that look for work all the time, end with it
     engine = build_engine(run_config(model, block, recompute, acco), parallel, block, 120, precision=precision)
     write(engine, canonical_weights(engine.architecture))
     return engine
