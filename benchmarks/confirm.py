@@ -3,10 +3,12 @@
     python -m benchmarks.confirm                                  20 M tokens a method: hours on a CPU, one core each
     python -m benchmarks.confirm --methods halos --device cuda    one of them, on a GPU, in bf16
     python -m benchmarks.confirm --methods data-parallel data-parallel-muon region-momentum-2bit-muon --tokens 100e6
+    python -m benchmarks.confirm --size 0.4m --methods data-parallel data-parallel-muon region-momentum-2bit-muon
+                                                          a size between: 8 M tokens, a quarter of an hour a method
     python -m benchmarks.confirm --tokens 200e3 --search-tokens 50e3 --results /tmp/look.jsonl      a look
 
 Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
-of a tenth of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
+of a part of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
 the results file (JSON lines), which is committed, and not done again; points of a curve are written as they come. A
 run that was ended, in whatever way, goes on when the same is called again in the same checkout, from what it kept in
 `--state` some five minutes before at most; the row is the same to the last bit on the same machine. The last line
@@ -36,10 +38,15 @@ from geotrain.files import whole_file
 
 COMPARED = (SYNCHRONOUS, "diloco-fair", "halos", OURS)
 RESULTS = ROOT / "benchmarks/data/confirm.jsonl"
-SIZE = {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128}
+SIZES = {
+    "5m": {"hidden": 384, "layers": 3, "heads": 6, "ffn": 928, "batch": 8, "length": 128},
+    "0.4m": {"hidden": 128, "layers": 2, "heads": 4, "ffn": 312, "batch": 4, "length": 128},
+}
+# By size: bytes of text of each method, and of a run that a learning rate is chosen by.
+TOKENS = {"5m": (20e6, 2e6), "0.4m": (8e6, 2e6)}
 WARMUP = 0.05  # of the whole run's tokens
 UNITS = {"test": "nats", "end_s": "virtual s", "time_to_target_s": "virtual s"}  # of a method, in results.csv
-RATE = 1 / 6  # of the small model's learning rate, as its width is of this one's: where the search begins
+SMALL_HIDDEN = 64  # of claims.py
 
 
 def both(method: str) -> tuple[str, str]:
@@ -49,8 +56,10 @@ def both(method: str) -> tuple[str, str]:
 
 def main() -> None:
     arguments = parse_arguments()
-    size = {**SIZE, "device": arguments.device}
-    steps, folder = steps_of(arguments.tokens), Path(arguments.out)
+    size = {**SIZES[arguments.size], "device": arguments.device}
+    tokens, search_tokens = TOKENS[arguments.size]
+    tokens, search_tokens = arguments.tokens or tokens, arguments.search_tokens or search_tokens
+    steps, folder = steps_of(size, tokens), Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(Path(arguments.results))
 
@@ -62,11 +71,12 @@ def main() -> None:
         return rows
 
     def trial(method: str, settings: Settings) -> Job:
-        tried = steps_of(arguments.search_tokens)
+        tried = steps_of(size, search_tokens)
         warmup = min(0.5, WARMUP * steps / tried)  # as many steps: a shorter one harms where the whole run's does not
         return Job(method, settings, "published", SEED, tried, size, points=4, warmup_share=warmup)
 
-    starts = {m: {**s, "lr": RATE * s["lr"]} for m, s in settings_found(tuple(arguments.methods)).items()}
+    rate = SMALL_HIDDEN / size["hidden"]  # of the small model's: where the search begins
+    starts = {m: {**s, "lr": rate * s["lr"]} for m, s in settings_found(tuple(arguments.methods)).items()}
     trials = ladders(starts, RUNGS, trial, complete)
     if arguments.search_only:
         print(json.dumps(plain({m: rates(mine) for m, mine in trials.items()})))
@@ -76,29 +86,31 @@ def main() -> None:
     )
     report = summary(rows, {m: rates(mine) for m, mine in trials.items()})
     text = markdown(report)
-    with whole_file(folder / "confirm.md") as file:
+    name = "confirm" if arguments.size == "5m" else f"confirm-{arguments.size}"
+    with whole_file(folder / f"{name}.md") as file:
         file.write(text)
     plot_curves(
         rows, {m: METHODS[m].title for m in arguments.methods}, report["target_loss"], folder / "curves.png",
-        f"{rows[0]['numel'] / 1e6:.1f} M parameters, {arguments.tokens / 1e6:g} M tokens, HALoS's environment",
+        f"{rows[0]['numel'] / 1e6:.1f} M parameters, {report['tokens'] / 1e6:.3g} M tokens, HALoS's environment",
     )  # fmt: skip
     if arguments.docs:
-        replace_block(ROOT / "docs/evidence.md", "confirm", f"{text}\n![Test loss of the larger model](confirm.png)")
-        shutil.copy(folder / "curves.png", ROOT / "docs/confirm.png")
+        replace_block(ROOT / "docs/evidence.md", name, f"{text}\n![Test loss of the larger model]({name}.png)")
+        shutil.copy(folder / "curves.png", ROOT / f"docs/{name}.png")
         note = f"{report['parameters'] / 1e6:.1f} M parameters, {report['tokens'] / 1e6:g} M tokens, one seed"
-        record("confirm", figures(report), lambda metric: UNITS.get(metric.rpartition(".")[2], ""), note)
+        record(name, figures(report), lambda metric: UNITS.get(metric.rpartition(".")[2], ""), note)
     print(json.dumps(plain(report)))
 
 
-def steps_of(tokens: float) -> int:
-    return max(1, round(tokens / (SIZE["batch"] * SIZE["length"])))
+def steps_of(size: dict[str, Any], tokens: float) -> int:
+    return max(1, round(tokens / (size["batch"] * size["length"])))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = command_line(__doc__, recorded=False)
     parser.add_argument("--methods", nargs="+", default=list(COMPARED), choices=list(METHODS))
-    parser.add_argument("--tokens", type=float, default=20e6, help="bytes of text, of each method")
-    parser.add_argument("--search-tokens", type=float, default=2e6, help="of a run that a learning rate is chosen by")
+    parser.add_argument("--size", default="5m", choices=list(SIZES), help="parameters")
+    parser.add_argument("--tokens", type=float, help="bytes of text, of each method; default: by size")
+    parser.add_argument("--search-tokens", type=float, help="of a run that chooses a learning rate")
     parser.add_argument("--search-only", action="store_true", help="find the learning rates, and stop")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda; several methods share it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -139,7 +151,7 @@ def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) ->
     ours_s = times.get(ours)
     return {
         "parameters": rows[0]["numel"],
-        "tokens": rows[0]["steps"] * SIZE["batch"] * SIZE["length"],
+        "tokens": rows[0]["steps"] * tokens_of_a_step(rows[0]),
         "target_loss": target,
         "ours": ours,
         "speedup": {m: s / ours_s for m, s in times.items() if m != ours and s and ours_s},
@@ -171,9 +183,14 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
     return {**methods, "over_ours": report["speedup"], "gap": report["gaps"]}
 
 
+def tokens_of_a_step(row: dict[str, Any]) -> int:
+    size: dict[str, int] = row["size"]
+    return size["batch"] * size["length"]
+
+
 def speed(row: dict[str, Any]) -> dict[str, float]:
     """What the machine did: trained tokens a second, and GFLOP/s at 6 a parameter and token."""
-    tokens = (row["committed_steps"] or 0) * SIZE["batch"] * SIZE["length"]
+    tokens = (row["committed_steps"] or 0) * tokens_of_a_step(row)
     return {
         "wall_s": row["wall_s"],
         "cpu_s": row["cpu_s"],
@@ -197,7 +214,7 @@ def markdown(report: dict[str, Any]) -> str:
         for m, r in report["methods"].items()
     ]
     header = (
-        "method", "s to target", "over ours", "test loss", "end, s", "rate", "rates tried: loss after a tenth",
+        "method", "s to target", "over ours", "test loss", "end, s", "rate", "rates tried: loss of a shorter run",
         "tokens/s, GFLOP/s of the core that trained it",
     )  # fmt: skip
     intro = (

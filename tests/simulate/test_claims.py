@@ -439,14 +439,14 @@ def test_runs_that_diverged_are_told_and_break_nothing(failing, tmp_path):
     rows = [row((1, 2.0), method="halos"), failed(method=OURS, steps=10)]
     plot_curves(rows, {"halos": "a", OURS: "b"}, None, tmp_path / "p.png", "t")
     assert summary([failed()])["loss"]["mean"] is None
-    of = {"steps": 10, "settings": {"lr": 0.01}, "hardware": "a core"}
+    of = {"steps": 10, "settings": {"lr": 0.01}, "hardware": "a core", "size": {"batch": 4, "length": 32}}
     tried = {OURS: {0.01: math.inf}, "halos": {0.01: 2.0, 0.005: 2.5}}
     told = confirm.summary([failed(method=OURS, **of), row((1, 2.0), method="halos", **of)], tried)
     assert DIVERGED in confirm.markdown(told) and told["speedup"] == {}
 
 
 def test_the_confirmation_compares_times_to_fair_dilocos_loss():
-    of = {"steps": 10, "settings": {"lr": 0.01}, "hardware": "a core"}
+    of = {"steps": 10, "settings": {"lr": 0.01}, "hardware": "a core", "size": {"batch": 4, "length": 32}}
     rows = [
         row((100, 3.0), (200, 2.0), method="diloco-fair", **of),
         row((20, 3.0), (40, 2.0), (60, 1.8), method=OURS, **of),
@@ -454,6 +454,7 @@ def test_the_confirmation_compares_times_to_fair_dilocos_loss():
     ]
     told = confirm.summary(rows, {r["method"]: {0.01: 2.5} for r in rows})
     assert told["target_loss"] == 2.0 and told["speedup"] == {"diloco-fair": 5.0, "data-parallel": 25.0}
+    assert told["tokens"] == 10 * 4 * 32
     assert told["gaps"] == {OURS: {SYNCHRONOUS: pytest.approx(1.8 / 1.6 - 1)}}
     with_muon = [
         row((10, 3.0), (20, 1.9), (30, 1.5), method=MINE, **of),
