@@ -137,7 +137,7 @@ PARTS = (
             Goal("random_matrices.median_gap", most=0.05),
         ),
         minutes=6.5,
-        whole=("--only", "random", "runs", "--each", "1"),
+        whole=("--only", "random", "runs"),
     ),
     Part("agreement", (Goal("same_order", least=1, timed=False),), tested="tests/simulate/test_agreement.py"),
     Part("scale", (Goal("h32.utilization"),), minutes=2.0, whole=("--local-steps", "32")),

@@ -59,7 +59,7 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=SIZES, default="heavy", help="of the model that is timed")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant")
-    parser.add_argument("--steps", type=int, default=150, help="of the runs that loss is taken from")
+    parser.add_argument("--steps", type=int, default=120, help="of the runs that loss is taken from")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", choices=PARTS + BY_HAND, action="append")
     parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")

@@ -41,9 +41,9 @@ def main() -> None:
     from benchmarks.planner.random_matrices import ALL
     from geotrain.emulate.wan import cannot_emulate
 
-    parser = command_line(__doc__, quick={"each": 1})
+    parser = command_line(__doc__, quick={})
     parser.add_argument("--only", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--each", type=int, default=3, help="random matrices of each kind")
+    parser.add_argument("--each", type=int, default=1, help="random matrices of each kind")
     parser.add_argument("--docs", action="store_true", help="renew the table of kinds in docs/planner.md")
     args = parser.parse_args()
     if not 1 <= args.each <= ALL:
