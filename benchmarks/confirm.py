@@ -44,6 +44,8 @@ SIZES = {
 }
 # By size: bytes of text of each method, and of a run that a learning rate is chosen by.
 TOKENS = {"5m": (20e6, 2e6), "0.4m": (8e6, 2e6)}
+# By size: rates tried in whole runs. With two, half of what the search found as well: longer runs want less.
+WHOLE_RATES = {"5m": 1, "0.4m": 2}
 WARMUP = 0.05  # of the whole run's tokens
 UNITS = {"test": "nats", "end_s": "virtual s", "time_to_target_s": "virtual s"}  # of a method, in results.csv
 SMALL_HIDDEN = 64  # of claims.py
@@ -81,10 +83,14 @@ def main() -> None:
     if arguments.search_only:
         print(json.dumps(plain({m: rates(mine) for m, mine in trials.items()})))
         return
-    rows = complete(
-        [Job(m, best(mine)["settings"], "published", 0, steps, size, arguments.points) for m, mine in trials.items()]
-    )
-    report = summary(rows, {m: rates(mine) for m, mine in trials.items()})
+
+    def whole(method: str, settings: Settings) -> Job:
+        return Job(method, settings, "published", 0, steps, size, arguments.points)
+
+    found = {m: best(mine)["settings"] for m, mine in trials.items()}
+    runs = ladders(found, WHOLE_RATES[arguments.size], whole, complete)
+    rows = [best(mine) for mine in runs.values()]
+    report = summary(rows, {m: rates(mine) for m, mine in trials.items()}, {m: rates(r) for m, r in runs.items()})
     text = markdown(report)
     name = "confirm" if arguments.size == "5m" else f"confirm-{arguments.size}"
     with whole_file(folder / f"{name}.md") as file:
@@ -137,9 +143,12 @@ def run_told(folder: Path, states: Path, job: Job) -> dict[str, Any]:
         return run(job, tell, states)
 
 
-def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) -> dict[str, Any]:
+def summary(
+    rows: list[dict[str, Any]], tried: dict[str, dict[float, float]], whole: dict[str, dict[float, float]]
+) -> dict[str, Any]:
     """target_loss: fair DiLoCo's last, in its better optimizer, if it is among the methods; else the worst last loss.
-    speedup: of ours, with Muon if that is among them. tried: by method, rate → loss of the trials. A method that came
+    speedup: of ours, with Muon if that is among them. tried, whole: by method, rate → loss on the selection
+    slice, of the trials and of runs of full length. A method that came
     to nothing has no losses, and says why in `failed`."""
     by_method = {row["method"]: row for row in rows}
     losses = {m: row["test"] for m, row in by_method.items()}
@@ -165,6 +174,7 @@ def summary(rows: list[dict[str, Any]], tried: dict[str, dict[float, float]]) ->
                 "failed": row.get("failed"),
                 "lr": row["settings"]["lr"],
                 "tried": tried[m],
+                "whole": whole[m],
                 "test": row["test"],
                 "end_s": row["seconds"],
                 "time_to_target_s": times[m],
@@ -200,6 +210,9 @@ def speed(row: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(report: dict[str, Any]) -> str:
+    def told(losses: dict[float, float]) -> str:
+        return ", ".join(f"{rate:.5f}: {number(loss, 3)}" for rate, loss in sorted(losses.items()))
+
     rows = [
         (
             METHODS[m].title,
@@ -208,7 +221,7 @@ def markdown(report: dict[str, Any]) -> str:
             r["failed"] or number(r["test"], 4),
             number(r["end_s"], 0),
             number(r["lr"], 5),
-            ", ".join(f"{rate:.5f}: {number(loss, 3)}" for rate, loss in sorted(r["tried"].items())),
+            told(r["tried"]) + (f"; of whole runs {told(r['whole'])}" if len(r["whole"]) > 1 else ""),
             f"{number(r['tokens_per_s'], 0)}, {number(r['gflops_per_cpu_s'], 0)}",
         )
         for m, r in report["methods"].items()

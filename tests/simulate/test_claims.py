@@ -441,7 +441,7 @@ def test_runs_that_diverged_are_told_and_break_nothing(failing, tmp_path):
     assert summary([failed()])["loss"]["mean"] is None
     of = {"steps": 10, "settings": {"lr": 0.01}, "hardware": "a core", "size": {"batch": 4, "length": 32}}
     tried = {OURS: {0.01: math.inf}, "halos": {0.01: 2.0, 0.005: 2.5}}
-    told = confirm.summary([failed(method=OURS, **of), row((1, 2.0), method="halos", **of)], tried)
+    told = confirm.summary([failed(method=OURS, **of), row((1, 2.0), method="halos", **of)], tried, tried)
     assert DIVERGED in confirm.markdown(told) and told["speedup"] == {}
 
 
@@ -452,7 +452,8 @@ def test_the_confirmation_compares_times_to_fair_dilocos_loss():
         row((20, 3.0), (40, 2.0), (60, 1.8), method=OURS, **of),
         row((1000, 1.6), method="data-parallel", **of),
     ]
-    told = confirm.summary(rows, {r["method"]: {0.01: 2.5} for r in rows})
+    tried = {r["method"]: {0.01: 2.5} for r in rows}
+    told = confirm.summary(rows, tried, tried)
     assert told["target_loss"] == 2.0 and told["speedup"] == {"diloco-fair": 5.0, "data-parallel": 25.0}
     assert told["tokens"] == 10 * 4 * 32
     assert told["gaps"] == {OURS: {SYNCHRONOUS: pytest.approx(1.8 / 1.6 - 1)}}
@@ -460,13 +461,15 @@ def test_the_confirmation_compares_times_to_fair_dilocos_loss():
         row((10, 3.0), (20, 1.9), (30, 1.5), method=MINE, **of),
         row((800, 1.4), method=muon(SYNCHRONOUS), **of),
     ]
-    both = confirm.summary([*rows, *with_muon], {r["method"]: {0.01: 2.5} for r in (*rows, *with_muon)})
+    tried = {r["method"]: {0.01: 2.5} for r in (*rows, *with_muon)}
+    both = confirm.summary([*rows, *with_muon], tried, {m: {0.01: 1.9, 0.005: 2.25} for m in tried})
     assert both["ours"] == MINE and both["speedup"][OURS] == pytest.approx(40 / (10 + 10 / 1.1))
     assert both["gaps"][MINE] == {
         SYNCHRONOUS: pytest.approx(1.5 / 1.6 - 1),
         muon(SYNCHRONOUS): pytest.approx(1.5 / 1.4 - 1),
     }
     assert "+7.1 % from data parallel, fp32 flat ring; Muon" in confirm.markdown(both)
+    assert "0.01000: 2.500; of whole runs 0.00500: 2.250, 0.01000: 1.900" in confirm.markdown(both)
     kept = dict(flat(confirm.figures(told)))
     assert (kept["over_ours.diloco-fair"], kept[f"{OURS}.test"], kept["data-parallel.end_s"]) == (5.0, 1.8, 1000)
     assert "| 5.00 |" in confirm.markdown(told) and "0.01000: 2.500" in confirm.markdown(told)
