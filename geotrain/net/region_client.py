@@ -124,8 +124,10 @@ class RegionClient:
             fragments = tuple(range(len(self.server.layout.fragments)))
             await self._tell(await self._pull(0, fragments))
         # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
+        # What is delivered meanwhile stays: made after the reading, it is not among what was read.
+        self._updates.clear()
         again = [send.message for send in await self.server_thread.read(self.server.resend)]
-        self._updates = deque(again)  # type: ignore[arg-type]
+        self._updates.extendleft(reversed(again))  # type: ignore[arg-type]
         if self.server.gone:
             self._updates.append(Leave(self.server.name))
         self.connected = True

@@ -3,6 +3,7 @@ have not joined again wait for them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -56,6 +57,35 @@ def test_a_region_whose_update_is_refused_goes_on(make):
     assert top.book.committed_samples == 24
     for worker in (a, b):
         worker.close()
+
+
+def test_an_update_made_while_a_session_begins_is_sent(make):
+    """It is made after the region was asked what to send again, and delivered before the answer to that is there."""
+    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole}}, train_samples=24)
+    running, worker = cluster.regions["eu"], cluster.worker("a")
+    worker.join()
+    lease = worker.lease()
+    read, asked = running.server_thread.read, []
+
+    async def slow_read(what):
+        found = await read(what)
+        if what == running.server.resend and not asked:
+            asked.append(len(found))
+            await asyncio.to_thread(worker.train, lease)
+            while running.server.sequence == 0:
+                await asyncio.sleep(0.01)
+        return found
+
+    running.server_thread.read = slow_read
+    cluster.restart_top()
+    wait_for(lambda: asked and cluster.top.server.members["eu"].sequence == 1)
+    assert asked == [0]
+    while (lease := worker.lease()) is not None:
+        worker.train(lease)
+    worker.leave()
+    wait_for(lambda: cluster.top.server.finished)
+    assert cluster.top.server.book.committed_samples == 24
+    worker.close()
 
 
 def weights_of_a_synchronous_run(cluster: Cluster, refuse: int = 0) -> list[Tensor]:
