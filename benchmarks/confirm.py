@@ -44,8 +44,6 @@ SIZES = {
 }
 # By size: bytes of text of each method, and of a run that a learning rate is chosen by.
 TOKENS = {"5m": (20e6, 2e6), "0.4m": (8e6, 2e6)}
-# By size: rates tried in whole runs. With two, half of what the search found as well: longer runs want less.
-WHOLE_RATES = {"5m": 1, "0.4m": 2}
 WARMUP = 0.05  # of the whole run's tokens
 UNITS = {"test": "nats", "end_s": "virtual s", "time_to_target_s": "virtual s"}  # of a method, in results.csv
 SMALL_HIDDEN = 64  # of claims.py
@@ -88,7 +86,7 @@ def main() -> None:
         return Job(method, settings, "published", 0, steps, size, arguments.points)
 
     found = {m: best(mine)["settings"] for m, mine in trials.items()}
-    runs = ladders(found, WHOLE_RATES[arguments.size], whole, complete)
+    runs = ladders(found, arguments.whole_rates, whole, complete)
     rows = [best(mine) for mine in runs.values()]
     report = summary(rows, {m: rates(mine) for m, mine in trials.items()}, {m: rates(r) for m, r in runs.items()})
     text = markdown(report)
@@ -117,6 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="5m", choices=list(SIZES), help="parameters")
     parser.add_argument("--tokens", type=float, help="bytes of text, of each method; default: by size")
     parser.add_argument("--search-tokens", type=float, help="of a run that chooses a learning rate")
+    parser.add_argument("--whole-rates", type=int, default=1, help="rates tried in whole runs; 2: half of it, too")
     parser.add_argument("--search-only", action="store_true", help="find the learning rates, and stop")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda; several methods share it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
