@@ -33,7 +33,7 @@ from benchmarks.claims.report import plain, plot_curves, replace_block, table, t
 from benchmarks.claims.runs import Job, Results, run
 from benchmarks.claims.search import RUNGS, SEED, best, ladders, rates, settings_found
 from benchmarks.common import command_line, record
-from benchmarks.learner.training import Point
+from benchmarks.learner.training import Point, Study
 from geotrain.files import whole_file
 
 COMPARED = (SYNCHRONOUS, "diloco-fair", "halos", OURS)
@@ -46,7 +46,6 @@ SIZES = {
 TOKENS = {"5m": (20e6, 2e6), "0.4m": (8e6, 2e6)}
 WARMUP = 0.05  # of the whole run's tokens
 UNITS = {"test": "nats", "end_s": "virtual s", "time_to_target_s": "virtual s"}  # of a method, in results.csv
-SMALL_HIDDEN = 64  # of claims.py
 
 
 def both(method: str) -> tuple[str, str]:
@@ -75,7 +74,7 @@ def main() -> None:
         warmup = min(0.5, WARMUP * steps / tried)  # as many steps: a shorter one harms where the whole run's does not
         return Job(method, settings, "published", SEED, tried, size, points=4, warmup_share=warmup)
 
-    rate = SMALL_HIDDEN / size["hidden"]  # of the small model's: where the search begins
+    rate = Study.hidden / size["hidden"]  # of the small model's: where the search begins
     starts = {m: {**s, "lr": rate * s["lr"]} for m, s in settings_found(tuple(arguments.methods)).items()}
     trials = ladders(starts, RUNGS, trial, complete)
     if arguments.search_only:
@@ -106,7 +105,11 @@ def main() -> None:
 
 
 def steps_of(size: dict[str, Any], tokens: float) -> int:
-    return max(1, round(tokens / (size["batch"] * size["length"])))
+    return max(1, round(tokens / tokens_of_a_step(size)))
+
+
+def tokens_of_a_step(size: dict[str, Any]) -> int:
+    return int(size["batch"] * size["length"])
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -147,8 +150,8 @@ def summary(
 ) -> dict[str, Any]:
     """target_loss: fair DiLoCo's last, in its better optimizer, if it is among the methods; else the worst last loss.
     speedup: of ours, with Muon if that is among them. tried, whole: by method, rate → loss on the selection
-    slice, of the trials and of runs of full length. A method that came
-    to nothing has no losses, and says why in `failed`."""
+    slice, of the trials and of runs of full length. A method that came to nothing has no losses,
+    and says why in `failed`."""
     by_method = {row["method"]: row for row in rows}
     losses = {m: row["test"] for m, row in by_method.items()}
     known = {m: loss for m, loss in losses.items() if loss is not None}
@@ -159,7 +162,7 @@ def summary(
     ours_s = times.get(ours)
     return {
         "parameters": rows[0]["numel"],
-        "tokens": rows[0]["steps"] * tokens_of_a_step(rows[0]),
+        "tokens": rows[0]["steps"] * tokens_of_a_step(rows[0]["size"]),
         "target_loss": target,
         "ours": ours,
         "speedup": {m: s / ours_s for m, s in times.items() if m != ours and s and ours_s},
@@ -192,14 +195,9 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
     return {**methods, "over_ours": report["speedup"], "gap": report["gaps"]}
 
 
-def tokens_of_a_step(row: dict[str, Any]) -> int:
-    size: dict[str, int] = row["size"]
-    return size["batch"] * size["length"]
-
-
 def speed(row: dict[str, Any]) -> dict[str, float]:
     """What the machine did: trained tokens a second, and GFLOP/s at 6 a parameter and token."""
-    tokens = (row["committed_steps"] or 0) * tokens_of_a_step(row)
+    tokens = (row["committed_steps"] or 0) * tokens_of_a_step(row["size"])
     return {
         "wall_s": row["wall_s"],
         "cpu_s": row["cpu_s"],
