@@ -103,5 +103,5 @@ setup(
         "hf": ["accelerate>=1.1", "datasets>=3"],
         "s3": ["s3fs>=2025.1"],
     },
-    entry_points={"console_scripts": ["geotrain = geotrain.cli:main"]},
+    entry_points={"console_scripts": ["geotrain = geotrain.commands.cli:main"]},
 )

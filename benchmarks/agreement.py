@@ -29,9 +29,9 @@ from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.commands.operate import LiveRun
 from geotrain.config import load_cluster, load_run
 from geotrain.emulate import wan
-from geotrain.layout import layout_of
 from geotrain.outer.messages import Message, UpdatePart
-from geotrain.outer.server import Handled, Server
+from geotrain.outer.server.server import Handled, Server
+from geotrain.parameters.layout import layout_of
 from geotrain.simulate.clock import Clock
 from geotrain.simulate.spec import world_of_cluster
 from geotrain.simulate.world import VirtualWorld, timing_task

@@ -18,7 +18,7 @@ from benchmarks.claims.methods import OURS
 from benchmarks.claims.report import replace_block, table
 from benchmarks.common import command_line
 from geotrain.config import FragmentConfig, OuterConfig, OverlapConfig, codec_config, load_run, rule_config
-from geotrain.layout import Layout, Parameter
+from geotrain.parameters.layout import Layout, Parameter
 from geotrain.simulate.links import LinkSpec, StepShape
 from geotrain.simulate.spec import RegionSpec, RingSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 
 RESULTS = ROOT / "benchmarks" / "results.csv"
 COLUMNS = ("date", "benchmark", "metric", "value", "unit", "hardware", "versions", "note")

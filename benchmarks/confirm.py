@@ -34,7 +34,7 @@ from benchmarks.claims.runs import Job, Results, run
 from benchmarks.claims.search import RUNGS, SEED, best, ladders, rates, settings_found
 from benchmarks.common import command_line, record
 from benchmarks.learner.training import Point, Study
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 
 COMPARED = (SYNCHRONOUS, "diloco-fair", "halos", OURS)
 RESULTS = ROOT / "benchmarks/data/confirm.jsonl"

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from benchmarks import DATA
-from geotrain.layout import Layout, Parameter
+from geotrain.parameters.layout import Layout, Parameter
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 

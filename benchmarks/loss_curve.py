@@ -16,7 +16,7 @@ from benchmarks.common import command_line
 from benchmarks.learner.training import Curve, Study, training_task
 from geotrain.commands.simulate import WhatIf, nothing_committed, question
 from geotrain.config import OuterConfig, RunConfig
-from geotrain.layout import layout_of
+from geotrain.parameters.layout import layout_of
 from geotrain.simulate.spec import WorldSpec
 from geotrain.simulate.world import VirtualWorld
 

@@ -26,14 +26,14 @@ from benchmarks.common import command_line, report, spread, units_by_ending
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import free_ports
-from geotrain.layout import layout_of
 from geotrain.outer.messages import Lease
-from geotrain.outer.server import identity_of
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.layout import layout_of
 
 if TYPE_CHECKING:  # they take seconds to import, and the environment must be set before
     from geotrain.data.loader import LeasedLoader
-    from geotrain.inner.engine import GeoEngine
-    from geotrain.trainer import Trainer
+    from geotrain.inner.engine.engine import GeoEngine
+    from geotrain.worker.trainer import Trainer
 
 TEXT_BYTES = 1_500_000
 
@@ -129,8 +129,8 @@ def joined(
 ) -> Iterator[tuple[Trainer, Iterator[Lease]]]:
     """The product's training loop, joined to the region server, and its leases. report: called with the figures of
     each job."""
-    from geotrain.net.worker_client import WorkerClient
-    from geotrain.trainer import Trainer
+    from geotrain.net.transport.worker_client import WorkerClient
+    from geotrain.worker.trainer import Trainer
 
     layout, folder = layout_of(run), run.run_folder / "checkpoints"
     identity = identity_of(run, layout)

@@ -30,14 +30,14 @@ import torch
 
 from benchmarks.common import command_line, report, units_by_ending
 from geotrain.config import HalosConfig, OuterConfig, codec_config
-from geotrain.layout import Layout, Parameter
-from geotrain.net.frozen_state import FrozenState
-from geotrain.net.recovery import Recovered, begin_snapshot, finish_snapshot, recover
-from geotrain.net.server_thread import ServerThread
+from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.recovery import Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.outer.codec import make_codec
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import AnswerWanted, Identity, Join, PieceDelta, UpdatePart
-from geotrain.staging import to_bytes
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.parameters.layout import Layout, Parameter
+from geotrain.staging.interface import to_bytes
 
 REGION, LIFE = "eu", "life-1"
 CALM_UPDATES = 40  # timed before each snapshot

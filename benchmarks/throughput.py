@@ -31,7 +31,7 @@ from benchmarks.common import command_line, ratio, report, spread, units_by_endi
 from geotrain.config import LinkConfig, architecture_from_hf
 from geotrain.emulate.wan import cannot_emulate
 from geotrain.launch.check import free_ports
-from geotrain.layout import parameter_count
+from geotrain.parameters.layout import parameter_count
 
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 4, 2
 DENSE = {
@@ -105,7 +105,7 @@ def against_torch(name: str, rounds: int) -> dict[str, float]:
     if "RANK" not in os.environ:
         port = str(free_ports(1)[0])
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    from geotrain.inner.parallel import shut_down
+    from geotrain.inner.runtime.parallel import shut_down
 
     batches = [
         torch.randint(0, DENSE["vocab_size"], (MICRO_BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(i))
@@ -139,9 +139,9 @@ def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     from geotrain.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-    from geotrain.hf_checkpoint import write_checkpoint
     from geotrain.inner.build import build_engine
-    from geotrain.layout import canonical_parameters
+    from geotrain.parameters.hf_checkpoint import write_checkpoint
+    from geotrain.parameters.layout import canonical_parameters
 
     block = {
         "train_batch_size": MICRO_BATCHES * MICRO_BATCH,

@@ -1,5 +1,5 @@
 """`python -m geotrain` is `geotrain`."""
 
-from geotrain.cli import main
+from geotrain.commands.cli import main
 
 main()

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from geotrain.common.files import OutputError, out_of_room, write_whole
 from geotrain.config import EXIT_FOR_GOOD
-from geotrain.files import OutputError, out_of_room, write_whole
 from geotrain.launch.check import check_data
 from geotrain.launch.control import ControlSocket, attach, follow
 from geotrain.launch.far_hosts import prepare_far_hosts

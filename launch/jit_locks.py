@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from geotrain.files import try_lock
+from geotrain.common.files import try_lock
 
 # On these the processes of this machine are all that can hold a file open.
 LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"}

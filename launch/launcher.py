@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from geotrain.common.files import OutputError, try_lock, write_whole
 from geotrain.config import (
     Address,
     ClusterConfig,
@@ -28,7 +29,6 @@ from geotrain.config import (
     vaults_of,
 )
 from geotrain.emulate import wan
-from geotrain.files import OutputError, try_lock, write_whole
 from geotrain.launch.check import (
     check_ports_are_free,
     check_together,

@@ -30,11 +30,11 @@ from geotrain.emulate import wan
 from geotrain.launch.check import check_digest, check_ports_are_free, check_split, check_tokenizer, open_links
 from geotrain.launch.site_processes import LaunchRequest, local_processes, ssh_hosts
 from geotrain.launch.worker_command import this_machine
-from geotrain.layout import canonical_parameters
 from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
-from geotrain.net.certs import OPERATOR, CertificateError, Role, load_credentials
+from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, load_credentials
 from geotrain.outer.messages import GLOBAL
+from geotrain.parameters.layout import canonical_parameters
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 _DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
@@ -226,7 +226,7 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
 def _check_initial_weights(run: RunConfig) -> None:
     if run.model.init_from is None:
         return
-    from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint  # imports torch
+    from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint  # imports torch
 
     folder = Path(run.model.init_from)
     try:

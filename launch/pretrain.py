@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     with loading():  # they import torch
-        from geotrain.net.worker_client import ServerForgot
+        from geotrain.net.transport.worker_client import ServerForgot
         from geotrain.outer.messages import Refused
     try:
         run = load_run(args.run)
@@ -51,7 +51,7 @@ def main() -> int:
     except (Refused, OSError, TimeoutError, ServerForgot) as error:  # a restart may help, also after a quarantine
         return failed(args.region, error, 1)
     except RuntimeError as error:
-        from geotrain.inner.parallel import lost_rank
+        from geotrain.inner.runtime.parallel import lost_rank
 
         told = lost_rank(error)
         if told is None:
@@ -93,14 +93,14 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         from geotrain.data.dataset import end_of_document, training_digest
         from geotrain.data.loader import LeasedLoader, cache_of, open_source, open_training, validation_batches
         from geotrain.inner.build import build_engine
-        from geotrain.layout import layout_of
         from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
         from geotrain.monitor.utilization import peak_flops, training_flops_per_token
-        from geotrain.net.certs import trust_between
-        from geotrain.net.vaulted_link import vaults_above
-        from geotrain.net.worker_client import WorkerClient
-        from geotrain.outer.server import identity_of
-        from geotrain.trainer import Trainer
+        from geotrain.net.transport.certs import trust_between
+        from geotrain.net.transport.vaulted_link import vaults_above
+        from geotrain.net.transport.worker_client import WorkerClient
+        from geotrain.outer.server.server import identity_of
+        from geotrain.parameters.layout import layout_of
+        from geotrain.worker.trainer import Trainer
 
     server, folder = topology.servers[site], run.run_folder
     for line in release_stale_locks(build_folder()):
@@ -166,7 +166,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
 def leave_worker() -> None:
     """Give the process groups back, so that NCCL ends its threads and says nothing of a leak. After an error it is
     left to the process's end: with a rank that is lost NCCL would wait."""
-    from geotrain.inner.parallel import shut_down
+    from geotrain.inner.runtime.parallel import shut_down
 
     with suppress(RuntimeError):  # everything is saved: that another rank has gone already is no failure
         shut_down()

@@ -20,6 +20,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from geotrain.common.files import write_whole
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -31,7 +32,6 @@ from geotrain.config import (
     vaults_of,
 )
 from geotrain.emulate.wan import DEVICE, Wan
-from geotrain.files import write_whole
 from geotrain.launch.check import free_ports
 from geotrain.launch.guard import JOB
 from geotrain.launch.supervisor import ProcessSpec, guarded

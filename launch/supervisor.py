@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal
 
+from geotrain.common.files import out_of_room
 from geotrain.config import RestartConfig
-from geotrain.files import out_of_room
 from geotrain.launch import guard
 from geotrain.launch.backoff import Backoff
 from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, Trouble

@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from geotrain.config import ClusterConfig, RegionConfig, RunConfig, Topology, is_loopback
-from geotrain.net.certs import OPERATOR, trust_between
-from geotrain.net.operator_client import ask_status
+from geotrain.net.transport.certs import OPERATOR, trust_between
+from geotrain.net.transport.operator_client import ask_status
 from geotrain.outer.messages import GLOBAL
 
 Status = Mapping[str, Any]  # of one server, see `GrpcService.status`

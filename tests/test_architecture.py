@@ -18,41 +18,27 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = ("geotrain", "kernels", "launch")  # its folders
 # Lowest first. A module may import its own layer and every lower one.
 LAYERS = [
-    {"entry_points"},
+    {"common"},
     {"families"},
-    {"config", "files", "kernels"},
-    {"parameter_file"},
-    {"layout"},
-    {"initial", "parallelism", "cover", "pieces", "context_parallel", "gated_silu", "expert_order"},
-    {"staging", "shelf"},
-    {"outer", "vault", "vaults", "vault_machine", "lent", "narrow", "older_states", "optimizers"},
-    {
-        "inner",
-        "acco",
-        "zero",
-        "net",
-        "data",
-        "plan",
-        "simulate",
-        "monitor",
-        "hf_checkpoint",
-        "export",
-        "emulate",
-        "cuda_staging",
-        "schedule",
-    },
-    {"checkpoint", "worker_loop"},
-    {"trainer", "own_loop", "launch", "commands"},
-    {"cli", "cli_operate", "__main__"},
+    {"config", "kernels"},
+    {"data"},
+    {"parameters", "staging"},
+    {"parallelism"},
+    {"outer", "optimizers"},
+    {"inner", "net", "plan", "simulate", "monitor", "emulate"},
+    {"checkpoint"},
+    {"worker"},
+    {"own_loop", "launch", "commands"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {  # who may import these
-    "deepspeed": {"inner", "acco", "zero"},
+    "deepspeed": {"inner"},
     **{library: {"inner"} for library in ("megatron", "apex", "transformer_engine")},
     "grpc": {"net"},
 }
 # What a newcomer reads first, to know how a run trains.
-GROUND_FLOOR = {"config", "layout", "worker_loop", "trainer", "outer", "inner"}
+GROUND_FLOOR = {"config"}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
@@ -154,7 +140,7 @@ def test_outer_is_pure() -> None:
     """State machines know no clock, socket, disk or thread."""
     banned = {"time", "datetime", "socket", "threading", "concurrent", "asyncio", "pathlib", "os", "random"}
     for name, path in sources():
-        if name.startswith(("outer", "vault", "lent", "narrow")):
+        if name.startswith("outer"):
             used = {imported.split(".")[0] for imported in imports(path)} & (banned | {"subprocess"})
             assert not used, f"geotrain.{name} imports {used}"
 

@@ -22,9 +22,9 @@ from benchmarks.goals import PARTS, Goal, Part
 from benchmarks.servers.vaults import PIECES, roles, same
 from benchmarks.servers.world import write_files
 from geotrain.config import load_cluster, load_run, vault_name, vaults_of
-from geotrain.layout import layout_of
 from geotrain.outer.codec import make_codec
-from geotrain.pieces import deal
+from geotrain.parameters.layout import layout_of
+from geotrain.parameters.pieces import deal
 
 ROOT = Path(__file__).parent.parent
 # Run by hand: they take hours and read kept rows, or need a run's files or a GPU.

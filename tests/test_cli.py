@@ -35,7 +35,7 @@ def refused(geotrain: Run) -> Callable[..., str]:
 
 
 def test_help_is_quick() -> None:
-    script = f"import sys, geotrain.cli; print([m for m in {SLOW} if m in sys.modules])"
+    script = f"import sys, geotrain.commands.cli; print([m for m in {SLOW} if m in sys.modules])"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-m", "geotrain", "--help"], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -76,7 +76,7 @@ class Recording(dict[str, Any]):
 
 
 def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     with platform.quiet_imports():
         from deepspeed.runtime import config, lr_schedules

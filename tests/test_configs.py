@@ -25,8 +25,8 @@ from geotrain.config import (
 from geotrain.launch.check import check_together, link_to_global
 from geotrain.launch.preflight import schedule_cautions
 from geotrain.launch.site_processes import LaunchRequest
-from geotrain.layout import active_parameter_count, layout_of, parameter_count
 from geotrain.parallelism.checks import accumulates_in_fp32
+from geotrain.parameters.layout import active_parameter_count, layout_of, parameter_count
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.predict import predict
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geotrain.cover import check_cover, not_once
-from geotrain.layout import Layout, LayoutError, Parameter, StridedSlice, clip_runs, numel
+from geotrain.parameters.coverage import check_cover, not_once
+from geotrain.parameters.layout import Layout, LayoutError, Parameter, StridedSlice, clip_runs, numel
 
 runs_strategy = st.lists(
     st.builds(

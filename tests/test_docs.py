@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import typer
 
-from geotrain import cli
+from geotrain.commands import cli
 from geotrain.commands.evaluate import evaluate
-from geotrain.export import export_run
+from geotrain.commands.export import export_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("[RC][EO]*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/*.md")])

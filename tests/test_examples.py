@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from geotrain import cli
+from geotrain.commands import cli
 from geotrain.config import load_run
 from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.hf_checkpoint import write_checkpoint
-from geotrain.initial import initial_tensor
-from geotrain.layout import canonical_parameters
+from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import canonical_parameters
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/run.json"))

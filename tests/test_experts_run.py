@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from geotrain.commands.export import export_run
 from geotrain.config import load_run
-from geotrain.export import export_run
-from geotrain.hf_checkpoint import read_checkpoint
-from geotrain.initial import initial_tensor
-from geotrain.layout import layout_of
+from geotrain.parameters.hf_checkpoint import read_checkpoint
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import layout_of
 from tests.support.small_runs import BATCH, LOCAL_STEPS, MODEL, launched, losses, prepare_text, status, write_files
 
 EXPERTS = {

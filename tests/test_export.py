@@ -15,13 +15,13 @@ from geotrain.commands.evaluate import evaluate, measure
 from geotrain.commands.prepare import prepare_files
 from geotrain.commands.sample import sample
 from geotrain.commands.serve import final_validation
+from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, UnsupportedModelError, architecture_from_hf
 from geotrain.data.loader import open_source
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.files import OutputError
-from geotrain.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
-from geotrain.initial import initial_tensor
-from geotrain.layout import canonical_parameters
+from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import canonical_parameters
 
 BASE = {
     "vocab_size": 264,

@@ -33,9 +33,9 @@ from benchmarks.faults.world import make_world
 from geotrain.launch.check import free_ports
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.worker_command import HostMachine
-from geotrain.layout import layout_of
 from geotrain.outer.messages import PieceDelta, UpdatePart
-from geotrain.pieces import deal
+from geotrain.parameters.layout import layout_of
+from geotrain.parameters.pieces import deal
 
 ROOT = Path(__file__).parents[1]
 START_S = 500.0

@@ -20,17 +20,17 @@ from benchmarks.faults.replay import ServerReplay, Written
 from benchmarks.faults.runner import FaultyRun
 from benchmarks.faults.world import make_world
 from geotrain.config import codec_config
-from geotrain.layout import layout_of
-from geotrain.net.frozen_state import FrozenState
-from geotrain.net.recovery import Restarted, begin_snapshot, finish_snapshot, recover
-from geotrain.net.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
-from geotrain.net.snapshots import Snapshot, SnapshotStore
-from geotrain.net.vault_host import recover_vault
+from geotrain.net.server.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
+from geotrain.net.server.vault_host import recover_vault
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.recovery import Restarted, begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
 from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, Join, UpdatePart
-from geotrain.outer.server import identity_of
-from geotrain.vault import Apply, Freeze
-from geotrain.vault_machine import VaultMachine
-from geotrain.vaults import FarVaults, HeldPart
+from geotrain.outer.server.server import identity_of
+from geotrain.outer.server.shard_server import VaultMachine
+from geotrain.outer.shards.shard import Apply, Freeze
+from geotrain.outer.shards.shards import FarVaults, HeldPart
+from geotrain.parameters.layout import layout_of
 from tests.support.far_world import Double, FarVault, FarWorld
 from tests.support.outer_configs import outer_config
 from tests.support.recorded_world import thawed

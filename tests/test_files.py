@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.files import OutputError, out_of_room, whole_file, whole_folder
+from geotrain.common.files import OutputError, out_of_room, whole_file, whole_folder
 
 
 def names(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def test_a_failure_leaves_the_older_folder_as_it_was(tmp_path: Path) -> None:
 DYING = """
 import os, sys
 from pathlib import Path
-from geotrain.files import whole_folder
+from geotrain.common.files import whole_folder
 rename, renames = Path.rename, int(sys.argv[2])
 def dying(self, target):
     global renames

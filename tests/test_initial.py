@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from geotrain.config import architecture_from_hf
-from geotrain.initial import initial_tensor
-from geotrain.layout import Parameter, canonical_parameters
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import Parameter, canonical_parameters
 
 CONFIG = {
     "model_type": "llama",

@@ -16,9 +16,9 @@ from geotrain.commands.evaluate import measure
 from geotrain.config import architecture_from_hf
 from geotrain.data.tokenizer import byte_tokenizer, train_bpe
 from geotrain.data.tokens import DataError
-from geotrain.hf_checkpoint import write_checkpoint
-from geotrain.initial import initial_tensor
-from geotrain.layout import canonical_parameters
+from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import canonical_parameters
 from tests.support.small_runs import MODEL
 
 ROOT = Path(__file__).parent.parent

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from benchmarks import aot, compiled_code, kernel_space, triton_aot
-from geotrain.acco.prediction import _SPEC
 from geotrain.config import codec_config
+from geotrain.inner.acco.prediction import _SPEC
 from geotrain.kernels import triton_ops
 from geotrain.kernels.layout import FORMATS
 from geotrain.kernels.steps import QUINTIC, AdamStep

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import UnsupportedModelError, architecture_from_hf
-from geotrain.layout import (
+from geotrain.parameters.layout import (
     Layout,
     LayoutError,
     Parameter,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from geotrain.commands.export import export_run
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -19,10 +20,9 @@ from geotrain.config import (
     relocated,
 )
 from geotrain.config.block import with_paths
-from geotrain.export import export_run
 from geotrain.launch.site_processes import LaunchRequest, path_there, remote_site
-from geotrain.layout import layout_of
-from geotrain.net.server_process import initial_weights
+from geotrain.net.server.server_process import initial_weights
+from geotrain.parameters.layout import layout_of
 from tests.support.small_runs import MODEL, prepare_text, write_files
 
 # What is text in a run or cluster file and no path: the test below asks of a new key which it is.
@@ -165,7 +165,7 @@ def test_an_export_finds_the_tokenizer_from_anywhere(tmp_path: Path, monkeypatch
     layout = layout_of(run)
     tensors = {n: t for f, v in zip(layout.fragments, initial_weights(run, layout), strict=True)
                for n, t in layout.split(f.index, v)}  # fmt: skip
-    monkeypatch.setattr("geotrain.export.read_weights", lambda folder, layout: tensors.items())
+    monkeypatch.setattr("geotrain.commands.export.read_weights", lambda folder, layout: tensors.items())
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
     export_run(Path("../out"), Path("exported"))

@@ -14,10 +14,10 @@ import torch
 
 from geotrain.config import AccoConfig, ConfigError, OuterConfig, ParallelConfig, architecture_from_hf, parse
 from geotrain.families import UnsupportedModelError
-from geotrain.layout import canonical_parameters
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.memory import memory_per_rank
+from geotrain.parameters.layout import canonical_parameters
 from tests.support.checkpoints import load, save
 from tests.support.expert_models import transformers_experts
 from tests.support.inner_worlds import (
@@ -305,7 +305,7 @@ SEED_OSS = {**QWEN_2, "model_type": "seed_oss", "tie_word_embeddings": False}
 
 
 def beside_transformers(plugin: str) -> Any:
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     sys.path.insert(0, plugin)
     engine = start(SEED_OSS, ParallelConfig(), deepspeed_block(1))

@@ -15,9 +15,9 @@ from benchmarks.rivals.runs import Setting, figures, processor_figures, time_to
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, new_model, rate_at, samples_of
 from geotrain.config import RunConfig
 from geotrain.config.block import parse
-from geotrain.outer.leases import LeaseBook
 from geotrain.outer.messages import Lease, LeaseRequest
-from geotrain.schedule import schedule_step
+from geotrain.outer.server.leases import LeaseBook
+from geotrain.worker.schedule import schedule_step
 
 ROUNDS = 3
 

@@ -6,9 +6,9 @@ import pytest
 
 from geotrain.config import RunConfig
 from geotrain.config.block import parse
-from geotrain.outer.leases import LeaseBook
 from geotrain.outer.messages import Lease, LeaseRequest
-from geotrain.schedule import schedule_step
+from geotrain.outer.server.leases import LeaseBook
+from geotrain.worker.schedule import schedule_step
 
 H, BATCH, JOBS = 4, 2, 3
 NAMES = ("a", "b", "c")

@@ -7,15 +7,15 @@ import threading
 import pytest
 import torch
 
-from geotrain import cuda_staging
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
-from geotrain.cuda_staging import CudaStaging, HostStaging, staging_for
-from geotrain.layout import StridedSlice
 from geotrain.outer.codec import NonFiniteError, make_codec
 from geotrain.outer.downlink import WeightsSender
 from geotrain.outer.messages import PieceDelta, PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.staging import Ready, Staging, SynchronousStaging, from_bytes, to_bytes
+from geotrain.parameters.layout import StridedSlice
+from geotrain.staging import cuda as cuda_staging
+from geotrain.staging.cuda import CudaStaging, HostStaging, staging_for
+from geotrain.staging.interface import Ready, Staging, SynchronousStaging, from_bytes, to_bytes
 from tests.support.cuda_stand_in import Cuda
 from tests.support.outer_world import layout
 

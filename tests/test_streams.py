@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
-from geotrain.cuda_staging import CudaStaging, HostStaging
-from geotrain.layout import StridedSlice
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.staging import Ready, to_bytes
+from geotrain.parameters.layout import StridedSlice
+from geotrain.staging.cuda import CudaStaging, HostStaging
+from geotrain.staging.interface import Ready, to_bytes
 from tests.support.cuda_emulator import Cuda, Event
 from tests.support.outer_world import layout
 

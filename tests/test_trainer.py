@@ -73,8 +73,8 @@ def try_outer_loops() -> dict[str, Any]:
     """In one process, one after the other: losses and the servers' end state for each setting, and without any."""
     from geotrain.data.loader import LeasedLoader, SampleSource
     from geotrain.inner.build import build_engine
-    from geotrain.inner.parallel import shut_down
-    from geotrain.trainer import Trainer
+    from geotrain.inner.runtime.parallel import shut_down
+    from geotrain.worker.trainer import Trainer
 
     results: dict[str, Any] = {}
     tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
@@ -142,7 +142,7 @@ def try_acco(form: Any) -> dict[str, Any]:
     """Losses and masters through that outer loop; and of a twin without one, which waits for each step and so takes
     its masters by itself."""
     from geotrain.data.loader import LeasedLoader, SampleSource
-    from geotrain.trainer import Trainer
+    from geotrain.worker.trainer import Trainer
 
     tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
     block, acco = deepspeed_block(1), AccoConfig(prediction=form, synchronous_steps=1)

@@ -28,9 +28,9 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.acco.ranks import HEAVY, LONG, SMALL, Job
 from benchmarks.common import command_line, hardware, report, spread, units_by_ending, versions
+from geotrain.common.files import whole_file
 from geotrain.config import AccoConfig, LinkConfig
 from geotrain.emulate.wan import cannot_emulate, emulated
-from geotrain.files import whole_file
 from geotrain.kernels.devices import processor_has_bf16
 from geotrain.launch.check import free_ports
 from geotrain.launch.site_processes import pump_process

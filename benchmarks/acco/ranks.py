@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from geotrain.layout import parameter_count
+from geotrain.parameters.layout import parameter_count
 
 VOCABULARY = 256
 WARM = 1  # steps of a block before its clock starts
@@ -92,7 +92,7 @@ class Rank:
 
         from geotrain.config import ParallelConfig
         from geotrain.data.corpus import documents
-        from geotrain.inner import parallel
+        from geotrain.inner.runtime import parallel
 
         torch.set_num_threads(1)
         self.job, self.rank, self.interface = job, rank, interface
@@ -135,18 +135,18 @@ class Rank:
         """Of one variant; several may live side by side, as they share the process groups of the ranks.
 
         synchronous: steps of ACCO's synchronous start; None: a sixth of the steps, 200 at most."""
-        from geotrain.acco.engine import AccoEngine
         from geotrain.config import AccoConfig, ParallelConfig, architecture_from_hf
-        from geotrain.inner import platform
+        from geotrain.inner.acco.engine import AccoEngine
         from geotrain.inner.build import build_adamw, complete_block
-        from geotrain.inner.engine import GeoEngine
-        from geotrain.inner.model import build_model, placements
-        from geotrain.inner.parallel import EXPERTS
-        from geotrain.layout import parameter_count
+        from geotrain.inner.engine.engine import GeoEngine
+        from geotrain.inner.model.model import build_model, placements
+        from geotrain.inner.runtime import platform
+        from geotrain.inner.runtime.parallel import EXPERTS
         from geotrain.optimizers.groups import parameter_groups
         from geotrain.parallelism.acco_forms import FORMS
         from geotrain.parallelism.checks import reduction_bucket
         from geotrain.parallelism.optimizer_settings import AdamWSettings
+        from geotrain.parameters.layout import parameter_count
 
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
         settings = AdamWSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -379,7 +379,7 @@ class Rank:
             return
         engine.save_checkpoint(self.job.folder, tag=str(points[-1][0]), client_state={"points": points})
         if self.rank == 0:
-            from geotrain.files import whole_file
+            from geotrain.common.files import whole_file
 
             folder = Path(self.job.folder)
             with whole_file(folder / "points.json") as file:
@@ -415,7 +415,7 @@ class Overlapping:
         )[0]
 
     def train_step(self, batch: Any, schedule_step: int) -> None:
-        from geotrain.inner import platform
+        from geotrain.inner.runtime import platform
 
         with platform.megatron_runtime():
             for tokens in batch.own:
@@ -446,8 +446,8 @@ def write(engine: Any, seed: int) -> None:
     """The run's initial weights."""
     import torch
 
-    from geotrain.initial import initial_tensor
-    from geotrain.layout import canonical_parameters
+    from geotrain.parameters.initial import initial_tensor
+    from geotrain.parameters.layout import canonical_parameters
 
     whole = {p.name: initial_tensor(p, seed).view(-1) for p in canonical_parameters(engine.architecture)}
     for shard in engine.shards():

@@ -28,7 +28,7 @@ from benchmarks.claims.runs import Results
 from benchmarks.claims.search import TRIALS, TUNED, merge, search, settings_found, with_settings
 from benchmarks.claims.study import FULL, GAPS, MINE, NEEDED, REDUCED, TARGET, Plan, Study
 from benchmarks.common import command_line, record
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 
 
 def main() -> None:

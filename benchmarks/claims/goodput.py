@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.claims.methods import METHODS, OURS
 from benchmarks.environments import dying, one_block, synthetic_world
 from geotrain.config import OuterConfig
-from geotrain.layout import Layout
+from geotrain.parameters.layout import Layout
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task

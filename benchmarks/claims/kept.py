@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.common import hardware
-from geotrain.files import write_whole
+from geotrain.common.files import write_whole
 
 # What a run's numbers follow from, and whose objects are in its state.
 CODE = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 
 Row = dict[str, Any]
 # Two-sided 95 % of Student's t by degrees of freedom.

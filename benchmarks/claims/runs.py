@@ -20,7 +20,7 @@ from benchmarks.claims.kept import EVERY_S, Keeper, Kept, Spent
 from benchmarks.claims.methods import METHODS, Settings, whole_steps
 from benchmarks.claims.worlds import WORLDS
 from benchmarks.learner.text import standard_library
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 
 if TYPE_CHECKING:
     from benchmarks.claims.exchange import Exchange

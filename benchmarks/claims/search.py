@@ -13,7 +13,7 @@ from benchmarks import ROOT
 from benchmarks.claims.methods import METHODS, Settings
 from benchmarks.claims.report import Row, plain
 from benchmarks.claims.runs import Job
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 
 TUNED = ROOT / "benchmarks/data/claims_tuned.json"
 SEED = 1000  # of the runs that settings are chosen by; never one of the seeds that are compared

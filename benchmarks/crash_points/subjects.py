@@ -23,21 +23,21 @@ from benchmarks.fuzz.messages import Servers, outer_config, toy_layout
 from geotrain.checkpoint import folders
 from geotrain.checkpoint.folders import CheckpointError
 from geotrain.checkpoint.saving import Checkpoints
+from geotrain.common.files import out_of_room, whole_folder
 from geotrain.config import architecture_from_hf
 from geotrain.data import prepare as data_prepare
 from geotrain.data.dataset import open_dataset
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
-from geotrain.files import out_of_room, whole_folder
-from geotrain.hf_checkpoint import read_checkpoint, write_checkpoint
-from geotrain.inner.shards import OwnedShard
-from geotrain.layout import Layout, StridedSlice, canonical_parameters
-from geotrain.net.journal import JournalFull
-from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.outer.global_server import GlobalServer
+from geotrain.inner.runtime.shards import OwnedShard
+from geotrain.net.storage.journal import JournalFull
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import GLOBAL, Refused, UpdatePart
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Server
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Server
+from geotrain.parameters.hf_checkpoint import read_checkpoint, write_checkpoint
+from geotrain.parameters.layout import Layout, StridedSlice, canonical_parameters
 
 Say = Callable[[Any], None]
 UPDATES = 3

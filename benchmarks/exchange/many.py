@@ -12,7 +12,7 @@ from benchmarks.claims.methods import OURS
 from benchmarks.environments import one_block, synthetic_world
 from benchmarks.servers.world import ServerProcess, start_worker, write_files
 from geotrain.config import OverlapConfig, load_run
-from geotrain.layout import layout_of
+from geotrain.parameters.layout import layout_of
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
 

@@ -14,10 +14,10 @@ from benchmarks.environments import one_block
 from benchmarks.servers.worker import Worker
 from benchmarks.servers.world import REGION, ServerProcess, write_files
 from geotrain.config import OuterConfig, codec_config
-from geotrain.layout import StridedSlice
-from geotrain.net import wire
+from geotrain.net.transport import wire
 from geotrain.outer.messages import PieceDelta, UpdatePart
 from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.parameters.layout import StridedSlice
 
 STAGES = ("read", "code", "copy", "frame")
 WORKER_BYTES = 18  # masters, anchor, scratch, residual, and what is in work, a parameter

@@ -14,15 +14,15 @@ from typing import Any, cast
 from benchmarks.faults.replay import ServerReplay, Written
 from benchmarks.faults.runner import FaultyRun
 from geotrain.config import load_run, vault_name
-from geotrain.layout import layout_of
-from geotrain.net.journal import Journal
-from geotrain.net.recovery import KINDS
-from geotrain.net.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
-from geotrain.net.snapshots import META, Snapshot, SnapshotStore, checked_meta
-from geotrain.net.vault_host import JOURNALED
-from geotrain.outer.global_server import GlobalServer
+from geotrain.net.server.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
+from geotrain.net.server.vault_host import JOURNALED
+from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.recovery import KINDS
+from geotrain.net.storage.snapshots import META, Snapshot, SnapshotStore, checked_meta
 from geotrain.outer.messages import GLOBAL
-from geotrain.outer.server import Server
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.server import Server
+from geotrain.parameters.layout import layout_of
 
 
 def replayed(run: FaultyRun, site: str) -> ServerReplay:

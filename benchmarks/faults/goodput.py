@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.faults.liar import LIAR
 from benchmarks.faults.runner import FaultyRun
-from geotrain.layout import layout_of
+from geotrain.parameters.layout import layout_of
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 
 from geotrain.config import load_cluster, load_run
-from geotrain.layout import layout_of
-from geotrain.net.certs import Trust, identity, load_credentials
-from geotrain.net.grpc_client import Unreachable
-from geotrain.net.vaulted_link import vaults_above
-from geotrain.net.worker_client import WorkerClient
+from geotrain.net.transport.certs import Trust, identity, load_credentials
+from geotrain.net.transport.grpc_client import Unreachable
+from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import Join, PieceDelta, Refused, UpdatePart
-from geotrain.outer.server import identity_of
-from geotrain.staging import to_bytes
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.layout import layout_of
+from geotrain.staging.interface import to_bytes
 
 WAIT_S = 20.0
 LIAR = "liar-"  # so begins the name of its life

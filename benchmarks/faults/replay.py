@@ -20,14 +20,14 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from geotrain.net import wire
-from geotrain.net.recovery import Dismissed, Restarted, Stopped, end_lives, restarted
-from geotrain.net.snapshots import Snapshot
+from geotrain.net.storage.recovery import Dismissed, Restarted, Stopped, end_lives, restarted
+from geotrain.net.storage.snapshots import Snapshot
+from geotrain.net.transport import wire
 from geotrain.outer.messages import Join, Refused, UpdatePart
-from geotrain.outer.server import Server
-from geotrain.vault import Forget, Freeze
-from geotrain.vault_machine import PayloadLost, VaultMachine
-from geotrain.vaults import FarVaults, Froze, HeldAnswer, HeldPart, NewLife, VaultOrder, counts
+from geotrain.outer.server.server import Server
+from geotrain.outer.server.shard_server import PayloadLost, VaultMachine
+from geotrain.outer.shards.shard import Forget, Freeze
+from geotrain.outer.shards.shards import FarVaults, Froze, HeldAnswer, HeldPart, NewLife, VaultOrder, counts
 
 Payload = tuple[str, str, int, int, int]  # member, incarnation, sequence, part, piece
 Machine = TypeVar("Machine", Server, VaultMachine)

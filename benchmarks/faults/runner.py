@@ -30,8 +30,8 @@ from geotrain.commands.operate import LiveRun
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, vault_name, vaults_of
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
-from geotrain.net.grpc_client import Unreachable
-from geotrain.net.snapshots import META, SNAPSHOTS, checked_meta
+from geotrain.net.storage.snapshots import META, SNAPSHOTS, checked_meta
+from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.outer.messages import GLOBAL, Refused
 
 KEPT = "faulty-run.pickle"

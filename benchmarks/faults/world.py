@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.faults.clocks import Clocks
 from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.config import ClusterConfig
-from geotrain.net.certs import make_certificates
+from geotrain.net.transport.certs import make_certificates
 
 PIECE_ELEMENTS = 4096  # a tenth of the model
 

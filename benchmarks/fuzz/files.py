@@ -27,11 +27,11 @@ from geotrain.data.dataset import Manifest, manifest_path, open_dataset
 from geotrain.data.tokens import DataError, TokenWriter, open_tokens
 from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions
-from geotrain.net.journal import JournalDamaged
-from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.net.snapshots import StoreError
+from geotrain.net.storage.journal import JournalDamaged
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.snapshots import StoreError
 from geotrain.outer.messages import LeaseRequest
-from geotrain.outer.region_server import RegionServer
+from geotrain.outer.server.region_server import RegionServer
 
 CONFIGS = ROOT / "configs"
 RUN, CLUSTER = CONFIGS / "runs" / "quickstart.json", CONFIGS / "clusters" / "local-two-regions.json"

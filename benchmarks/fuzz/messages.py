@@ -12,10 +12,8 @@ import msgpack
 import torch
 
 from geotrain.config import OuterConfig, codec_config, rule_config
-from geotrain.layout import Layout, Parameter
-from geotrain.net import rpc, wire
-from geotrain.net.recovery import KINDS
-from geotrain.outer.global_server import GlobalServer
+from geotrain.net.storage.recovery import KINDS
+from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import (
     Finished,
     Join,
@@ -33,9 +31,11 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Identity
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity
+from geotrain.parameters.layout import Layout, Parameter
 
 LIMIT_BYTES = 65536
 NUMBERS = (-1, 0, 1, 2, 63, 2**31, 2**62, -(2**63), 1.5, float("nan"), float("inf"))

@@ -22,7 +22,7 @@ from benchmarks import ROOT, codec, kernels, overhead
 from benchmarks.common import command_line, flat, hardware, report, versions
 from benchmarks.gpu import step
 from benchmarks.gpu.goals import page, plan, unit, verdict
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 from geotrain.kernels.devices import cuda_devices
 from geotrain.outer.codec import make_codec
 

@@ -57,7 +57,7 @@ def over(run: Path, ranks: int, steps: int) -> dict[str, float]:
 
 def measure(run: RunConfig, steps: int) -> dict[str, float]:
     """This process as one of the worker's ranks, RANK and the like being in the environment."""
-    from geotrain.inner import parallel
+    from geotrain.inner.runtime import parallel
     from geotrain.monitor.utilization import training_flops_per_token
     from geotrain.plan.model.memory import rank_memory
 
@@ -94,8 +94,8 @@ def timed(run: RunConfig, steps: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from geotrain.data.loader import StepBatch
-    from geotrain.inner import parallel
     from geotrain.inner.build import build_engine
+    from geotrain.inner.runtime import parallel
 
     engine = build_engine(run, run.parallel, run.deepspeed)
     cuda = engine.device.type == "cuda"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.learner.compiled import AdamWStep, MuonStep, adamw, library, muon
-from geotrain.layout import Parameter
+from geotrain.parameters.layout import Parameter
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from benchmarks.learner.model import SmallLM, small_architecture
 from benchmarks.learner.optimizers import InnerSettings, optimizer_of
 from benchmarks.learner.text import standard_library
 from geotrain.config import OuterConfig
-from geotrain.initial import initial_tensor
-from geotrain.layout import Layout, StridedSlice, canonical_parameters
 from geotrain.outer.messages import Lease, PieceDelta, PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import Layout, StridedSlice, canonical_parameters
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.world import VirtualTask, VirtualWorld
-from geotrain.staging import Pending
+from geotrain.staging.interface import Pending
 
 T = TypeVar("T")
 FINAL_WINDOWS = 5120

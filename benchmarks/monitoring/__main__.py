@@ -32,11 +32,11 @@ from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
 from benchmarks.overhead import by_turns, joined, only_rank, servers, speeds
 from geotrain.config import ClusterConfig, RunConfig
 from geotrain.launch.check import free_ports
-from geotrain.layout import layout_of
 from geotrain.monitor.events import EventLog, JobTrained
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
+from geotrain.parameters.layout import layout_of
 
 READER = """
 import itertools, json, sys, time, urllib.request
@@ -121,7 +121,7 @@ def overhead(pairs: int, local_steps: int) -> dict[str, float]:
 @contextmanager
 def reading(cluster: ClusterConfig, metrics_port: int) -> Iterator[subprocess.Popen[bytes]]:
     """An open page and a Prometheus, as far as the servers notice."""
-    from geotrain.net.operator_client import ask_status
+    from geotrain.net.transport.operator_client import ask_status
 
     status: dict[str, Any] = {}
     until(lambda: status.update(ask_status(str(cluster.global_server), 2.0) or {}) or status.get("page"))

@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks import DATA, ROOT
 from benchmarks.planner.lower_bound import lower_bound
 from geotrain.commands.plan import default_run
+from geotrain.common.files import whole_file
 from geotrain.config import ClusterConfig, RunConfig, parse
-from geotrain.files import whole_file
 from geotrain.plan.inventory import Pins, task_of
 from geotrain.plan.placement.cost import Placement, Problem, problem_from_links, quick_bound, table_costs
 from geotrain.plan.placement.search import search

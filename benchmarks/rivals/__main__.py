@@ -50,7 +50,7 @@ from benchmarks.rivals.report import markdown, unit
 from benchmarks.rivals.runs import NO_LINK, Setting, faulted, losses, prepare, step_s_alone, time_to, train
 from benchmarks.rivals.site import OWN, environment
 from benchmarks.rivals.task import LOCAL_STEPS
-from geotrain.files import write_whole
+from geotrain.common.files import write_whole
 
 EVERY_STEP = {"ddp": (8, 2), "powersgd": (24, 6)}  # that exchange in every step: steps over the link, of them untimed
 FAULTED = ("torchft-diloco", "hivemind", "ours")

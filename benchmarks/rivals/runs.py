@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.rivals.methods import OUTER
 from benchmarks.rivals.site import FIRST_PORT, Site, marks, site, start_trainers, wait_until
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, Task, load, new_model, save
+from geotrain.commands.export import export_run
 from geotrain.data.corpus import documents
-from geotrain.export import export_run
 
 TEXT_BYTES, VALIDATION_SAMPLES, VALIDATED_AT_ONCE = 4_000_000, 512, 64
 CLOSE_S = 60.0

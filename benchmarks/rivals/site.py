@@ -22,9 +22,9 @@ from benchmarks import ROOT
 from benchmarks.common import processor_s
 from benchmarks.rivals.methods import OUTER
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, Task
+from geotrain.common.files import write_whole
 from geotrain.config import LinkConfig
 from geotrain.emulate import wan
-from geotrain.files import write_whole
 from geotrain.launch.supervisor import guarded
 
 OWN = ROOT / "build/rivals"

@@ -59,9 +59,9 @@ from benchmarks.servers.world import (
     write_files,
 )
 from geotrain.config import load_run
-from geotrain.layout import layout_of
-from geotrain.net import rpc
-from geotrain.net.operator_client import command
+from geotrain.net.transport import rpc
+from geotrain.net.transport.operator_client import command
+from geotrain.parameters.layout import layout_of
 
 UNITS = {
     "_mb_s": "MB/s",

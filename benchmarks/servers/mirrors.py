@@ -13,14 +13,14 @@ import torch
 
 from benchmarks.servers.world import PeakMemory, ServerProcess, write_files
 from geotrain.config import load_run
-from geotrain.layout import layout_of
-from geotrain.net import rpc
-from geotrain.net.operator_client import command
-from geotrain.net.worker_client import WorkerClient
+from geotrain.net.transport import rpc
+from geotrain.net.transport.operator_client import command
+from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import Join, PieceDelta, UpdatePart
-from geotrain.outer.server import identity_of
-from geotrain.staging import to_bytes
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.layout import layout_of
+from geotrain.staging.interface import to_bytes
 
 MEMBERS = tuple(f"r{i}" for i in range(4))  # what the server does for a region, it does for a worker in a flat run
 WHERE, WAIT_S = ("memory", "disk"), 300.0

@@ -12,9 +12,9 @@ import geotrain.plan.model.server_rates as product
 from benchmarks import ROOT
 from benchmarks.claims.report import replace_block, table
 from benchmarks.common import hardware
+from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig, RunConfig, parse
-from geotrain.files import whole_file
-from geotrain.layout import layout_of
+from geotrain.parameters.layout import layout_of
 from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_stages
 

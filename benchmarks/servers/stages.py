@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from geotrain.config import RegionMomentumConfig, codec_config, rule_config
-from geotrain.layout import Layout, Parameter
-from geotrain.net import wire
-from geotrain.net.disk_shelf import DiskShelf
-from geotrain.net.journal import Journal
+from geotrain.net.storage.disk_shelf import DiskShelf
+from geotrain.net.storage.journal import Journal
+from geotrain.net.transport import wire
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsSender
 from geotrain.outer.messages import Answer, Join, PieceDelta, UpdatePart
 from geotrain.outer.rules import Counts
 from geotrain.outer.rules.region_momentum import MomentumRegion
-from geotrain.staging import to_bytes
-from geotrain.vault import Apply, Decode, Forget, Freeze, Merge, SendUp, Vault
+from geotrain.outer.shards.shard import Apply, Decode, Forget, Freeze, Merge, SendUp, Vault
+from geotrain.parameters.layout import Layout, Parameter
+from geotrain.staging.interface import to_bytes
 
 ROUNDS = 3
 

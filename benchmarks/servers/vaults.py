@@ -26,10 +26,10 @@ from benchmarks.servers.world import (
     write_files,
 )
 from geotrain.config import load_run, vault_name
-from geotrain.layout import layout_of
-from geotrain.net import rpc
-from geotrain.net.operator_client import command
-from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore
+from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
+from geotrain.net.transport import rpc
+from geotrain.net.transport.operator_client import command
+from geotrain.parameters.layout import layout_of
 
 SERVERS = "global", REGION
 PIECES = 8  # of a fragment of layers, so that each vault has some of every fragment

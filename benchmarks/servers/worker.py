@@ -13,13 +13,13 @@ import torch
 
 from benchmarks.servers.world import RANKS
 from geotrain.config import load_cluster, load_run
-from geotrain.layout import StridedSlice, layout_of
-from geotrain.net.vaulted_link import vaults_above
-from geotrain.net.worker_client import WorkerClient
+from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import Join, PieceDelta, UpdatePart
-from geotrain.outer.server import identity_of
-from geotrain.staging import to_bytes
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.layout import StridedSlice, layout_of
+from geotrain.staging.interface import to_bytes
 
 NOISE = 1e-4
 

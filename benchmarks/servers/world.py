@@ -18,7 +18,7 @@ from typing import Any
 
 from geotrain.config import load_run
 from geotrain.launch.check import free_ports
-from geotrain.net.server_setup import LISTENING
+from geotrain.net.server.server_setup import LISTENING
 
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 WIDTH = 1024
@@ -185,7 +185,7 @@ def state_bytes(server: ServerProcess) -> int:
 
 
 def status(server: ServerProcess) -> dict[str, Any]:
-    from geotrain.net.operator_client import ask_status
+    from geotrain.net.transport.operator_client import ask_status
 
     said = ask_status(server.address, 60.0)
     if said is None:

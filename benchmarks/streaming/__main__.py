@@ -45,11 +45,11 @@ from benchmarks import ROOT
 from benchmarks.common import command_line, report, spread
 from benchmarks.streaming.runs import REGIONS, Seen, site
 from geotrain.commands.evaluate import evaluate
+from geotrain.commands.export import export_run
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import load_run
 from geotrain.data.corpus import documents
-from geotrain.export import export_run
-from geotrain.layout import layout_of
+from geotrain.parameters.layout import layout_of
 
 CORPUS_BYTES, PASSAGE_CHARACTERS, VALIDATION_SHARE = 2_000_000, 2000, 0.05
 LOCAL_STEPS, BATCH, SEQUENCE_LENGTH = 128, 4, 64

@@ -14,14 +14,14 @@ from typing import Any
 
 from geotrain.config import load_cluster, load_run
 from geotrain.data.loader import LeasedLoader, open_training
-from geotrain.inner import parallel
 from geotrain.inner.build import build_engine
-from geotrain.inner.engine import GeoEngine
-from geotrain.layout import layout_of
-from geotrain.net.operator_client import ask_status
-from geotrain.net.worker_client import WorkerClient
-from geotrain.outer.server import identity_of
-from geotrain.trainer import Trainer
+from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.runtime import parallel
+from geotrain.net.transport.operator_client import ask_status
+from geotrain.net.transport.worker_client import WorkerClient
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.layout import layout_of
+from geotrain.worker.trainer import Trainer
 
 SOCKET = "control"
 STATUS_S = 10.0

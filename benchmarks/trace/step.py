@@ -60,7 +60,7 @@ def kind_of(name: str) -> str:
 def on_meta() -> Iterator[None]:
     """In it the engine takes "meta" for its GPU. Enter it before DeepSpeed and Megatron-core are imported."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     with ExitStack() as stack:
 
@@ -79,7 +79,7 @@ def on_meta() -> Iterator[None]:
         import deepspeed.ops
         from deepspeed.accelerator import get_accelerator
 
-        from geotrain.inner import model
+        from geotrain.inner.model import model
 
         replace(deepspeed.ops, "__compatible_ops__", {})
         for name in ("device_name", "current_device_name", "current_device", "device"):
@@ -142,9 +142,9 @@ class _Batches(list[Tensor]):
 def traced_step(run: RunConfig, rank: int, ranks: int) -> Traced:
     """The second step of a rank, after what a first one only does. The DeepSpeed block must suit the ranks. Inside
     `on_meta`."""
-    from geotrain.inner import parallel, platform
     from geotrain.inner.build import build_engine
-    from geotrain.zero.buckets import Bucket
+    from geotrain.inner.runtime import parallel, platform
+    from geotrain.inner.zero.buckets import Bucket
 
     with platform.quiet_imports():
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from geotrain.files import make_folder, out_of_room, sync
+from geotrain.common.files import make_folder, out_of_room, sync
 
 T = TypeVar("T")
 FORMAT = 2

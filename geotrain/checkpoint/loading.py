@@ -26,10 +26,10 @@ from geotrain.checkpoint.folders import (
     size_and_checksum,
 )
 from geotrain.checkpoint.state import has_usable_prediction, kind_of, layout_of_ranks, state_of
-from geotrain.inner import platform
-from geotrain.inner.engine import GeoEngine
-from geotrain.layout import StridedSlice, canonical_parameters, digest
+from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.runtime import platform
 from geotrain.optimizers.updates import set_step_count
+from geotrain.parameters.layout import StridedSlice, canonical_parameters, digest
 
 log = logging.getLogger(__name__)
 

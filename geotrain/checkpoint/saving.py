@@ -28,11 +28,11 @@ from geotrain.checkpoint.folders import (
     size_and_checksum,
 )
 from geotrain.checkpoint.state import described, state_of
-from geotrain.cuda_staging import CudaStaging, NoStreams
-from geotrain.files import sync
-from geotrain.inner import platform
-from geotrain.inner.engine import GeoEngine
+from geotrain.common.files import sync
+from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.runtime import platform
 from geotrain.optimizers.updates import step_counts
+from geotrain.staging.cuda import CudaStaging, NoStreams
 
 
 class Checkpoints:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from geotrain.inner import platform
-from geotrain.inner.engine import GeoEngine
-from geotrain.inner.shards import OwnedShard
-from geotrain.layout import canonical_parameters, digest
+from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.runtime import platform
+from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.optimizers.muon import Muon
 from geotrain.optimizers.updates import moments
+from geotrain.parameters.layout import canonical_parameters, digest
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from geotrain.common.files import whole_folder
 from geotrain.config import ConfigError, shipped_configs
-from geotrain.files import whole_folder
 
 
 def copy_configs(folder: Path) -> None:

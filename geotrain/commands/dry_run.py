@@ -13,10 +13,10 @@ from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.site_processes import ssh_hosts
 from geotrain.launch.terminal import size, table_of
-from geotrain.layout import Layout, layout_of
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import GLOBAL
 from geotrain.parallelism.checks import accumulation_steps
+from geotrain.parameters.layout import Layout, layout_of
 from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
 from geotrain.plan.model.server_rates import MEASURED

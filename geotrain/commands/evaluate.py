@@ -15,9 +15,9 @@ from geotrain.config import ConfigError, RunConfig
 from geotrain.data.dataset import end_of_documents
 from geotrain.data.loader import open_source
 from geotrain.data.tokens import DataError
-from geotrain.hf_checkpoint import HFCheckpointError
-from geotrain.inner.documents import cu_seqlens, inside_documents
+from geotrain.inner.model.documents import cu_seqlens, inside_documents
 from geotrain.kernels.devices import cuda_devices
+from geotrain.parameters.hf_checkpoint import HFCheckpointError
 
 USUAL_LENGTH = 1024  # tokens of a sample, when none are asked for
 TOKENS_AT_ONCE = 8192  # of a run's final validation: a batch's logits are 4 bytes for each and each id

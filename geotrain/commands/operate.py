@@ -16,14 +16,14 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from geotrain.common.files import try_lock
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
-from geotrain.files import try_lock
 from geotrain.launch.launcher import OUTCOME
 from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_words, share_of
-from geotrain.net import rpc
-from geotrain.net.certs import OPERATOR, trust_between
-from geotrain.net.grpc_client import Unreachable
-from geotrain.net.operator_client import command
+from geotrain.net.transport import rpc
+from geotrain.net.transport.certs import OPERATOR, trust_between
+from geotrain.net.transport.grpc_client import Unreachable
+from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import GLOBAL
 
 COMMAND_S = 30.0

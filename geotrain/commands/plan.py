@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from geotrain.common.files import write_whole
 from geotrain.config import RunConfig, architecture_from_hf, load_cluster, load_run, parse, read_json
-from geotrain.files import write_whole
 from geotrain.launch.check import check_together, open_links
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.launch.worker_command import WorkerPlace, hostfile_path, worker_commands
-from geotrain.layout import parameter_count
+from geotrain.parameters.layout import parameter_count
 from geotrain.plan.explain import alternatives, outer_text, reasons
 from geotrain.plan.inventory import Objective, pins_of, task_of
 from geotrain.plan.model.network import GLOBAL

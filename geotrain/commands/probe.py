@@ -12,6 +12,7 @@ from pathlib import Path
 
 from geotrain.commands.json_text import put
 from geotrain.commands.probe_site import ProbeSite
+from geotrain.common.files import write_whole
 from geotrain.config import (
     Address,
     ClusterConfig,
@@ -25,12 +26,11 @@ from geotrain.config import (
     load_run,
 )
 from geotrain.emulate import wan
-from geotrain.files import write_whole
 from geotrain.launch.check import link_to_global, links_between
 from geotrain.launch.site_processes import over_ssh, path_there, pump_process, remote_python
 from geotrain.launch.supervisor import Supervisor
-from geotrain.net.certs import Role
-from geotrain.net.link_probe import Limits, ProbeError, Way
+from geotrain.net.transport.certs import Role
+from geotrain.net.transport.link_probe import Limits, ProbeError, Way
 from geotrain.outer.messages import GLOBAL
 
 SITE = ("-m", "geotrain", "probe-site")

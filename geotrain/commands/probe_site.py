@@ -21,8 +21,8 @@ from typing import Any
 
 from geotrain.config import Address, ConfigError
 from geotrain.launch.guard import enter_network
-from geotrain.net.certs import Role, Trust, identity, load_credentials
-from geotrain.net.link_probe import Limits, ProbeError, ProbeServer, Way, measure
+from geotrain.net.transport.certs import Role, Trust, identity, load_credentials
+from geotrain.net.transport.link_probe import Limits, ProbeError, ProbeServer, Way, measure
 
 START_S = 60.0  # ssh, and Python's imports on the other machine
 MAX_LINE_BYTES = 1 << 20

@@ -16,22 +16,22 @@ from rich.table import Table
 
 from geotrain.commands.dry_run import needs
 from geotrain.commands.evaluate import evaluate
+from geotrain.commands.export import export_run
 from geotrain.commands.operate import LiveRun
 from geotrain.commands.prepare import prepare_files
 from geotrain.commands.sample import sample
+from geotrain.common.files import write_whole
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run, shipped_configs
 from geotrain.data.corpus import documents
-from geotrain.export import export_run
-from geotrain.files import write_whole
-from geotrain.hf_checkpoint import write_checkpoint
-from geotrain.initial import initial_tensor
 from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import check_together
 from geotrain.launch.launcher import launch, locked
 from geotrain.launch.terminal import new_console, size
-from geotrain.layout import canonical_parameters
-from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore
+from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.outer.messages import GLOBAL
+from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import canonical_parameters
 
 CORPUS_BYTES = 8_000_000
 PASSAGE_CHARACTERS = 2000  # of a few hundred long files: so that validation text is of many of them

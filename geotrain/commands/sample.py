@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from geotrain.commands.evaluate import load_checkpoint
-from geotrain.hf_checkpoint import HFCheckpointError
 from geotrain.kernels.devices import cuda_devices
+from geotrain.parameters.hf_checkpoint import HFCheckpointError
 
 
 def sample(folder: Path, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0) -> str:

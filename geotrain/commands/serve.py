@@ -11,7 +11,7 @@ from torch import Tensor
 
 from geotrain.config import RunConfig, load_cluster, load_run, vault_name
 from geotrain.launch.site_processes import LaunchRequest
-from geotrain.net.server_process import serve_global, serve_region, serve_vault
+from geotrain.net.server.server_process import serve_global, serve_region, serve_vault
 from geotrain.outer.messages import GLOBAL
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
@@ -25,7 +25,8 @@ def run_server(
     """The server of a region, or the global one (None); or one of its vaults. Gives the exit code. Raises
     ConfigError.
 
-    launch: as `geotrain.net.recovery.recover` takes it; a vault, which ends when its book says so, needs none."""
+    launch: as `geotrain.net.storage.recovery.recover` takes it; a vault, which ends when its book says so, needs
+    none."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
     if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there

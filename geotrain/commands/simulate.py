@@ -16,7 +16,7 @@ from geotrain.config import (
     load_run,
     parse,
 )
-from geotrain.layout import Layout, active_parameter_count, canonical_parameters
+from geotrain.parameters.layout import Layout, active_parameter_count, canonical_parameters
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.predict import predict
 from geotrain.simulate.spec import WorldSpec, world_of_cluster

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler
 
+from geotrain.common.entry_points import registered
 from geotrain.config.block import Block, Fraction, PositiveInt
-from geotrain.entry_points import registered
 
 
 class AsyncConfig(Block):

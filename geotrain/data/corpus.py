@@ -13,8 +13,8 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+from geotrain.common.files import whole_file
 from geotrain.data.tokens import DataError
-from geotrain.files import whole_file
 
 _SUFFIXES = (".py", ".txt", ".rst")
 _SKIPPED = frozenset(  # tests, installed packages, and tables rather than text

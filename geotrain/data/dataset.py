@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from geotrain.common.files import write_whole
 from geotrain.config import Block, ConfigError, DataConfig, PositiveInt, parse
 from geotrain.data.remote import (
     BlockCache,
@@ -25,7 +26,6 @@ from geotrain.data.remote import (
     read_whole,
 )
 from geotrain.data.tokens import DataError, TokenFile, open_tokens
-from geotrain.files import write_whole
 
 SPLITS = ("train", "validation")
 _HASHED_TOKENS = 1 << 24  # tokens read at a time when a file is verified

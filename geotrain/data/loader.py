@@ -189,7 +189,7 @@ def _seed_of(seed: int, number: int) -> int:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The batch of one inner step (`geotrain.inner.engine.StepReader`).
+    """The batch of one inner step (`geotrain.inner.engine.engine.StepReader`).
 
     own: this rank's micro-batches, int64 [micro_batch, sequence_length + 1], already read.
     micro_batch: reads the i-th micro-batch of the worker's whole batch, counted replica after replica. A replica that

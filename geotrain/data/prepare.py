@@ -29,12 +29,12 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from geotrain.common.files import whole_folder
 from geotrain.data.dataset import SPLITS, Manifest, manifest_path
 from geotrain.data.readers import TextBlock, parse_block, read_blocks
 from geotrain.data.shards import INPUTS, describe_inputs, files_of_shard, shard_folder
 from geotrain.data.tokenizer import Tokenizer
 from geotrain.data.tokens import DataError, TokenWriter, token_dtype
-from geotrain.files import whole_folder
 
 BLOCKS_PER_PROCESS = 2  # in flight: bounds the memory and keeps every process busy
 BLOCK_DEADLINE_S = 600.0  # a block takes about a second

@@ -14,9 +14,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from geotrain.common.files import write_whole
 from geotrain.data.dataset import SPLITS, Manifest, Shard, manifest_path, open_dataset, read_manifest
 from geotrain.data.tokens import DataError
-from geotrain.files import write_whole
 
 _FOLDER = re.compile(r"shard-(\d{4,})-of-(\d{4,})")
 INPUTS = "inputs.txt"  # in a shard's folder: what all shards must have in common

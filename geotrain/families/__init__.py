@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from geotrain.entry_points import registered
+from geotrain.common.entry_points import registered
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
 from geotrain.families.deepseek_v3 import DeepseekV3

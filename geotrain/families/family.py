@@ -125,5 +125,5 @@ class Family:
 
     def megatron(self, a: Architecture) -> dict[str, Any]:
         """Fields of Megatron-core's TransformerConfig, beside those that follow from any Architecture
-        (`geotrain.inner.model`). The layer specification follows from them, too."""
+        (`geotrain.inner.model.model`). The layer specification follows from them, too."""
         return {}

@@ -11,15 +11,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from geotrain.acco.engine import AccoEngine
-from geotrain.acco.flat_space import FlatLayout
 from geotrain.config import ParallelConfig, PrecisionConfig, RunConfig
 from geotrain.config.deepspeed import completed
-from geotrain.context_parallel import Parts
-from geotrain.inner import platform
-from geotrain.inner.engine import GeoEngine
-from geotrain.inner.model import HAS_TRANSFORMER_ENGINE, build_model, placements
-from geotrain.inner.parallel import EXPERTS, group_like, initialize, join
+from geotrain.inner.acco.engine import AccoEngine
+from geotrain.inner.acco.flat_space import FlatLayout
+from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.model.context_parallel import Parts
+from geotrain.inner.model.model import HAS_TRANSFORMER_ENGINE, build_model, placements
+from geotrain.inner.runtime import platform
+from geotrain.inner.runtime.parallel import EXPERTS, group_like, initialize, join
 from geotrain.optimizers.groups import parameter_groups
 from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks

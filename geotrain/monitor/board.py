@@ -6,8 +6,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from geotrain.common.files import write_whole
 from geotrain.config import ConfigError, RunConfig, WandbConfig
-from geotrain.files import write_whole
 from geotrain.monitor.events import Record
 from geotrain.monitor.metrics import time_shares
 from geotrain.outer.events import Event, UpdateApplied, ValidationDone

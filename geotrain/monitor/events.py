@@ -21,7 +21,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from geotrain.files import out_of_room
+from geotrain.common.files import out_of_room
 from geotrain.outer.events import *  # noqa: F403 (what servers know to have happened: one name space of events)
 from geotrain.outer.events import Event, MemberName
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from geotrain.files import OutputError
+from geotrain.common.files import OutputError
 from geotrain.monitor.events import JobTrained, Record
 from geotrain.outer.events import Merged, SentUp, ValidationDone
 

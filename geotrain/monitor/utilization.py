@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from geotrain.config import Architecture, ClusterConfig, WorkerConfig
-from geotrain.layout import active_parameter_count
+from geotrain.parameters.layout import active_parameter_count
 
 
 class PhaseTimer:
@@ -34,7 +34,8 @@ class PhaseTimer:
 
 
 class StepNumbers(Protocol):
-    """The numbers of one optimizer step (`geotrain.inner.engine.StepResult`). Reading them may wait for the step."""
+    """The numbers of one optimizer step (`geotrain.inner.engine.engine.StepResult`). Reading them may wait for the
+    step."""
 
     @property
     def loss(self) -> float: ...

@@ -19,8 +19,8 @@ from torch import Tensor
 from geotrain.config import CodecConfig, codec_config
 from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
 from geotrain.outer.messages import PieceWeights
-from geotrain.shelf import Shelf
-from geotrain.staging import from_bytes, on_host, to_bytes
+from geotrain.outer.mirror_store import Shelf
+from geotrain.staging.interface import from_bytes, on_host, to_bytes
 
 # Takes a payload and a check, runs the check on the payload in host memory, returns it on the device that decodes it.
 Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]

@@ -16,9 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import rounding_seed
-from geotrain.outer.messages import Answer, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
-from geotrain.outer.server import Identity
-from geotrain.staging import Pending
+from geotrain.outer.messages import Answer, Identity, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
+from geotrain.staging.interface import Pending
 
 T = TypeVar("T")
 Waiting = Generator[Pending[Any], Any, T]

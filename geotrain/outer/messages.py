@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from geotrain.layout import StridedSlice
+from geotrain.parameters.layout import StridedSlice
 
 
 class Refused(Exception):

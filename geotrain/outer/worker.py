@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.layout import Layout, StridedSlice, joined, numel
 from geotrain.outer.codec import NonFiniteError, make_codec, refusal
 from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver
 from geotrain.outer.messages import PieceDelta, PieceWeights
-from geotrain.pieces import Cut, cut
-from geotrain.staging import Made, Pending, Staging, SynchronousStaging, from_bytes
+from geotrain.parameters.layout import Layout, StridedSlice, joined, numel
+from geotrain.parameters.pieces import Cut, cut
+from geotrain.staging.interface import Made, Pending, Staging, SynchronousStaging, from_bytes
 
 T = TypeVar("T")
 

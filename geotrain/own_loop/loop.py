@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
 from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
-from geotrain.layout import layout_of
 from geotrain.monitor.events import EventLog, JobTrained, Trouble
-from geotrain.net.certs import trust_between
-from geotrain.net.vaulted_link import vaults_above
-from geotrain.net.worker_client import WorkerClient
-from geotrain.outer.server import identity_of
+from geotrain.net.transport.certs import trust_between
+from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.net.transport.worker_client import WorkerClient
+from geotrain.outer.server.server import identity_of
 from geotrain.own_loop.masters import Masters
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import StateFiles, Stateful
-from geotrain.worker_loop import WorkerLoop
+from geotrain.parameters.layout import layout_of
+from geotrain.worker.loop import WorkerLoop
 
 
 class MapStyle(Protocol):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from geotrain.config import ConfigError
-from geotrain.inner.shards import OwnedShard, replica_parts
-from geotrain.layout import Layout, StridedSlice, clip_runs
-from geotrain.parameter_file import plain_name
+from geotrain.inner.runtime.shards import OwnedShard, replica_parts
+from geotrain.parameters.layout import Layout, StridedSlice, clip_runs
+from geotrain.parameters.parameter_file import plain_name
 
 
 class Masters:
@@ -45,7 +45,9 @@ class Masters:
         their own masters. changed: of these parameters, on any rank; None: of all."""
         optimizer: Any = None if self.engine is None else self.engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
-            from geotrain.zero.of_deepspeed import update_weights  # imports DeepSpeed, which others need not have
+            from geotrain.inner.zero.of_deepspeed import (
+                update_weights,  # imports DeepSpeed, which others need not have
+            )
 
             update_weights(optimizer, [self.named[name] for name in (self.named if changed is None else changed)])
         elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3

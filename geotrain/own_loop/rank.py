@@ -17,7 +17,7 @@ TIMEOUT_S = 600.0  # how long a rank waits for the others
 
 
 class TorchRank:
-    """Implements `geotrain.worker_loop.LoopRank`. Every rank must make it: it makes a process group of gloo, so that
+    """Implements `geotrain.worker.loop.LoopRank`. Every rank must make it: it makes a process group of gloo, so that
     agreeing does not wait for the device."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from geotrain.files import OutputError, make_folder, out_of_room, sync
+from geotrain.common.files import OutputError, make_folder, out_of_room, sync
 from geotrain.own_loop.rank import TorchRank
 
 _JOB = re.compile(r"job-(\d{8,})\.pt")

@@ -1,4 +1,5 @@
-"""A rank's place among the ranks of its worker. Numbers and groups only: `geotrain.inner.parallel` makes them."""
+"""A rank's place among the ranks of its worker. Numbers and groups only: `geotrain.inner.runtime.parallel` makes
+them."""
 
 from __future__ import annotations
 

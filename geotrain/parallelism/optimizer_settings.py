@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from geotrain.common.entry_points import registered
 from geotrain.config import ConfigError
 from geotrain.config.block import Block, parse
-from geotrain.entry_points import registered
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

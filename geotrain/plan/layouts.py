@@ -14,7 +14,7 @@ from math import gcd
 
 from geotrain.config import Architecture, ConfigError, ParallelConfig, WorkerConfig, codec_config
 from geotrain.families import family_of
-from geotrain.layout import parameter_count
+from geotrain.parameters.layout import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.step import StepTime, step_time

@@ -23,7 +23,7 @@ from geotrain.config import (
     WorkerConfig,
     parse,
 )
-from geotrain.layout import parameter_count
+from geotrain.parameters.layout import parameter_count
 from geotrain.plan.grouping import Worker, Workers, form_workers, speed
 from geotrain.plan.inventory import Host, Objective, PlanError, PlanTask, hosts_of
 from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of

@@ -17,7 +17,7 @@ from geotrain.config import (
     WorkerSetup,
     vaults_of,
 )
-from geotrain.layout import layout_of
+from geotrain.parameters.layout import layout_of
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, server_times, worker_timing

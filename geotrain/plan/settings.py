@@ -22,7 +22,7 @@ from itertools import product
 from typing import Any
 
 from geotrain.config import Architecture, ConfigError, FragmentConfig, OuterConfig, OverlapConfig, codec_config
-from geotrain.layout import Layout, canonical_parameters
+from geotrain.parameters.layout import Layout, canonical_parameters
 from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of

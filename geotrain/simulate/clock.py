@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-from geotrain.staging import Pending
+from geotrain.staging.interface import Pending
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     GLOBAL,
     Answer,
@@ -24,8 +23,9 @@ from geotrain.outer.messages import (
     UpdatePart,
     Welcome,
 )
-from geotrain.outer.region_server import RegionServer
-from geotrain.outer.server import Server
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Server
 from geotrain.simulate.clock import Clock, Promise
 from geotrain.simulate.links import VirtualNetwork, Way
 from geotrain.simulate.server_work import ServerWork

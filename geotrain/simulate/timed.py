@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from geotrain.outer.codec import Codec
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import Answer, Join, UpdatePart
-from geotrain.outer.region_server import RegionServer
-from geotrain.outer.server import Server
-from geotrain.vault import Decoded, Order, Vault
-from geotrain.vaults import Vaults
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Server
+from geotrain.outer.shards.shard import Decoded, Order, Vault
+from geotrain.outer.shards.shards import Vaults
 
 
 class _EmptyVault(Vault):

@@ -1,4 +1,4 @@
-"""A worker of the virtual world: lease → inner steps → delta → weights, as `geotrain.trainer` does it."""
+"""A worker of the virtual world: lease → inner steps → delta → weights, as `geotrain.worker.trainer` does it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
-from geotrain.layout import Layout, fragments_due
 from geotrain.outer.exchange import Exchange, Weights
-from geotrain.outer.messages import Finished, Lease, LeaseRequest, PieceDelta, PieceWeights
-from geotrain.outer.server import Identity
+from geotrain.outer.messages import Finished, Identity, Lease, LeaseRequest, PieceDelta, PieceWeights
+from geotrain.parameters.layout import Layout, fragments_due
 from geotrain.simulate.clock import Clock, Script, VirtualProcess
 from geotrain.simulate.nodes import VirtualClient
 from geotrain.simulate.spec import WorkerSpec
-from geotrain.staging import Pending, Ready
+from geotrain.staging.interface import Pending, Ready
 
 T = TypeVar("T")
 

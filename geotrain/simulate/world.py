@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig, codec_config
-from geotrain.layout import Layout
-from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.messages import GLOBAL
-from geotrain.outer.region_server import RegionServer
+from geotrain.outer.messages import GLOBAL, Identity
 from geotrain.outer.rules import region_rule, updates_in_run
-from geotrain.outer.server import Identity
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.parameters.layout import Layout
 from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import place_of
 from geotrain.simulate.clock import Clock, VirtualProcess

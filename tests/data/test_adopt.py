@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from typer.testing import CliRunner
 
-from geotrain.cli import app
+from geotrain.commands.cli import app
 from geotrain.config import DataConfig, DataSet
 from geotrain.data.dataset import adopt, end_of_document, manifest_path, open_dataset, read_manifest, training_digest
 from geotrain.data.loader import open_training

@@ -24,6 +24,7 @@ import tokenizers
 import zstandard
 from rich.console import Console
 
+from geotrain.common.files import OutputError
 from geotrain.data import corpus, readers
 from geotrain.data import prepare as prepare_module
 from geotrain.data.dataset import Manifest, manifest_path, open_dataset
@@ -41,7 +42,6 @@ from geotrain.data.progress import progress_display
 from geotrain.data.readers import TextBlock, find_inputs
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.data.tokens import DataError, TokenWriter, open_tokens
-from geotrain.files import OutputError
 
 TEXTS = [f"document {i}: " + "ü" * (i % 13) + " <|endoftext|>" * (i % 3 == 0) for i in range(60)]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from geotrain.cli import app
+from geotrain.commands.cli import app
 from geotrain.config import DataConfig, DataSet
 from geotrain.data.dataset import local_files, open_dataset, read_manifest
 from geotrain.data.loader import LeasedLoader, open_training

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from geotrain.acco.flat_space import RotatingBuffers
 from geotrain.commands.dry_run import needs
 from geotrain.config import AccoConfig, ClusterConfig, ConfigError, ParallelConfig, RunConfig, parse
+from geotrain.inner.acco.flat_space import RotatingBuffers
 from geotrain.parallelism.acco_forms import first_part, flat_bytes
 from geotrain.parallelism.whole_matrices import ShardSize
 from tests.support.checkpoints import load, save

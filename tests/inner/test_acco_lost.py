@@ -18,8 +18,8 @@ DEADLINE_S = 6.0
 
 def with_a_lost_rank(form: Any, collective: str, how: int, meets: bool) -> tuple[str, float, bool]:
     """Rank 1 is lost in its first such collective of a step's communication. meets: as on a device."""
-    from geotrain.acco import communication_thread
-    from geotrain.inner.parallel import lost_rank
+    from geotrain.inner.acco import communication_thread
+    from geotrain.inner.runtime.parallel import lost_rank
 
     acco = AccoConfig(prediction=form, synchronous_steps=1, timeout_s=DEADLINE_S)
     engine = start(QWEN_2, ParallelConfig(), deepspeed_block(1, micro=1), acco=acco)

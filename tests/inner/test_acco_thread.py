@@ -34,7 +34,7 @@ class Place:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    from geotrain.acco import communication_thread
+    from geotrain.inner.acco import communication_thread
 
     seen: list[Any] = []
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -64,7 +64,7 @@ def test_hosts_meet_before_a_collective_and_its_thread_waits_for_it(
 ) -> None:
     from datetime import timedelta
 
-    from geotrain.acco.communication_thread import CommunicationThread
+    from geotrain.inner.acco.communication_thread import CommunicationThread
 
     thread, flat = CommunicationThread(Place(), 7.0), torch.zeros(8)  # type: ignore[arg-type]
     arguments = (flat, flat.clone()) if call == "exchange" else (flat,)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from geotrain.config import AccoConfig, ParallelConfig
-from geotrain.layout import Layout, canonical_parameters
+from geotrain.parameters.layout import Layout, canonical_parameters
 from tests.support.collectives import watched
 from tests.support.inner_worlds import LLAMA, deepspeed_block, micro_batches, run_world, start, stop, train
 

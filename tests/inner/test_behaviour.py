@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from geotrain.config import ConfigError, ParallelConfig
-from geotrain.layout import parameter_count
+from geotrain.parameters.layout import parameter_count
 from tests.support.inner_worlds import (
     BATCH,
     LLAMA,
@@ -103,7 +103,7 @@ def one_rank(folder: str) -> dict[str, Any]:
 
 def gradients(engine: Any) -> list[torch.nn.Parameter]:
     """The parameters with the whole batch's gradients, by plain autograd."""
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     engine.module.zero_grad()
     hooks = engine.optimizer._grad_acc_hooks if hasattr(engine.optimizer, "_grad_acc_hooks") else []
@@ -178,7 +178,7 @@ def test_build_engine_refuses_what_cannot_run() -> None:
 def test_imports_leave_torch_as_it_was() -> None:
     """The CPU stand-ins must not leak into the process."""
     import geotrain.inner.build  # noqa: F401
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     if platform.HAS_CUDA:
         pytest.skip("nothing is replaced where there is CUDA")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import ParallelConfig
-from geotrain.layout import StridedSlice
+from geotrain.parameters.layout import StridedSlice
 from tests.support.checkpoints import load, save
 from tests.support.inner_worlds import (
     LLAMA,

@@ -84,7 +84,7 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
 
         return call
 
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     plain = dist.all_to_all_single
     with (

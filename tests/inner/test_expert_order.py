@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from geotrain.expert_order import permuted
-from geotrain.inner import model, platform
+from geotrain.inner.model import model
+from geotrain.inner.model.expert_order import permuted
+from geotrain.inner.runtime import platform
 
 with platform.quiet_imports():
     from megatron.core.transformer.moe import moe_utils, token_dispatcher

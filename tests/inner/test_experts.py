@@ -89,7 +89,7 @@ def with_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def beside_transformers() -> list[dict[str, Any]]:
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     results = []
     for config in VARIANTS:

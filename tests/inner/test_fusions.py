@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from geotrain.config import ParallelConfig
-from geotrain.gated_silu import GatedSilu
+from geotrain.inner.model.gated_silu import GatedSilu
 from tests.support.inner_worlds import QWEN_2, deepspeed_block, micro_batches, run_world, start, stop, train
 
 

@@ -22,7 +22,7 @@ def count(parallel: ParallelConfig) -> Any:
     from deepspeed.accelerator import get_accelerator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from geotrain.inner import parallel as groups
+    from geotrain.inner.runtime import parallel as groups
 
     bound: list[Any] = []
     met: Counter[tuple[int, ...]] = Counter()

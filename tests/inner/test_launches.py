@@ -37,7 +37,7 @@ def windows(*forms: str) -> list[tuple[int, Counter[str], Counter[str]]]:
     collectives."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from geotrain.inner import parallel
+    from geotrain.inner.runtime import parallel
 
     os.environ.update(RANK="0", WORLD_SIZE=str(RANKS))
     start, new_group = dist.init_process_group, dist.new_group
@@ -56,7 +56,7 @@ def windows(*forms: str) -> list[tuple[int, Counter[str], Counter[str]]]:
 
 
 def window(form: str, mesh: Any) -> tuple[int, Counter[str], Counter[str]]:
-    from geotrain.acco.optimizer import AccoOptimizer
+    from geotrain.inner.acco.optimizer import AccoOptimizer
 
     architecture = architecture_from_hf(json.loads((ROOT / "configs/models/llama-8b.json").read_text()))
     places = local_parameters(architecture, ParallelConfig(), 0, 0)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from geotrain.config import AccoConfig, ConfigError, ParallelConfig, architecture_from_hf
-from geotrain.layout import parameter_count
 from geotrain.parallelism.acco_forms import scratch_bytes
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank
 from geotrain.parallelism.whole_matrices import shard_size
+from geotrain.parameters.layout import parameter_count
 from tests.support.expert_models import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
@@ -71,7 +71,7 @@ FOUR: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = [  # two ran
 
 def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
     """Bytes of the storages, other than weights, that autograd keeps of a forward."""
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -88,7 +88,7 @@ def kept_bytes(engine: Any, tokens: torch.Tensor, weights: set[int]) -> int:
 def measure(cases: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]]) -> list[dict[str, int]]:
     """Bytes of weights, of the optimizer's state, and of what autograd keeps of one micro-batch."""
     from geotrain.checkpoint.saving import Checkpoints
-    from geotrain.inner.router_bias import biased_routers
+    from geotrain.inner.model.router_bias import biased_routers
 
     measured = []
     for model, parallel, block in cases:
@@ -217,8 +217,8 @@ SCRATCH = {
 
 def prediction_peaks() -> dict[tuple[str, str], int]:
     """The most that a prediction of a step holds beside what ACCO keeps, in bytes."""
-    from geotrain.acco import optimizer
-    from geotrain.acco.prediction import WeightPrediction
+    from geotrain.inner.acco import optimizer
+    from geotrain.inner.acco.prediction import WeightPrediction
 
     peaks = {}
     for (form, kind), block in SCRATCH.items():

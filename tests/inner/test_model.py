@@ -62,7 +62,7 @@ FAMILIES = (LLAMA, QWEN, LLAMA_3, YARN, LINEAR, QWEN2, MISTRAL)
 
 
 def beside_transformers() -> list[dict[str, Any]]:
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     results = []
     for config in FAMILIES:

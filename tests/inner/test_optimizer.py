@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from geotrain.inner import platform
 from geotrain.inner.build import build_adamw
+from geotrain.inner.runtime import platform
 from geotrain.optimizers.updates import AdamWUpdate, set_step_count, step_count
 from geotrain.parallelism.optimizer_settings import AdamWSettings
 

@@ -19,7 +19,7 @@ from geotrain.config import (
     load_run,
     parse,
 )
-from geotrain.context_parallel import Parts
+from geotrain.inner.model.context_parallel import Parts
 from geotrain.launch.check import check_worker
 from geotrain.launch.host_check import hosts_of
 from geotrain.parallelism.checks import check_deterministic, check_layout
@@ -123,7 +123,7 @@ def test_more_context_ranks_than_key_value_heads_need_the_ring() -> None:
 
 
 def test_megatron_is_told() -> None:
-    from geotrain.inner.model import transformer_config
+    from geotrain.inner.model.model import transformer_config
 
     def told(parallel: ParallelConfig, precision: PrecisionConfig) -> Any:
         return transformer_config(architecture(WIDE), parallel, True, "none", precision)
@@ -208,7 +208,8 @@ class GatheredAttention(nn.Module):
 
 
 def ring_and_one() -> list[Any]:
-    from geotrain.inner import build, model
+    from geotrain.inner import build
+    from geotrain.inner.model import model
 
     allowed = mock.Mock()
     curves = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from geotrain.inner import rotary
+from geotrain.inner.model import rotary
 
 SHAPE = (6, 2, 3, 10)  # tokens, samples, heads, elements
 
@@ -65,6 +65,6 @@ def test_where_a_part_of_a_head_is_rotated_it_is_megatrons() -> None:
 def test_the_model_uses_it() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    import geotrain.inner.model  # noqa: F401
+    import geotrain.inner.model.model  # noqa: F401
 
     assert rope_utils._apply_rotary_pos_emb_bshd is rotary.rotated

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from geotrain.inner import platform
+from geotrain.inner.runtime import platform
 
 
 def test_equal_parts_are_gathered_in_the_same_collective_with_and_without_the_stand_in() -> None:

@@ -25,9 +25,9 @@ FORMS = ("exact", "int4", "local", "stale", "none")
 def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
     """Steps of an engine, with ACCO's form or ZeRO-1. With a folder also checkpoints, beside which it trains; an
     evaluation; and steps from a checkpoint."""
-    from geotrain.acco import communication_thread
     from geotrain.checkpoint import saving
-    from geotrain.inner import platform
+    from geotrain.inner.acco import communication_thread
+    from geotrain.inner.runtime import platform
 
     # What takes CUDA's place for Megatron-core on a CPU takes it from all threads.
     stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
@@ -89,7 +89,7 @@ def leaving_out(waits: str) -> list[str]:
 
 def reading_late() -> list[str]:
     """Faults where a prediction reads gradients beside the compute that changes them."""
-    from geotrain.acco.optimizer import AccoOptimizer
+    from geotrain.inner.acco.optimizer import AccoOptimizer
 
     cuda = Cuda()
 
@@ -126,8 +126,8 @@ def test_what_is_left_out_is_found() -> None:
 def every_omission_of_a_checkpoint(folder: str) -> dict[str, list[str]]:
     """By what is left out: faults of ZeRO-1's steps beside checkpoints."""
     from geotrain.checkpoint.saving import Checkpoints
-    from geotrain.cuda_staging import CudaStaging
-    from geotrain.inner.engine import GeoEngine
+    from geotrain.inner.engine.engine import GeoEngine
+    from geotrain.staging.cuda import CudaStaging
 
     real_buffer = CudaStaging._buffer
 
@@ -187,7 +187,7 @@ def waits_of_a_save(engine: Any, folder: str, cuda: Cuda) -> list[str]:
 
 def waits(folder: str) -> dict[str, list[str]]:
     """By kind of engine: where a thread of the host waits for the device in a step; and in a save."""
-    from geotrain.inner import platform
+    from geotrain.inner.runtime import platform
 
     stand_ins = [s for s in platform._cpu_stand_ins() if s[1] not in STREAMS]
     found = {}

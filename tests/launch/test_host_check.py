@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from geotrain import cli
+from geotrain.commands import cli
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch import host_check, host_facts
 from geotrain.launch.host_check import HERE, check_hosts, hosts_of, inquiries, parse_answers

@@ -14,17 +14,16 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from geotrain import cli
-from geotrain.commands import dry_run
+from geotrain.commands import cli, dry_run
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.data.tokenizer import train_bpe
-from geotrain.hf_checkpoint import write_checkpoint
-from geotrain.initial import initial_tensor
 from geotrain.launch import preflight
 from geotrain.launch.terminal import new_console
-from geotrain.layout import canonical_parameters
-from geotrain.net.certs import make_certificates
+from geotrain.net.transport.certs import make_certificates
+from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import canonical_parameters
 
 ROOT = Path(__file__).parents[2]
 MODEL = {

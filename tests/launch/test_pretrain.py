@@ -31,7 +31,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: Exception | None, join: bool = F
 
 
 def test_a_lost_rank_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from geotrain.acco.communication_thread import AccoError
+    from geotrain.inner.acco.communication_thread import AccoError
 
     assert end(monkeypatch, AccoError("acco: rank 0: the commit of step 4 failed")) == 1
     assert capsys.readouterr().err == "geotrain: worker in eu: acco: rank 0: the commit of step 4 failed\n"

@@ -14,8 +14,8 @@ from geotrain.commands.json_text import put
 from geotrain.commands.probe import probe, updated
 from geotrain.commands.probe_step import MICRO_BATCHES, reduced
 from geotrain.config import ClusterConfig, ConfigError, load_cluster, load_run, parse
-from geotrain.net.certs import CertificateError, make_certificates
-from geotrain.net.link_probe import Limits, ProbeError, Way
+from geotrain.net.transport.certs import CertificateError, make_certificates
+from geotrain.net.transport.link_probe import Limits, ProbeError, Way
 from tests.support.small_runs import FAKE_SSH, prepare_text, write_files
 
 SHORT = Limits(0.5, 64 << 20)

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from geotrain.common.files import OutputError
 from geotrain.config import EXIT_FOR_GOOD, RestartConfig, load_cluster, load_run
-from geotrain.files import OutputError
 from geotrain.launch import supervisor as supervisor_module
 from geotrain.launch.backoff import Backoff
 from geotrain.launch.launcher import resolve

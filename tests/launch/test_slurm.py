@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from geotrain.launch.check import free_ports
-from geotrain.net.snapshots import checked_meta
+from geotrain.net.storage.snapshots import checked_meta
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.slurm import slurm
 from tests.support.small_runs import prepare_text, status, write_files

@@ -23,7 +23,7 @@ from geotrain.config import ClusterConfig, LinkConfig
 from geotrain.emulate import wan
 from geotrain.launch.site_processes import pump_process
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
-from geotrain.net.certs import make_certificates
+from geotrain.net.transport.certs import make_certificates
 from tests.support.net_worlds import wait_for
 from tests.support.process_trees import until
 

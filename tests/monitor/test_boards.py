@@ -121,7 +121,7 @@ def train_a_worker(folder: str) -> dict[str, Any]:
     """Two jobs, with DeepSpeed's own block for TensorBoard."""
     from geotrain.data.loader import LeasedLoader, SampleSource
     from geotrain.inner.build import build_engine
-    from geotrain.trainer import Trainer
+    from geotrain.worker.trainer import Trainer
 
     block = {**deepspeed_block(1), "tensorboard": {"enabled": True, "output_path": folder, "job_name": "eu-0"}}
     run = run_config(LLAMA, block)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from geotrain.monitor.events import EventLog, Follower, Found, Lost, MemberSampled
-from geotrain.net.sampler import Sampler
-from geotrain.net.tcp_counters import Traffic
-from geotrain.outer.region_server import mean_metrics
+from geotrain.net.server.sampler import Sampler
+from geotrain.net.transport.tcp_counters import Traffic
+from geotrain.outer.server.region_server import mean_metrics
 
 
 def world(folder: Path, silent: dict[str, float], **members: Any) -> tuple[Sampler, Follower]:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geotrain.net import grpc_service
-from geotrain.net.connection_guard import Stranger, too_many
+from geotrain.net.server import grpc_service
+from geotrain.net.server.connection_guard import Stranger, too_many
 from tests.support.net_worlds import BUSY_S, clusters, outer, wait_for, whole
 from tests.support.server_processes import Site
 

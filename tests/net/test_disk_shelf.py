@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from geotrain import vault
 from geotrain.config import OuterConfig, codec_config
-from geotrain.net import disk_shelf
-from geotrain.net.disk_shelf import DiskShelf, on_disk
-from geotrain.net.frozen_state import FrozenState
-from geotrain.net.snapshots import SnapshotStore
+from geotrain.net.storage import disk_shelf
+from geotrain.net.storage.disk_shelf import DiskShelf, on_disk
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.outer import downlink
+from geotrain.outer.shards import shard as vault
 from tests.support.disks import small_disk
 from tests.support.outer_world import config, make, random_deltas
 from tests.support.recorded_world import same_state

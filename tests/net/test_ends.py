@@ -11,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.net.recovery import Dismissed, Recovered, Stopped, begin_snapshot, finish_snapshot, recover
-from geotrain.net.rpc import Farewell
-from geotrain.net.server_process import begin_server, global_server
+from geotrain.net.server.server_process import begin_server, global_server
+from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped, begin_snapshot, finish_snapshot, recover
+from geotrain.net.transport.rpc import Farewell
 from geotrain.outer.messages import Leave, OperatorCommand
 from tests.support.net_worlds import BUSY_S, FakeWorker, side_by_side
 from tests.support.server_processes import Server, Site, dies_at
 
-HOST, SESSIONS, VAULT = "geotrain.net.server_host:", "geotrain.net.vault_sessions:", "geotrain.net.vault_host:"
+HOST, SESSIONS, VAULT = (
+    "geotrain.net.server.server_host:",
+    "geotrain.net.server.vault_sessions:",
+    "geotrain.net.server.vault_host:",
+)
 NOTED, SAVED = HOST + "ServerHost._note", HOST + "ServerHost._last_snapshot"
 # Who dies, with how many vaults, and where: as `dies_at` takes it.
 PLACES = {

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from geotrain.monitor.events import Trouble
-from geotrain.net import rpc
-from geotrain.outer import leases
+from geotrain.net.transport import rpc
 from geotrain.outer.messages import LeaseRequest
+from geotrain.outer.server import leases
 from tests.support.net_worlds import BUSY_S, Cluster, clusters, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 4.0  # twenty beats late, on a busy machine, they are not

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from geotrain.config import Address
-from geotrain.net import grpc_client, wire
-from geotrain.net.grpc_client import GrpcClient, Unreachable
-from geotrain.net.rpc import ListenError
-from geotrain.net.worker_client import ServerForgot, WorkerClient
+from geotrain.net.transport import grpc_client, wire
+from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
+from geotrain.net.transport.rpc import ListenError
+from geotrain.net.transport.worker_client import ServerForgot, WorkerClient
 from geotrain.outer.messages import Join, Refused, UpdatePart
 from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, halves, outer, status_of, wait_for, whole
 from tests.support.outer_world import weights_of

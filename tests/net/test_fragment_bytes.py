@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from geotrain.net import rpc, wire
-from geotrain.net.fragment_bytes import FragmentBytes
+from geotrain.net.transport import rpc, wire
+from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.outer.messages import Answer, PieceDelta, PieceWeights, UpdatePart
 
 SIZES = {3: 2 * wire.CHUNK_BYTES + 5, 1: 0, 0: 100}  # of payloads, by fragment; one is empty

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from geotrain.monitor.events import EventLog, Follower, Trouble
-from geotrain.net import rpc
-from geotrain.net.operator_client import command
+from geotrain.net.transport import rpc
+from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import Lease, Refused
 from tests.support.disks import BALLAST, fill, small_disk
 from tests.support.net_worlds import BUSY_S, FakeWorker, wait_for

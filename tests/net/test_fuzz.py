@@ -10,8 +10,8 @@ import pytest
 import benchmarks.fuzz.__main__ as fuzz
 import benchmarks.fuzz.files as fuzz_files
 import benchmarks.fuzz.messages as fuzz_messages
-from geotrain.net.journal import Journal
-from geotrain.outer.server import Server
+from geotrain.net.storage.journal import Journal
+from geotrain.outer.server.server import Server
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import codec_config
-from geotrain.net import journal as journal_module
-from geotrain.net.journal import Journal, JournalDamaged, JournalFull
-from geotrain.net.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage import journal as journal_module
+from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
+from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import GLOBAL, LeaseRequest, Leave, PieceDelta, Refused, UpdatePart
 from tests.support.outer_world import random_deltas
 from tests.support.recorded_world import Recorded, same_state

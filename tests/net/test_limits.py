@@ -16,12 +16,12 @@ import torch
 from grpc import aio
 
 from geotrain.config import FragmentConfig
-from geotrain.layout import Layout, Parameter
 from geotrain.monitor.events import EventLog, Trouble
-from geotrain.net import journal as journal_module
-from geotrain.net import rpc
-from geotrain.net.grpc_client import GrpcClient
+from geotrain.net.storage import journal as journal_module
+from geotrain.net.transport import rpc
+from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.outer.messages import Refused
+from geotrain.parameters.layout import Layout, Parameter
 from tests.support import net_worlds
 from tests.support.broken_frames import mutations
 from tests.support.net_worlds import BUSY_S, Cluster, clusters, outer, wait_for, whole
@@ -39,7 +39,7 @@ def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch)
     worker.join()
     lease = worker.lease()
     before = cluster.regions["eu"].server.members["a"].updates
-    monkeypatch.setattr("geotrain.net.server_thread.FULL_RETRY_S", 0.2)
+    monkeypatch.setattr("geotrain.net.server.server_thread.FULL_RETRY_S", 0.2)
     real, full = os.pwrite, True
 
     def pwrite(descriptor: int, content: bytes, position: int) -> int:

@@ -10,9 +10,9 @@ import pytest
 
 from geotrain.config import LimitsConfig
 from geotrain.monitor.events import EventLog
-from geotrain.net import rpc
-from geotrain.net.grpc_client import GrpcClient
-from geotrain.net.operator_client import command
+from geotrain.net.transport import rpc
+from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import Refused
 from tests.support.net_worlds import Cluster, FakeWorker, clusters, outer, status_of, wait_for, whole
 

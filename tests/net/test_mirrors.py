@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
-from geotrain.net.disk_shelf import DiskShelf, on_disk
-from geotrain.net.frozen_state import FrozenState
-from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.net.snapshots import SnapshotStore
+from geotrain.net.storage.disk_shelf import DiskShelf, on_disk
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.outer.downlink import MARK_BYTES, mark
 from geotrain.outer.events import SentWhole
 from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, PieceWeights
-from geotrain.shelf import Shelf
-from geotrain.vault import MIRRORS
+from geotrain.outer.mirror_store import Shelf
+from geotrain.outer.shards.shard import MIRRORS
 from tests.support.net_worlds import Cluster, clusters, outer
 from tests.support.net_worlds import whole as in_one_part
 from tests.support.outer_world import config, make, random_deltas, weights_of

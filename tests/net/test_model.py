@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from geotrain.config import LimitsConfig, MomentumConfig
-from geotrain.net.recovery import JOURNAL, Recovered, begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.recovery import JOURNAL, Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import LeaseRequest, LiftQuarantine, MemberSilent, Refused, UpdatePart, UpdateRejected
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
+from geotrain.outer.server.region_server import RegionServer
 from tests.support.outer_world import UPDATES, FakeWorker, World, config, halves, layout, weights_of, whole
 from tests.support.recorded_world import same_state
 

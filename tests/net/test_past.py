@@ -17,12 +17,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from geotrain.net import past as past_module
-from geotrain.net.frozen_state import FrozenState
-from geotrain.net.past import Past, clear_void, go_back, read_past, take, who_goes_back, write_past
-from geotrain.net.recovery import JOURNAL
-from geotrain.net.snapshot_mirror import Copies, SnapshotMirror, number_of, superfluous, whole
-from geotrain.net.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
+from geotrain.net.storage import past as past_module
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.past import Past, clear_void, go_back, read_past, take, who_goes_back, write_past
+from geotrain.net.storage.recovery import JOURNAL
+from geotrain.net.storage.snapshot_mirror import Copies, SnapshotMirror, number_of, superfluous, whole
+from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
 
 KEEP = 2
 
@@ -59,7 +59,8 @@ def killed_after(steps: int | None, *places: tuple[Any, str]) -> Iterator[None]:
 
 class Sets(RuleBasedStateMachine):
     """A book and two vaults with folders, copies, and a value each that says what they hold. What `VaultSessions` and
-    the processes around it do is told here; of `geotrain.net.past` and the copies every line is the real one."""
+    the processes around it do is told here; of `geotrain.net.storage.past` and the copies every line is the real
+    one."""
 
     def __init__(self) -> None:
         super().__init__()

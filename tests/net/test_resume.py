@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from geotrain.config import FragmentConfig
-from geotrain.layout import Layout, Parameter
-from geotrain.net import deadlines, rpc, wire
-from geotrain.net.deadlines import FrameDeadline
-from geotrain.net.grpc_client import GrpcClient
-from geotrain.net.rate_limits import RateLimits
-from geotrain.net.resumable_uploads import ResumableUploads
-from geotrain.net.tcp_counters import TcpCounters
+from geotrain.net.server.rate_limits import RateLimits
+from geotrain.net.server.resumable_uploads import ResumableUploads
+from geotrain.net.transport import deadlines, rpc, wire
+from geotrain.net.transport.deadlines import FrameDeadline
+from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.tcp_counters import TcpCounters
 from geotrain.outer.messages import Refused, UpdatePart
+from geotrain.parameters.layout import Layout, Parameter
 from tests.support import net_worlds
 from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, outer, whole
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from geotrain.initial import initial_tensor
-from geotrain.net import rpc
-from geotrain.net.operator_client import command
-from geotrain.net.snapshots import SNAPSHOTS, SnapshotStore, read_weights
+from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, read_weights
+from geotrain.net.transport import rpc
+from geotrain.net.transport.operator_client import command
+from geotrain.parameters.initial import initial_tensor
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Site
 

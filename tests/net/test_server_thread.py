@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from geotrain.net.journal import Journal
-from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.net.server_thread import ServerThread
-from geotrain.outer import server
+from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import Lease, LeaseRequest, Leave, Send, UpdatePart
-from geotrain.outer.server import Handled
+from geotrain.outer.server import server
+from geotrain.outer.server.server import Handled
 from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
 
 DEADLINE_S = 120.0

@@ -15,11 +15,11 @@ import torch
 
 from geotrain.config import CheckpointConfig, ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
-from geotrain.net import snapshot_mirror as remote_module
-from geotrain.net.frozen_state import FrozenState
-from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.net.snapshot_mirror import Copies, SnapshotMirror, Uploader, newest_snapshot
-from geotrain.net.snapshots import META, SnapshotStore, StoreError
+from geotrain.net.storage import snapshot_mirror as remote_module
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.snapshot_mirror import Copies, SnapshotMirror, Uploader, newest_snapshot
+from geotrain.net.storage.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
 from geotrain.outer.messages import GLOBAL
 from tests.support.net_worlds import same

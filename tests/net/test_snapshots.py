@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from geotrain.layout import LayoutError
-from geotrain.net import snapshots as store_module
-from geotrain.net.frozen_state import FrozenState
-from geotrain.net.snapshots import META, SNAPSHOTS, SnapshotStore, StoreError, read_weights
-from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.server import Identity
+from geotrain.net.storage import snapshots as store_module
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.snapshots import META, SNAPSHOTS, SnapshotStore, StoreError, read_weights
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.server import Identity
+from geotrain.parameters.layout import LayoutError
 from tests.support.net_worlds import first_weights, outer, same, tiny_layout
 
 TENSORS = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from geotrain.net.worker_client import ServerForgot
+from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import Refused, UpdatePart
 from tests.support.net_worlds import BUSY_S, Cluster, clusters, halves, outer, wait_for, whole

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from geotrain.layout import numel, scatter
-from geotrain.net import rpc
-from geotrain.net.grpc_service import is_this_machine
-from geotrain.net.operator_client import ask_status, command
-from geotrain.net.recovery import begin_snapshot, finish_snapshot
-from geotrain.net.worker_client import WorkerClient
+from geotrain.net.server.grpc_service import is_this_machine
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot
+from geotrain.net.transport import rpc
+from geotrain.net.transport.operator_client import ask_status, command
+from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import VALIDATION_CODEC
-from geotrain.outer.leases import Validations
 from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
-from geotrain.staging import from_bytes
+from geotrain.outer.server.leases import Validations
+from geotrain.parameters.layout import numel, scatter
+from geotrain.staging.interface import from_bytes
 from tests.support.net_worlds import BUSY_S, Cluster, clusters, halves, outer, train_all, wait_for, whole
 from tests.support.outer_world import weights_of
 

@@ -6,8 +6,8 @@ import contextlib
 import socket
 from pathlib import Path
 
-from geotrain.net import tcp_counters
-from geotrain.net.tcp_counters import TcpCounters, Traffic
+from geotrain.net.transport import tcp_counters
+from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
 from tests.support.net_worlds import BUSY_S, clusters, outer, wait_for, whole
 
 

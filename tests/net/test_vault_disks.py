@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from geotrain.net import rpc
-from geotrain.net.operator_client import command
-from geotrain.net.server_setup import ServerSetup
-from geotrain.net.snapshot_mirror import Copies
-from geotrain.net.snapshots import read_weights
+from geotrain.net.server.server_setup import ServerSetup
+from geotrain.net.storage.snapshot_mirror import Copies
+from geotrain.net.storage.snapshots import read_weights
+from geotrain.net.transport import rpc
+from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import GLOBAL
 from tests.support.net_worlds import BUSY_S, FakeWorker, wait_for
 from tests.support.object_storage import make_bucket, s3_server

@@ -16,17 +16,17 @@ import pytest
 
 from geotrain.config import Address
 from geotrain.monitor.events import EventLog
-from geotrain.net import journal as journal_module
-from geotrain.net import rpc, wire
-from geotrain.net.journal import Journal
-from geotrain.net.server_thread import ServerThread
-from geotrain.net.snapshots import SnapshotStore
-from geotrain.net.vault_host import ORDERS, VaultHost, VaultSetup
+from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.server.vault_host import ORDERS, VaultHost, VaultSetup
+from geotrain.net.storage import journal as journal_module
+from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.snapshots import SnapshotStore
+from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused, Send
-from geotrain.outer.server import Handled
-from geotrain.vault import Copy
-from geotrain.vault_machine import BOOK
-from geotrain.vaults import Froze
+from geotrain.outer.server.server import Handled
+from geotrain.outer.server.shard_server import BOOK
+from geotrain.outer.shards.shard import Copy
+from geotrain.outer.shards.shards import Froze
 
 
 class FakeMachine:

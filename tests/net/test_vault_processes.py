@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, vaults_of
-from geotrain.net import rpc, server_process, wire
-from geotrain.net.certs import make_certificates, open_channel, trust_between
-from geotrain.net.server_host import ServerHost
-from geotrain.net.snapshots import read_weights
-from geotrain.net.vault_sessions import VaultLost
+from geotrain.net.server import server_process
+from geotrain.net.server.server_host import ServerHost
+from geotrain.net.server.vault_sessions import VaultLost
+from geotrain.net.storage.snapshots import read_weights
+from geotrain.net.transport import rpc, wire
+from geotrain.net.transport.certs import make_certificates, open_channel, trust_between
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Server, Site
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from geotrain.net import rpc, wire
-from geotrain.net.past import Past
-from geotrain.net.snapshots import StoreError
-from geotrain.net.vault_sessions import PastLost, VaultLost, VaultSessions
+from geotrain.net.server.vault_sessions import PastLost, VaultLost, VaultSessions
+from geotrain.net.storage.past import Past
+from geotrain.net.storage.snapshots import StoreError
+from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused
-from geotrain.vault import Copy
+from geotrain.outer.shards.shard import Copy
 
 
 class FakeVault:

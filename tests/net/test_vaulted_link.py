@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from geotrain.net import vaulted_link
-from geotrain.net.grpc_client import GrpcClient
-from geotrain.net.vault_host import VaultHost
-from geotrain.net.vaulted_link import VaultedLink, VaultsAbove
+from geotrain.net.server.vault_host import VaultHost
+from geotrain.net.transport import vaulted_link
+from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.vaulted_link import VaultedLink, VaultsAbove
 from geotrain.outer.messages import Answer, PieceWeights
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geotrain.net import rpc, wire
+from geotrain.net.transport import rpc, wire
 from geotrain.outer import messages
 from geotrain.outer.messages import (
     Answer,

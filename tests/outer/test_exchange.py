@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from geotrain.config import OuterConfig, OverlapConfig, rule_config
-from geotrain.layout import fragments_due
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.exchange import Exchange, Waiting, wait_for
 from geotrain.outer.messages import Answer, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
-from geotrain.outer.server import Identity
+from geotrain.outer.server.server import Identity
+from geotrain.parameters.layout import fragments_due
 from geotrain.plan.model.rounds import stops
-from geotrain.staging import Ready
+from geotrain.staging.interface import Ready
 
 
 class Everything:

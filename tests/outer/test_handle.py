@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from geotrain.config import LimitsConfig
-from geotrain.outer import server
 from geotrain.outer.events import Joined, Left, Merged, Quarantined, SentUp, UpdateApplied, UpdateRefused
 from geotrain.outer.messages import (
     Answer,
@@ -22,7 +21,8 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
-from geotrain.outer.server import Handled
+from geotrain.outer.server import server
+from geotrain.outer.server.server import Handled
 from tests.support.outer_world import config, halves, make, random_deltas
 
 

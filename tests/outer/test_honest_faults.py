@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import FragmentConfig, OuterConfig, codec_config
-from geotrain.layout import Layout, Parameter
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.events import StartedOver
-from geotrain.outer.leases import LeaseBook
 from geotrain.outer.messages import (
     Finished,
     Lease,
@@ -31,7 +29,9 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
-from geotrain.outer.region_server import RegionServer
+from geotrain.outer.server.leases import LeaseBook
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.parameters.layout import Layout, Parameter
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task

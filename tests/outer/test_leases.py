@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geotrain.outer.leases import LeaseBook
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
+from geotrain.outer.server.leases import LeaseBook
 
 
 @settings(max_examples=150, deadline=None)

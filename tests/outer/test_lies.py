@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks import ROOT
 from geotrain.config import LimitsConfig, load_run
-from geotrain.layout import Layout
-from geotrain.net import wire
-from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseBook
-from geotrain.outer.limits import FAR, NormLimits
-from geotrain.outer.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
+from geotrain.net.transport import wire
 from geotrain.outer.messages import (
     Join,
     Lease,
@@ -30,7 +25,12 @@ from geotrain.outer.messages import (
     UpdatePart,
     Validated,
 )
-from geotrain.outer.server import Identity, identity_of
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseBook
+from geotrain.outer.server.limits import FAR, NormLimits
+from geotrain.outer.server.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
+from geotrain.outer.server.server import Identity, identity_of
+from geotrain.parameters.layout import Layout
 from tests.support.outer_world import FakeWorker, World, config, layout, make, random_deltas, whole
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from geotrain.config import LimitsConfig, codec_config
 from geotrain.kernels.layout import FORMATS
 from geotrain.outer.codec import CodecError, make_codec
-from geotrain.outer.limits import LEAST_DEVIATION, MEMORY, NORMAL, PEAK, NormLimits, norm
 from geotrain.outer.messages import (
     GLOBAL,
     Finished,
@@ -29,8 +28,9 @@ from geotrain.outer.messages import (
     RunComplete,
     UpdateRejected,
 )
-from geotrain.outer.region_server import RegionServer
-from geotrain.outer.server import Handled
+from geotrain.outer.server.limits import LEAST_DEVIATION, MEMORY, NORMAL, PEAK, NormLimits, norm
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Handled
 from tests.support.outer_world import (
     FakeWorker,
     World,

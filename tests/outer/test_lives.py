@@ -9,8 +9,6 @@ import torch
 
 from geotrain.config import codec_config
 from geotrain.outer.events import Joined
-from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.member import MOST_LIVES
 from geotrain.outer.messages import (
     Finished,
     Lease,
@@ -23,6 +21,8 @@ from geotrain.outer.messages import (
     Release,
     Welcome,
 )
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.member import MOST_LIVES
 from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded, weights_of
 
 
@@ -80,7 +80,7 @@ def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
     region.begin_again()
     assert restarts("life-2") == 0  # the run had ended and is resumed
     assert restarts("life-3") == 1  # it died
-    region.members["a"].ended = True  # all were told to stop (`geotrain.net.recovery.Stopped`)
+    region.members["a"].ended = True  # all were told to stop (`geotrain.net.storage.recovery.Stopped`)
     assert restarts("life-4") == 1
     region.members["a"].ended = True  # only its server was: this life goes on, and dies later
     assert restarts("life-4", new=False) == 1

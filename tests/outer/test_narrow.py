@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from geotrain.config import OuterConfig
-from geotrain.narrow import widened
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import momentum_average
+from geotrain.outer.shards.bf16_state import widened
 
 
 def test_a_momentum_that_moves_by_less_than_bf16_can_tell_arrives_all_the_same() -> None:

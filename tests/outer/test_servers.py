@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
-from geotrain.layout import StridedSlice
-from geotrain.net.recovery import left_out
+from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import LeaseRequest, Leave, MemberSilent, Refused
-from geotrain.vault import SendUp
+from geotrain.outer.shards.shard import SendUp
+from geotrain.parameters.layout import StridedSlice
 from tests.support.outer_world import (
     FakeWorker,
     World,

@@ -25,9 +25,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from geotrain.config import LimitsConfig, MomentumConfig, codec_config
-from geotrain.lent import LentLeases
-from geotrain.outer.leases import LeaseBook
-from geotrain.outer.member import Member
 from geotrain.outer.messages import (
     GLOBAL,
     Lease,
@@ -38,8 +35,11 @@ from geotrain.outer.messages import (
     RunComplete,
     UpdateRejected,
 )
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import rule as rules
+from geotrain.outer.server.leases import LeaseBook
+from geotrain.outer.server.member import Member
+from geotrain.outer.server.region_leases import LentLeases
+from geotrain.outer.server.region_server import RegionServer
 from tests.support.far_world import FarWorld
 from tests.support.outer_configs import outer_config
 from tests.support.specified_world import REGIONS, SpecifiedWorld, frozen

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from geotrain.config import OuterConfig
-from geotrain.layout import Layout
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Leave, OperatorCommand, Refused
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Identity
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity
+from geotrain.parameters.layout import Layout
 from tests.support.outer_world import UPDATES, config, layout
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}

@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from geotrain.layout import numel, scatter
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import VALIDATION_CODEC
-from geotrain.outer.global_server import GlobalServer
-from geotrain.outer.leases import LeaseBook, Validations
 from geotrain.outer.messages import GLOBAL, Lease, LeaseRequest, Refused, Send, Validated
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Identity
-from geotrain.staging import from_bytes
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.leases import LeaseBook, Validations
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity
+from geotrain.parameters.layout import numel, scatter
+from geotrain.staging.interface import from_bytes
 from tests.support.outer_world import UPDATES, FakeWorker, config, halves, layout, weights_of
 
 EVERY = 16

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
-from geotrain.layout import LayoutError
-from geotrain.net.recovery import left_out
-from geotrain.older_states import as_now
-from geotrain.outer.global_server import GlobalServer
+from geotrain.net.storage.recovery import left_out
 from geotrain.outer.messages import Answer, Refused, UpdatePart
-from geotrain.outer.server import Server
-from geotrain.staging import to_bytes
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.server import Server
+from geotrain.outer.shards.old_snapshots import as_now
+from geotrain.parameters.layout import LayoutError
+from geotrain.staging.interface import to_bytes
 from tests.support.outer_world import UPDATES, World, config, halves, make, random_deltas, weights_of
 from tests.support.recorded_world import same_state
 

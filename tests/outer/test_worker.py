@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.config import CodecConfig, OuterConfig, OverlapConfig, codec_config
-from geotrain.layout import StridedSlice, gather, joined, scatter
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import PieceWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.staging import from_bytes, to_bytes
+from geotrain.parameters.layout import StridedSlice, gather, joined, scatter
+from geotrain.staging.interface import from_bytes, to_bytes
 from tests.support.outer_world import layout
 
 FP32 = codec_config("fp32")

@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import geotrain
+from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, load_run
-from geotrain.files import OutputError
-from geotrain.layout import Layout, any_parameters, layout_of
-from geotrain.net.server_process import initial_weights
+from geotrain.net.server.server_process import initial_weights
 from geotrain.own_loop.loop import OwnStep
 from geotrain.own_loop.masters import Masters, box_runs
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import StateFiles
-from geotrain.parameter_file import read_shapes
-from geotrain.worker_loop import WorkerLoop
+from geotrain.parameters.layout import Layout, any_parameters, layout_of
+from geotrain.parameters.parameter_file import read_shapes
+from geotrain.worker.loop import WorkerLoop
 from tests.support.inner_worlds import at, run_world
 from tests.support.local_servers import LocalClient, LocalServers
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import geotrain
-from geotrain.export import export_run
+from geotrain.commands.export import export_run
 from tests.support.own_loops import EVERY_BIT, EXAMPLES, HF, REGIONS, TRAINER, OwnRun
 from tests.support.small_runs import prepare_text, weights
 

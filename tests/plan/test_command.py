@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 import tests.support.small_runs as small_runs
-from geotrain import cli
+from geotrain.commands import cli
 from geotrain.config import load_cluster, load_run
 from geotrain.data.tokenizer import byte_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.launch.check import check_together
-from geotrain.layout import parameter_count
+from geotrain.parameters.layout import parameter_count
 from geotrain.plan.grouping import SLACK, best_division, fewest_workers, speed
 from geotrain.plan.inventory import Pins, PlanError, PlanTask
 from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches

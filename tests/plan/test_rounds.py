@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from geotrain.config import OuterConfig, parse
-from geotrain.layout import Layout, Parameter
+from geotrain.parameters.layout import Layout, Parameter
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.rounds import ExchangePace, WorkerTiming, pace, payloads, server_times
 from geotrain.plan.model.server_rates import MEASURED, ServerRates

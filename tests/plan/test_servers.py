@@ -12,16 +12,16 @@ from torch import Tensor
 
 from benchmarks import ROOT
 from benchmarks.servers.rates import PAGE, literal, literal_of, markdown
-from geotrain import vault
 from geotrain.commands.dry_run import needs, show
 from geotrain.config import codec_config, load_cluster, load_run
-from geotrain.layout import layout_of
-from geotrain.net.disk_shelf import DiskShelf, on_disk
+from geotrain.net.storage.disk_shelf import DiskShelf, on_disk
 from geotrain.outer import downlink
-from geotrain.outer.server import Server
+from geotrain.outer.server.server import Server
+from geotrain.outer.shards import shard as vault
+from geotrain.parameters.layout import layout_of
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import place_of, server_needs
-from geotrain.staging import from_bytes
+from geotrain.staging.interface import from_bytes
 from tests.support.outer_world import FakeWorker, World, config, layout, random_deltas, start_vector, whole
 
 CONFIGS = ROOT / "configs"

@@ -11,9 +11,9 @@ import torch
 import benchmarks.delay as delay
 from benchmarks.delay import RESULTS, TRIALS, Agreeing, Foreseen, LookAhead, quasi_hyperbolic, run
 from geotrain.config import rule_config
-from geotrain.layout import Layout, Parameter
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import MomentumRegion
+from geotrain.parameters.layout import Layout, Parameter
 from geotrain.simulate.world import VirtualWorld
 
 TINY = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32, "batch": 1, "length": 16}

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from geotrain.config import MomentumConfig, OuterConfig, OverlapConfig, codec_config, rule_config
-from geotrain.layout import StridedSlice
 from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.parameters.layout import StridedSlice
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec

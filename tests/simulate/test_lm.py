@@ -18,8 +18,8 @@ from benchmarks.learner.optimizers import (
     optimizer_of,
     orthogonalized,
 )
-from geotrain.initial import initial_tensor
-from geotrain.layout import canonical_parameters
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import canonical_parameters
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ from benchmarks.claims.exchange import world_for
 from benchmarks.environments import HALOS, load_environment, one_block, synthetic_world
 from benchmarks.learner.training import Curve, Study, training_task
 from geotrain.config import OuterConfig, codec_config, load_run
-from geotrain.cuda_staging import CudaStaging
 from geotrain.outer import worker
 from geotrain.outer.codec import make_codec
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
+from geotrain.staging.cuda import CudaStaging
 from tests.support.cuda_stand_in import Cuda
 
 ROOT = Path(__file__).parents[2]

@@ -13,14 +13,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from geotrain.acco import communication_thread
-from geotrain.acco import optimizer as acco_optimizer
-from geotrain.acco.flat_space import FlatLayout
 from geotrain.config import AccoConfig, ParallelConfig
-from geotrain.layout import canonical_parameters
+from geotrain.inner.acco import communication_thread
+from geotrain.inner.acco import optimizer as acco_optimizer
+from geotrain.inner.acco.flat_space import FlatLayout
 from geotrain.parallelism.acco_forms import CODE_BLOCK, first_part
 from geotrain.parallelism.local_parameters import local_parameters
 from geotrain.parallelism.whole_matrices import pack
+from geotrain.parameters.layout import canonical_parameters
 from tests.support.acco_reference import Flat, Gradient, Reference, Settings
 from tests.support.inner_worlds import (
     BATCH,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import typing
 
-from geotrain.layout import StridedSlice
-from geotrain.net import rpc, wire
+from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Answer, Join, PieceDelta, PieceWeights, UpdatePart
+from geotrain.parameters.layout import StridedSlice
 
 
 def mutations(seed: int, count: int) -> typing.Iterator[list[bytes]]:

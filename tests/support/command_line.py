@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from geotrain import cli
+from geotrain.commands import cli
 
 ROOT = Path(__file__).parents[2]
 

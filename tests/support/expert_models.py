@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from geotrain.hf_checkpoint import write_checkpoint
+from geotrain.parameters.hf_checkpoint import write_checkpoint
 from tests.support.inner_worlds import LLAMA, QWEN, VOCABULARY
 
 QWEN_MOE = {

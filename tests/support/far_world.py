@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from geotrain.net import wire
-from geotrain.net.recovery import left_out
+from geotrain.net.storage.recovery import left_out
+from geotrain.net.transport import wire
 from geotrain.outer.messages import GLOBAL, Answer, Join, Message, PieceWeights, Refused, UpdatePart
-from geotrain.outer.server import Server
-from geotrain.vault_machine import VaultMachine
-from geotrain.vaults import FarVaults, Froze, HeldAnswer, HeldPart, Holdings
+from geotrain.outer.server.server import Server
+from geotrain.outer.server.shard_server import VaultMachine
+from geotrain.outer.shards.shards import FarVaults, Froze, HeldAnswer, HeldPart, Holdings
 from tests.support.recorded_world import frozen, thawed
 from tests.support.specified_world import REGIONS, SpecifiedWorld
 

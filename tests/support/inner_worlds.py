@@ -24,7 +24,7 @@ from geotrain.config import (
     architecture_from_hf,
 )
 from geotrain.launch.check import free_ports
-from geotrain.layout import StridedSlice, canonical_parameters
+from geotrain.parameters.layout import StridedSlice, canonical_parameters
 from tests.support.forks import FORKS, preload
 
 SEQUENCE = 16
@@ -98,7 +98,7 @@ def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., An
     gc.freeze()  # what the parent has imported is never collected
     try:
         value = task(*args)
-        from geotrain.inner.parallel import shut_down
+        from geotrain.inner.runtime.parallel import shut_down
 
         shut_down()
         answers.put((rank, None, pickle.dumps(value)))  # by value: a tensor's shared memory dies with its rank
@@ -148,7 +148,7 @@ def start(
 
 
 def stop(engine: Any) -> None:
-    from geotrain.inner.parallel import shut_down
+    from geotrain.inner.runtime.parallel import shut_down
 
     engine.close()
     shut_down(leave_world=False)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from geotrain.config import RunConfig
-from geotrain.initial import initial_tensor
-from geotrain.layout import Layout, layout_of
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import Answer, Join, LeaseRequest, Leave, UpdatePart, Validated, Welcome
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule, updates_in_run
-from geotrain.outer.server import identity_of
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import Layout, layout_of
 from tests.support.outer_world import InProcess
 
 

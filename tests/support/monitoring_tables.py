@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from prometheus_client import Counter, Gauge
 
-from geotrain.files import whole_file
+from geotrain.common.files import whole_file
 from geotrain.monitor.events import KINDS
 from geotrain.monitor.metrics import Metrics
 

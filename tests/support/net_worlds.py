@@ -18,24 +18,24 @@ import torch
 from torch import Tensor
 
 from geotrain.config import Address, FragmentConfig, MomentumConfig, OuterConfig, architecture_from_hf, codec_config
-from geotrain.initial import initial_tensor
-from geotrain.layout import Layout, StridedSlice, canonical_parameters, gather, numel, scatter
-from geotrain.net.certs import Trust, identity, load_credentials
-from geotrain.net.grpc_service import GrpcService
-from geotrain.net.operator_client import ask_status
-from geotrain.net.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.net.region_client import RegionClient
-from geotrain.net.server_thread import ServerThread
-from geotrain.net.vaulted_link import VaultsAbove
-from geotrain.net.worker_client import WorkerClient
+from geotrain.net.server.grpc_service import GrpcService
+from geotrain.net.server.region_client import RegionClient
+from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.transport.certs import Trust, identity, load_credentials
+from geotrain.net.transport.operator_client import ask_status
+from geotrain.net.transport.vaulted_link import VaultsAbove
+from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsReceiver
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import GLOBAL, Answer, Join, Lease, LeaseRequest, PieceDelta, Send, UpdatePart
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Identity, Server
-from geotrain.staging import to_bytes
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity, Server
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.layout import Layout, StridedSlice, canonical_parameters, gather, numel, scatter
+from geotrain.staging.interface import to_bytes
 from tests.support.outer_configs import outer_config
 from tests.support.outer_world import UPDATES
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, codec_config
-from geotrain.layout import Layout, Parameter, StridedSlice, gather, numel, scatter
 from geotrain.outer.codec import make_codec
-from geotrain.outer.global_server import GlobalServer
 from geotrain.outer.messages import (
     GLOBAL,
     Finished,
@@ -22,11 +20,13 @@ from geotrain.outer.messages import (
     PieceDelta,
     UpdatePart,
 )
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Identity, Server
-from geotrain.pieces import cut_slice
-from geotrain.staging import from_bytes, to_bytes
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity, Server
+from geotrain.parameters.layout import Layout, Parameter, StridedSlice, gather, numel, scatter
+from geotrain.parameters.pieces import cut_slice
+from geotrain.staging.interface import from_bytes, to_bytes
 from tests.support.outer_configs import outer_config
 
 PLAIN = codec_config("fp32")

@@ -15,10 +15,10 @@ import torch
 
 from geotrain.commands.serve import run_server
 from geotrain.config import ClusterConfig, load_cluster, load_run, parse
-from geotrain.inner import platform
+from geotrain.inner.runtime import platform
 from geotrain.launch.check import free_ports
 from geotrain.launch.pretrain import train
-from geotrain.net.operator_client import ask_status
+from geotrain.net.transport.operator_client import ask_status
 from tests.support.forks import FORKS, preload
 from tests.support.process_trees import until
 
@@ -27,7 +27,7 @@ TRAINER = "geotrain"  # in place of an example: GeoTrain's own trainer
 REGIONS = ("eu", "us")
 EVERY_BIT = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 
-preload("geotrain.inner.build", "geotrain.net.server_process", "geotrain.own_loop.hf_trainer")
+preload("geotrain.inner.build", "geotrain.net.server.server_process", "geotrain.own_loop.hf_trainer")
 preload("transformers.trainer", "transformers.models.llama.modeling_llama")
 
 

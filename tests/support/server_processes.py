@@ -17,17 +17,17 @@ import torch
 
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.launch.check import free_ports
-from geotrain.layout import layout_of
-from geotrain.net.certs import OPERATOR, trust_between
-from geotrain.net.operator_client import ask_status
-from geotrain.net.server_process import serve_global, serve_region, serve_vault
-from geotrain.net.server_setup import Evaluate
-from geotrain.net.vaulted_link import vaults_above
-from geotrain.outer.server import identity_of
+from geotrain.net.server.server_process import serve_global, serve_region, serve_vault
+from geotrain.net.server.server_setup import Evaluate
+from geotrain.net.transport.certs import OPERATOR, trust_between
+from geotrain.net.transport.operator_client import ask_status
+from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.layout import layout_of
 from tests.support.forks import FORKS, preload
 from tests.support.net_worlds import BUSY_S, TINY, FakeWorker, halves, outer, whole
 
-preload("geotrain.net.server_process")
+preload("geotrain.net.server.server_process")
 
 
 def dies_at(place: str, after: bool = False, given: type = object) -> None:

@@ -15,9 +15,9 @@ import torch
 from geotrain.config import ClusterConfig, load_run
 from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.layout import layout_of
-from geotrain.net.certs import make_certificates
-from geotrain.net.snapshots import read_weights
+from geotrain.net.storage.snapshots import read_weights
+from geotrain.net.transport.certs import make_certificates
+from geotrain.parameters.layout import layout_of
 
 LOCAL_STEPS, BATCH = 2, 4
 MODEL = {

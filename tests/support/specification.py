@@ -15,7 +15,7 @@ from torch import Tensor
 from geotrain.config import CodecConfig, HalosConfig, MomentumConfig, OuterConfig, RegionMomentumConfig, SyncConfig
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import Lease, PieceWeights, UpdatePart
-from geotrain.staging import from_bytes
+from geotrain.staging.interface import from_bytes
 
 
 @dataclass

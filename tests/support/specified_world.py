@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from geotrain.config import OuterConfig
-from geotrain.net.recovery import left_out
-from geotrain.outer.global_server import GlobalServer
+from geotrain.net.storage.recovery import left_out
 from geotrain.outer.messages import (
     GLOBAL,
     Answer,
@@ -34,10 +33,11 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
-from geotrain.outer.region_server import RegionServer
 from geotrain.outer.rules import region_rule
-from geotrain.outer.server import Handled, Identity, Server
-from geotrain.vaults import FarVaults
+from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Handled, Identity, Server
+from geotrain.outer.shards.shards import FarVaults
 from tests.support.outer_world import FakeWorker, by_piece, halves, layout, whole
 from tests.support.recorded_world import check_vaults, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close

@@ -1,8 +1,8 @@
 """What ranks that share a layer send each other for one micro-batch: heads for tokens around attention, among context
 ranks; tokens on their way to experts and back, among expert ranks and the tensor ranks that share each expert.
 
-Context (`geotrain.context_parallel`): q, k and v in one all-to-all, attention's output in another; the same backward.
-As a ring: k and v to each other rank, and their gradients backward.
+Context (`geotrain.inner.model.context_parallel`): q, k and v in one all-to-all, attention's output in another; the
+same backward. As a ring: k and v to each other rank, and their gradients backward.
 Experts, as Megatron-core 0.16's dispatchers do. `alltoall`: each chosen token and its weight go to the rank of their
 expert, where tensor ranks gather them from each other; the results are summed over tensor ranks, in the type of the
 weights, and go back. `allgather`: every rank of the tensor and expert ranks gets all tokens, weights and choices, and

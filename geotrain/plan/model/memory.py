@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup, codec_config
-from geotrain.cuda_staging import PIECE
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.parallelism.acco_forms import flat_bytes, scratch_bytes
@@ -11,6 +10,7 @@ from geotrain.parallelism.checks import accumulates_in_fp32, offloads_masters, t
 from geotrain.parallelism.memory import MemoryPerRank, fp8_weights, memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
+from geotrain.staging.cuda import PIECE
 
 
 def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:

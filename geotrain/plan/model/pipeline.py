@@ -7,7 +7,7 @@ Megatron-core waits for every transfer, and a transfer begins when both its ends
 and free transfers the whole takes (m + p − 1) · t.
 
 Each replica is a pipeline. Without `acco.balance` all compute equally many micro-batches; with it, a replica takes
-the next one as soon as it is done (`geotrain.acco.engine`), so a fast one takes more.
+the next one as soon as it is done (`geotrain.inner.acco.engine`), so a fast one takes more.
 """
 
 from __future__ import annotations

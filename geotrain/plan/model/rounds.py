@@ -23,8 +23,8 @@ from functools import lru_cache
 from math import ceil
 
 from geotrain.config import CodecConfig, OuterConfig
-from geotrain.layout import fragments_due
 from geotrain.outer.codec import make_codec
+from geotrain.parameters.layout import fragments_due
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds

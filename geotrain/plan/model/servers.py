@@ -12,12 +12,12 @@ from functools import cache, partial
 from typing import Literal
 
 from geotrain.config import CodecConfig, OuterConfig
-from geotrain.layout import Layout, Piece, fragments_due
-from geotrain.net.disk_shelf import LEAVING
-from geotrain.net.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
+from geotrain.net.storage.disk_shelf import LEAVING
+from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.rules import AsyncRegion, Rule, global_rule, region_rule
+from geotrain.parameters.layout import Layout, Piece, fragments_due
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 
 PROCESS_BYTES = 300 << 20  # Python, torch, gRPC; measured

@@ -1,0 +1,465 @@
+"""The command line. Each command reads its arguments and calls one function, imported only then: imports are slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from geotrain.commands import cli_operate
+from geotrain.commands.cli_operate import RunFolder
+from geotrain.launch.loading import leave_quickly, loading
+
+app = typer.Typer(
+    name="geotrain",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Pretrain language models on GPU clusters in different regions, joined by slow links.",
+    epilog="Each command has its own --help, with examples. Completion: geotrain --install-completion.",
+)
+serve = typer.Typer(no_args_is_help=True, help="Run one server by hand; `launch` does it for you.")
+app.add_typer(serve, name="serve")
+app.add_typer(cli_operate.app)
+
+PICTURES = (".png", ".svg", ".pdf")
+
+# What more than one command takes.
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
+ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
+RunOption = Annotated[Path, typer.Option("--run", help="The run file.")]
+ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="Default: cluster.json beside the run file.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a key of the run file: outer.local_steps=64. As often as wanted."
+    ),
+]
+DType = Literal["float32", "bfloat16", "float16"]
+Objective = Literal["speed", "cost"]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
+LaunchId = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Of this launch. What had ended in it stays ended when it is started again."),
+]
+
+
+def _drawn(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in PICTURES:
+        raise typer.BadParameter(f"{path}: use {', '.join(PICTURES)}")
+    return path
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from geotrain import __version__
+
+        print(f"geotrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pretrain language models on GPU clusters in different regions, joined by slow links."""
+
+
+def main() -> None:
+    """Entry point. An error of GeoTrain's own, or of the operating system, is one message and exit code 2."""
+    leave_quickly()
+    try:
+        app()
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("geotrain."):
+            raise
+        print(f"geotrain: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command(epilog="Example: geotrain quickstart")
+def quickstart(
+    resume: Resume = False,
+    moe: Annotated[bool, typer.Option("--moe", help="A model with experts, which one region divides.")] = False,
+    run: Annotated[Path | None, typer.Option(help="The run file; default: the shipped one.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: the shipped one.")] = None,
+) -> None:
+    """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
+
+    Leaves logs, a checkpoint, the export and summary.json in runs/quickstart; with --moe in runs/quickstart-moe.
+    """
+    from geotrain.commands.quickstart import quickstart as start
+
+    raise typer.Exit(start(run, cluster, resume, "-moe" if moe else ""))
+
+
+@app.command(
+    epilog="Example: geotrain prepare texts/*.jsonl.zst --out data/mine --train-bpe 32000 --validation 0.01",
+)
+def prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="TEXTS…", help="Files, folders, patterns, or hf:NAME.")],
+    out: Annotated[Path, typer.Option(help="Folder for train.bin/.idx, validation.bin/.idx and the tokenizer.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face tokenizer.")] = None,
+    train_bpe: Annotated[int | None, typer.Option(metavar="IDS", help="Train a byte-level BPE of this size.")] = None,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Tokens are bytes.")] = False,
+    validation: Annotated[float, typer.Option(metavar="SHARE", help="Share of documents held out.")] = 0.01,
+    text_key: Annotated[str, typer.Option(help="Key or column of the text.")] = "text",
+    end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A broken line of JSON is an error.")] = False,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Only this part; `merge` joins them.")] = None,
+) -> None:
+    """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, Hugging Face data sets) into a Megatron data set.
+
+    Lines that are no JSON object with a text are passed over and counted.
+    """
+    from geotrain.commands.prepare import prepare_files
+
+    settings = text_key, end_of_document, processes, overwrite, strict, shard
+    prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
+
+
+@app.command(epilog="Example: geotrain merge data/web")
+def merge(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="The --out of `prepare --shard`.")],
+) -> None:
+    """Make one data set of the shards that several hosts prepared. It moves nothing, and can be done again."""
+    from geotrain.data.shards import merge as write_manifests
+
+    for split, manifest in write_manifests(out).items():
+        print(f"{out / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
+
+
+@app.command(epilog="Example: geotrain adopt data/wiki_text_document --tokenizer data/tokenizer")
+def adopt(
+    prefix: Annotated[Path, typer.Argument(help="Of the .bin/.idx pair, without the ending.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer that made it.")] = None,
+) -> None:
+    """Read a data set that Megatron's own tools made and write its manifest beside it, so that runs can train on it.
+
+    Without --tokenizer its largest id decides how large its vocabulary is.
+    """
+    from geotrain.data.dataset import adopt as write_manifest
+
+    manifest = write_manifest(prefix, tokenizer)
+    print(
+        f"{prefix}.json: {manifest.tokens:,} tokens in {manifest.documents:,} documents, ids below "
+        f"{manifest.vocab_size:,}"
+    )
+
+
+@app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
+def launch(
+    run: RunFile,
+    cluster: ClusterFile,
+    resume: Resume = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="Start only this region, or 'global', and here. May be given again."),
+    ] = None,
+    changes: Changes = None,
+    launch_id: LaunchId = "",
+) -> None:
+    """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
+
+    What dies is started again (`restart` in the cluster file). The run's folder holds the files as resolved, and one
+    log file a process. With --only, each region is started by hand or by a job of its own, also long after the
+    others; --resume then begins what has not begun, so that one command line serves a job that is requeued. With the
+    job's number as --launch-id, one that is requeued after its end ends again, and trains no more.
+    """
+    with loading():
+        from geotrain.launch.launcher import launch as start
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id))
+
+
+@app.command("launch-site", hidden=True)
+def launch_site(
+    keep: Annotated[bool, typer.Option("--keep", help="Be the process that keeps the site.")] = False,
+) -> None:
+    """What `launch` starts on another machine: reads what to do from standard input."""
+    with loading():
+        from geotrain.launch.far_site import keep_site, launch_site
+    raise typer.Exit(keep_site() if keep else launch_site())
+
+
+@serve.callback()
+def before_serving() -> None:
+    """Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
+def serve_global(
+    run: RunOption, cluster: ClusterOption = None, resume: Resume = False, launch_id: LaunchId = ""
+) -> None:
+    """Run the global server until every region has left."""
+    with loading():
+        from geotrain.commands.serve import run_server
+    raise typer.Exit(run_server(None, run, cluster, resume, launch=launch_id))
+
+
+@serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
+def serve_region(
+    region: Annotated[str, typer.Argument(help="The region's name in the cluster file.")],
+    run: RunOption,
+    cluster: ClusterOption = None,
+    resume: Resume = False,
+    launch_id: LaunchId = "",
+) -> None:
+    """Run a region's server until its workers have left and all they did is sent."""
+    with loading():
+        from geotrain.commands.serve import run_server
+    raise typer.Exit(run_server(region, run, cluster, resume, launch=launch_id))
+
+
+@serve.command("vault", epilog="Example: geotrain serve vault eu 0 --run runs/mine/run.json")
+def serve_vault(
+    server: Annotated[str, typer.Argument(help="The server that it belongs to: `global` or a region's name.")],
+    number: Annotated[int, typer.Argument(min=0, help="Its place in that server's `vaults`, from 0.")],
+    run: RunOption,
+    cluster: ClusterOption = None,
+    resume: Resume = False,
+) -> None:
+    """Run one vault of a server until that has ended."""
+    with loading():
+        from geotrain.commands.serve import run_server
+    raise typer.Exit(run_server(None if server == "global" else server, run, cluster, resume, number))
+
+
+@app.command(epilog="Example: geotrain export runs/mine exported")
+def export(
+    folder: RunFolder,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
+    dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
+) -> None:
+    """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive."""
+    from geotrain.commands.export import export_run
+
+    export_run(folder, output, dtype)
+    print(output)
+
+
+@app.command(epilog='Example: geotrain sample exported "Once upon a time"')
+def sample(
+    folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face checkpoint folder.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many to write at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
+) -> None:
+    """Write text with an exported model."""
+    from geotrain.commands.sample import sample as write
+
+    print(write(folder, prompt, tokens, temperature, seed))
+
+
+@app.command(epilog="Example: geotrain picture runs/quickstart quickstart.svg")
+def picture(
+    folder: RunFolder,
+    output: Annotated[Path, typer.Argument(metavar="FILE", help=".png, .svg or .pdf.", callback=_drawn)],
+) -> None:
+    """Draw what a run's events tell: losses over tokens, and what its links carried."""
+    from geotrain.config import load_run
+    from geotrain.monitor.picture import picture as draw
+
+    draw(folder, load_run(folder / "run.json").data.sequence_length, output)
+    print(output)
+
+
+@app.command("eval", epilog="Example: geotrain eval exported --data data/mine/validation --tasks hellaswag,arc_easy")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
+    data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
+    tasks: Annotated[str, typer.Option(metavar="TASK,…", help="Of lm-evaluation-harness: pip install lm-eval.")] = "",
+    task_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Tasks of one's own (YAML), in place of the harness's.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a sample, with --data; default: the model's positions, at most 1024."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples, or examples a task, at most.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="At a time.")] = 16,
+    inside_documents: Annotated[
+        bool, typer.Option("--inside-documents", help="With --data, as trained with data.attention = document.")
+    ] = False,
+) -> None:
+    """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
+    from geotrain.commands.evaluate import measure
+
+    said = measure(folder, data, tasks, sequence_length, limit, batch, task_folder, inside_documents)
+    print(json.dumps(said, indent=2))
+
+
+@app.command(
+    epilog="Example: geotrain simulate configs/runs/1b.json configs/clusters/four-regions-ssh.json --tflops 150 "
+    "--codec int4 --picture run.svg",
+)
+def simulate(
+    run: RunFile,
+    cluster: ClusterFile,
+    tflops: Annotated[
+        float | None, typer.Option(help="What one rank really reaches; without it, what `plan` predicts.")
+    ] = None,
+    step_s: Annotated[float | None, typer.Option("--step-s", help="Or: measured seconds of an inner step.")] = None,
+    local_steps: Annotated[int | None, typer.Option("--local-steps", "-H", min=1, help="What if: H.")] = None,
+    updates: Annotated[int | None, typer.Option("--updates-per-send", "-K", min=1, help="What if: K.")] = None,
+    codec: Annotated[str | None, typer.Option(help="What if: codec of both directions between regions.")] = None,
+    without: Annotated[str | None, typer.Option(metavar="REGION", help="What if: one region less.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.", callback=_drawn)
+    ] = None,
+    changes: Changes = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures, as JSON.")] = False,
+) -> None:
+    """Run a run in a simulated world: hours, utilization, bytes of each link; and what if. Nothing is started."""
+    from geotrain.commands.simulate import WhatIf, told
+    from geotrain.commands.simulate import simulate as start
+
+    report = start(
+        run,
+        cluster,
+        step_s=step_s,
+        tflops=tflops,
+        what_if=WhatIf(local_steps, updates, codec, without),
+        changes=tuple(changes or ()),
+        picture=picture,
+    )
+    print(json.dumps(report, indent=2) if as_json else told(report))
+
+
+@app.command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")
+def probe(
+    cluster: ClusterFile,
+    run: Annotated[
+        Path | None, typer.Option(help="Measure also how fast accelerators train this run's model.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60.0, help="For each direction of each link.")] = 3.0,
+    bytes_: Annotated[
+        int, typer.Option("--bytes", min=1 << 20, max=16 << 30, help="At most, for each direction of each link.")
+    ] = 256 << 20,
+) -> None:
+    """Measure a cluster's links, and its accelerators, and write the figures into the cluster file.
+
+    Every pair of regions is measured over the channel that training uses, one after another. The servers' ports must
+    be free: probe before the run, not during it.
+    """
+    from geotrain.commands.probe import probe as measure
+    from geotrain.net.transport.link_probe import Limits
+
+    measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True))
+
+
+@app.command("probe-site", hidden=True)
+def probe_site() -> None:
+    """What `probe` starts on each machine: reads what to measure from standard input."""
+    from geotrain.commands.probe_site import serve_site
+
+    raise typer.Exit(serve_site())
+
+
+@app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
+def dry_run(
+    run: RunFile,
+    cluster: ClusterFile,
+    ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Look at all other hosts, too.")] = False,
+    roofline: Annotated[bool, typer.Option("--roofline", help="What H100, H200 and B200 could reach.")] = False,
+    changes: Changes = None,
+) -> None:
+    """Check both files together; print memory a rank, bytes an exchange, and all that `launch` would refuse here.
+
+    Builds no weights, starts nothing. Exit code 2: it would be refused.
+    """
+    from geotrain.config import load_cluster, load_run
+
+    files = load_run(run, changes or ()), load_cluster(cluster)  # a mistake in them is told before torch is imported
+    from geotrain.commands.dry_run import needs, report, show, show_roofline
+    from geotrain.launch.terminal import new_console
+
+    console = new_console()
+    show(needs(*files), console)
+    if roofline:
+        show_roofline(*files, console)
+    raise typer.Exit(0 if report(*files, console, ask_hosts) else 2)
+
+
+@app.command(epilog="Example: geotrain plan model.json configs/clusters/world-inventory.json --out planned")
+def plan(
+    run: Annotated[
+        Path, typer.Argument(metavar="MODEL.json|RUN.json", help="A Hugging Face config, or a run file with pins.")
+    ],
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="Regions with hosts, devices, links.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
+    tokens: Annotated[float | None, typer.Option(min=1, help="To train, as in 1e11.")] = None,
+    objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = "speed",
+    within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
+    pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
+    utilization: Annotated[float, typer.Option(min=0.01, max=1, help="That workers are to reach.")] = 0.95,
+    imbalance: Annotated[
+        float, typer.Option(min=1, help="Of tokens sent to experts, the fullest rank's over the mean: an assumption.")
+    ] = 1.0,
+) -> None:
+    """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
+
+    What the run file says under parallel, outer and model.recompute is kept.
+    """
+    from geotrain.commands.plan import plan as make_plan
+
+    make_plan(run, cluster, out, explain, tokens, objective, within_days, pin_global, utilization, imbalance)
+
+
+@app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")
+def certs(
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="The cluster file.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.")],
+) -> None:
+    """Make the run's certificate authority, and a certificate for every server and worker that has none.
+
+    Name the folder in the cluster file's `security` block, and copy to each machine ca.pem and its own pair only.
+    """
+    from geotrain.config import load_cluster
+    from geotrain.net.transport.certs import make_certificates
+
+    for path in make_certificates(load_cluster(cluster), folder):
+        print(path)
+
+
+@app.command(epilog="Example: geotrain configs configs")
+def configs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist.")],
+) -> None:
+    """Copy the run, model and cluster files that come with GeoTrain, to begin one's own from."""
+    from geotrain.commands.configs import copy_configs
+
+    copy_configs(folder)
+    print(folder)
+
+
+@app.command(epilog="Example: geotrain schema --out configs/schema")
+def schema(
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema"),
+    docs: Annotated[Path, typer.Option(help="The reference to write.")] = Path("docs/configuration.md"),
+) -> None:
+    """Write the JSON Schema of run and cluster files, for editors, and their reference as Markdown."""
+    from geotrain.commands.schema_page import reference
+    from geotrain.common.files import write_whole
+    from geotrain.config import ClusterConfig, RunConfig, json_schema
+
+    texts = {
+        out / "run.json": json.dumps(json_schema(RunConfig), indent=2),
+        out / "cluster.json": json.dumps(json_schema(ClusterConfig), indent=2),
+        docs: reference(RunConfig, ClusterConfig),
+    }
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text + "\n")
+        print(path)

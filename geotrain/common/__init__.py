@@ -1,0 +1,1 @@
+"""What any other package may use."""

@@ -1,0 +1,1 @@
+"""ACCO: communication behind the next window's compute."""

@@ -1,0 +1,437 @@
+"""ACCO inside a region (arXiv 2406.02613): ZeRO-1 whose communication is hidden behind the next window's compute.
+
+A window is one optimizer step. Its commit is what ZeRO-1 does in a step: reduce-scatter, clip, AdamW or Muon on the
+owned shard, all-gather. The commit begins when the window's gradients are complete, and is awaited only when the
+first part of the next window has been computed. `geotrain.parallelism.acco_forms` says at which weights that part is
+computed. Training changes the fp32 masters and moments in commits only; `settle` waits for the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from geotrain.inner.acco.communication_thread import AccoError, CommunicationJob, CommunicationThread
+from geotrain.inner.acco.flat_space import FlatLayout, RotatingBuffers
+from geotrain.inner.acco.prediction import WeightPrediction
+from geotrain.inner.runtime import platform
+from geotrain.inner.runtime.parallel import first_line
+from geotrain.inner.zero.buckets import owned_pieces
+from geotrain.optimizers.muon import Muon
+from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
+from geotrain.parallelism.acco_forms import CODED_AT_ONCE, Form
+from geotrain.parallelism.local_parameters import LocalParameter
+from geotrain.parallelism.mesh import RankMesh
+
+with platform.quiet_imports():
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.utils import link_hp_params
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """The numbers of a commit, the same on every rank.
+
+    loss: mean over the window. grad_norm: before clipping. micro_batches: how many all replicas computed.
+    """
+
+    loss: float
+    grad_norm: float
+    micro_batches: int
+
+
+class AccoOptimizer(ZeROOptimizer):
+    """The optimizer that the engine gets instead of DeepSpeed's ZeRO-1. What DeepSpeed asks of one is at the class's
+    end.
+
+    The thread that computes goes through a window so; the second line only if the form predicts separately:
+
+        accumulate gradients of its first part;  use_arrived_weights()
+        predict();  accumulate those of its second part;  use_arrived_weights()
+        step()
+    """
+
+    def __init__(
+        self,
+        basic: torch.optim.Optimizer,
+        placed: Sequence[tuple[nn.Parameter, LocalParameter]],
+        mesh: RankMesh,
+        form: Form,
+        clip: float,
+        accumulated: torch.dtype,
+        synchronous_steps: int,
+        timeout_s: float,
+        on_commit: Callable[[CommitResult], None],
+    ) -> None:
+        """basic: an AdamW or Muon over the parameters, whose groups and state this takes over: it never steps by
+        itself. Of Muon's, the last group is that of the matrices, laid out so that no shard cuts one.
+
+        placed: the parameters with their places. form: how the next weights are predicted. clip: the largest gradient
+        norm; 0 for no clipping. accumulated: the type in which a window's gradients are summed; they travel in that
+        of the weights. synchronous_steps: so many steps at the start wait for their own commit. timeout_s: the
+        longest that each collective may wait. on_commit: called with each commit's numbers, on the thread that waits
+        for it.
+        """
+        super().__init__()
+        self.form, self._clip, self._synchronous_steps, self._on_commit = form, clip, synchronous_steps, on_commit
+        self._timeout_s, self._mesh, self.optimizer = timeout_s, mesh, basic
+        self.param_groups, self.state, self.dp_process_group = basic.param_groups, basic.state, mesh.dp_group
+        self.communication = CommunicationThread(mesh, timeout_s)
+        self.bit16_groups: list[list[nn.Parameter]] = [list(group["params"]) for group in basic.param_groups]
+        self.fp16_groups = self.round_robin_bit16_groups = self.bit16_groups  # names that DeepSpeed knows them by
+        numels = [[p.numel() for p in group] for group in self.bit16_groups]
+        whole = [bool(group.get("is_matrices")) for group in basic.param_groups]
+        layout = FlatLayout(numels, mesh.dp_size, whole)
+        self._layout = layout
+        parameters = [p for group in self.bit16_groups for p in group]
+        offsets = [o for group in layout.offsets for o in group]
+        device = parameters[0].device
+        self._buffers = RotatingBuffers(parameters, offsets, layout.numel, accumulated)
+        # [begin, end) of each parameter group in this rank's shard.
+        self._owned = [layout.owned(mesh.dp_rank, *group) for group in layout.groups]
+        self._masters = self._take_over(basic, device)
+        self._counted, self._trained = self._pieces_that_count(placed), len(placed)
+        pieces = [layout.pieces(rank, CODED_AT_ONCE) for rank in range(mesh.dp_size)]
+        self._prediction = WeightPrediction(form, self.communication, pieces, self._estimate)
+        self._steps_committed = 0  # the last step that the masters hold
+        self._steps_begun = 0  # the last step whose commit was begun: equal, or one more
+        self._commit: CommunicationJob[CommitResult] | None = None  # under way, as is the next
+        self._predicting: CommunicationJob[None] | None = None
+        # Whether the buffer in flight holds weights that arrived and that compute has not yet changed to. Of a
+        # settled optimizer: whether the next window starts on `predicted_weights` instead of the masters.
+        self.has_prediction = False
+        self._micro_batches, self._loss = 0, torch.zeros((), device=device)  # of this replica, in this window
+        self._reading = contextlib.ExitStack()
+        self._global_grad_norm = 0.0  # of the last commit that arrived; DeepSpeed reads it
+
+    def _take_over(self, basic: torch.optim.Optimizer, device: torch.device) -> Tensor:
+        """Make the shard's fp32 masters and each group's moments, and let them be what `basic` has as parameters and
+        state. Returns the masters, 1-D fp32 [shard_numel]."""
+        layout, rank = self._layout, self._mesh.dp_rank
+        masters = torch.zeros(layout.shard_numel, device=device)
+        masters.copy_(self.communication.own(self._buffers.weights))
+        for i, (group, (begin, end)) in enumerate(zip(basic.param_groups, self._owned, strict=True)):
+            master = masters[begin:end]
+            group["params"] = [master]
+            moments(basic, master)
+            group_begin, group_end = layout.groups[i]
+            start = layout.shard_numel * rank + begin - group_begin  # where the owned part begins in the group
+            # DeepSpeed's link from each parameter to its masters, by which `owned_shards` finds them.
+            link_hp_params(
+                lp_param_list=self.bit16_groups[i],
+                flat_hp_partition=master,
+                gradient_dict={},
+                offload_gradient_dict={},
+                use_offload=False,
+                param_group_index=i,
+                # An empty part is placed behind the group's end, so that no parameter is linked to it.
+                partition_start=start if end > begin else group_end - group_begin,
+                partition_size=end - begin,
+                dp_group=self._mesh.dp_group,
+            )
+        set_step_count(basic, 0)
+        return masters
+
+    def _pieces_that_count(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[tuple[int, int]]:
+        """The parts of the shard, as [begin, end), whose squares this rank adds to the global gradient norm.
+
+        Over all ranks they are every element of the model once. Parts that touch are merged.
+        """
+        pushes = {id(p): place.pushes for p, place in placed}
+        merged: list[tuple[int, int]] = []
+        for group, offsets in zip(self.bit16_groups, self._layout.offsets, strict=True):
+            for parameter, offset in zip(group, offsets, strict=True):
+                begin, end = self._layout.owned(self._mesh.dp_rank, offset, offset + parameter.numel())
+                if not pushes.get(id(parameter)) or begin == end:  # the gaps between matrices are nowhere
+                    continue
+                if merged and merged[-1][1] == begin:
+                    begin, _ = merged.pop()
+                merged.append((begin, end))
+        return merged
+
+    # ----------------------------------------------------------------------------------------------- a window
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the next step is one of the first `synchronous_steps`, which wait for their own commit."""
+        return self._steps_begun < self._synchronous_steps
+
+    def count(self, loss: Tensor, micro_batches: int) -> None:
+        """Note that gradients of so many micro-batches were accumulated.
+
+        loss: the sum of their mean losses; 0 on ranks that do not know it.
+        """
+        self._loss, self._micro_batches = self._loss + loss, self._micro_batches + micro_batches
+
+    def use_arrived_weights(self) -> None:
+        """Wait for what is being communicated, and compute at the weights that it brought, if any."""
+        self._wait_for_communication()
+        if self.has_prediction:
+            self._buffers.use_arrived_weights()
+            self.has_prediction = False
+
+    def predict(self) -> None:
+        """Begin to predict the next weights from the window's gradients so far.
+
+        The gradients must be complete over the ranks of each replica.
+        """
+        buffers, count = self._buffers, self._micro_batches
+        weights, in_flight = buffers.weights, buffers.in_flight
+        # Compute goes on to change the gradients, so what the prediction needs of them is read before the job starts.
+        with torch.no_grad():
+            self._prediction.prepare(weights, buffers.gradients, in_flight, count)
+        job = partial(self._prediction.communicate, weights, in_flight, count)
+        self._predicting = self.communication.start(job)
+
+    def step(self) -> None:
+        """Begin the commit of the window, whose gradients must be complete over the ranks of each replica."""
+        synchronous = self.synchronous
+        self._steps_begun += 1
+        self._buffers.send_gradients()
+        # The job gets its own references to what the next window replaces meanwhile.
+        in_flight, loss, count = self._buffers.in_flight, self._loss, self._micro_batches
+        rates = [float(group["lr"]) for group in self.param_groups]
+        look_ahead = self.form.predicts_in_commit and not synchronous
+        self._loss, self._micro_batches = torch.zeros_like(loss), 0
+        job = partial(self._commit_job, in_flight, rates, loss, count, look_ahead)
+        self._commit = self.communication.start(job)
+        if synchronous:
+            self.use_arrived_weights()
+
+    def settle(self) -> None:
+        """Wait until the masters hold every step that was begun. Predicted weights stay for the next window."""
+        self._wait_for_communication()
+        set_step_count(self.optimizer, self._steps_committed)
+
+    def _wait_for_communication(self) -> None:
+        """Wait for the prediction and the commit that are under way, if any. Raises AccoError if one failed."""
+        if self._predicting is not None:  # it is for the step after the last that was begun
+            self._wait_for(self._predicting, f"prediction of step {self._steps_begun + 1}")
+            self._predicting, self.has_prediction = None, True
+        if self._commit is not None:
+            outcome = self._wait_for(self._commit, f"commit of step {self._steps_begun}")
+            self._commit, self.has_prediction = None, True
+            self._global_grad_norm = outcome.grad_norm
+            self._on_commit(outcome)
+
+    def _wait_for(self, job: CommunicationJob[T], what: str) -> T:
+        """The job's result. what: names the job in the AccoError that is raised if it failed."""
+        try:
+            # A job makes several collectives, each with its own deadline, which fires long before this one.
+            return job.wait(10 * self._timeout_s)
+        except Exception as error:  # whatever torch raises when a rank is lost
+            raise AccoError(
+                f"acco: rank {self._mesh.rank}: the {what} failed: a rank of this worker died, hangs, or cannot be "
+                f"reached (acco.timeout_s = {self._timeout_s:g} for each collective). Masters and moments are those "
+                f"of step {self._steps_committed}, which is whole; restart the worker from its last checkpoint. "
+                f"Cause: {first_line(error)}"
+            ) from error
+
+    # ------------------------------------------------------------------------- jobs of the communication thread
+
+    def _commit_job(
+        self, flat: Tensor, rates: list[float], loss: Tensor, count: int, look_ahead: bool
+    ) -> CommitResult:
+        """Commit a window: `flat` holds its gradients at the beginning, the new low-precision weights at the end.
+
+        rates: the learning rate of each group. loss: sum over this replica's `count` micro-batches. look_ahead:
+        whether the weights handed out are one more step ahead of the masters, predicted with the same gradient.
+        """
+        self.communication.reduce_scatter(flat)
+        own = self.communication.own(flat)
+        counted = [own[b:e] for b, e in self._counted]
+        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [torch.zeros_like(loss)]
+        # Both numbers go to the host in one copy, because each copy waits for the device.
+        of_rank, of_replica = torch.stack((torch.stack(norms).square().sum(), loss)).tolist()
+        square, loss_sum, total = self.communication.sum(of_rank, of_replicas=(of_replica, count))
+        # Gradients are sums over micro-batches: divided by the number that all replicas computed, they are the mean.
+        norm = math.sqrt(square) / total
+        factor = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
+        step = self._steps_committed + 1
+        for i, (begin, end) in enumerate(self._owned):
+            (master,), gradient = self.param_groups[i]["params"], own[begin:end]
+            this = Step(rates[i], step, factor / total, look_ahead=look_ahead)
+            # The new low-precision weights replace the gradient, in place.
+            self._update(i)(master, moments(self.optimizer, master), gradient, this, out=gradient)
+        # Counted before the gathering: the masters hold this step even if the gathering fails.
+        self._steps_committed = step
+        self.communication.all_gather(flat)
+        return CommitResult(loss_sum / total, norm, int(total) // self._mesh.cp_size)
+
+    def _estimate(self, gradients: Tensor, scale: float, begin: int, out: Tensor) -> None:
+        """Write to `out` what a step would make of the shard's part from `begin` on; masters and moments stay
+        unchanged.
+
+        gradients: of that part, to be multiplied by `scale`. The prediction does not clip.
+        """
+        end, step = begin + gradients.numel(), self._steps_committed + 1
+        for i, owned in enumerate(self._owned):
+            low, high = max(begin, owned[0]), min(end, owned[1])
+            if low < high:
+                (master,), part = self.param_groups[i]["params"], slice(low - begin, high - begin)
+                inside = slice(low - owned[0], high - owned[0])
+                state = {name: moment[inside] for name, moment in moments(self.optimizer, master).items()}
+                this = Step(float(self.param_groups[i]["lr"]), step, scale, commit=False)
+                self._update(i)(master[inside], state, gradients[part], this, out=out[part], begin=inside.start)
+
+    def _update(self, i: int) -> GroupUpdate:
+        """How a group is stepped."""
+        group = self.param_groups[i]
+        if isinstance(self.optimizer, Muon):
+            return self.optimizer.update(group, group["params"][0])
+        return AdamWUpdate(group)
+
+    # ------------------------------------------------------------------------- committed weights, checkpoints
+
+    def update_lp_params(self, changed: Collection[nn.Parameter] | None = None) -> None:
+        """Compute at masters that were overwritten, and forget predictions. Call `settle` before overwriting them.
+
+        changed: the parameters whose masters were overwritten; None: all. Where the last commit handed out weights
+        one step ahead, no other rank has the rest of the committed ones, and all travel.
+        DeepSpeed's name for it: its optimizers update their low-precision parameters so.
+        """
+        self._wait_for_communication()
+        ahead = self.has_prediction and self.form.predicts_in_commit
+        if ahead or changed is None or len(changed) == self._trained:
+            pieces = None
+        else:
+            self.use_arrived_weights()
+            pieces = self._pieces(changed)
+        self.has_prediction = False
+        self._steps_committed = self._steps_begun = step_count(self.optimizer)
+        self._gather(self._buffers.weights, self._masters, pieces)
+
+    def _pieces(self, parameters: Collection[nn.Parameter]) -> list[tuple[int, Tensor]]:
+        """(owner, view) of what shards hold of these parameters' weights."""
+        wanted, flat = set(parameters), self._buffers.weights
+        begins = {
+            parameter: offset
+            for group, offsets in zip(self.bit16_groups, self._layout.offsets, strict=True)
+            for parameter, offset in zip(group, offsets, strict=True)
+            if parameter in wanted
+        }
+        shard = self._layout.shard_numel
+        return [x for p, begin in begins.items() for x in owned_pieces(flat, begin, begin + p.numel(), shard)]
+
+    @contextlib.contextmanager
+    def committed(self) -> Iterator[None]:
+        """Inside it the parameters are the committed weights. All ranks must enter it, and only between windows."""
+        self.settle()
+        spare = self._buffers.spare
+        self._gather(spare, self._masters)
+        self._buffers.compute_at(spare)
+        try:
+            yield
+        finally:
+            self._buffers.compute_at(self._buffers.weights)
+            spare.zero_()
+
+    def _gather(self, flat: Tensor, own: Tensor, pieces: Sequence[tuple[int, Tensor]] | None = None) -> None:
+        """Let the rank's part of `flat` be `own`, and bring it to all ranks; pieces: (owner, view) of what travels,
+        where it is not all."""
+
+        def job() -> None:
+            self.communication.own(flat).copy_(own)
+            if pieces is None:
+                self.communication.all_gather(flat)
+            else:
+                self.communication.gather_pieces(pieces)
+
+        what = f"gathering of weights after step {self._steps_begun}"
+        self._wait_for(self.communication.start(job), what)
+
+    def predicted_weights(self) -> tuple[Tensor, Tensor]:
+        """This rank's parts of the two buffers of weights, in the order in which the next window computes at them.
+
+        The first holds the weights at which its first part is computed; the second the weights for what follows.
+        """
+        return self.communication.own(self._buffers.weights), self.communication.own(self._buffers.in_flight)
+
+    def predicted_slice(self, owner: Tensor, offset: int, numel: int) -> dict[str, Tensor]:
+        """`predicted_weights` of `numel` elements, from `offset` on, of the masters `owner` of one group."""
+        ((begin, _),) = (o for o, g in zip(self._owned, self.param_groups, strict=True) if g["params"][0] is owner)
+        part = slice(begin + offset, begin + offset + numel)
+        return {name: flat[part] for name, flat in zip(("now", "next"), self.predicted_weights(), strict=True)}
+
+    def resume_from_prediction(self) -> None:
+        """Go on from masters, moments and `predicted_weights` that were all overwritten, as by a checkpoint."""
+        self._steps_committed = self._steps_begun = step_count(self.optimizer)
+        for flat in (self._buffers.weights, self._buffers.in_flight):
+            self._gather(flat, self.communication.own(flat))
+        self.has_prediction = True
+
+    # ------------------------------------------------------------------------- what DeepSpeed asks of an optimizer
+
+    loss_scale = cur_scale = 1.0
+    overflow = custom_loss_scaler = dynamic_loss_scale = False
+    torch_autocast_gradscaler = external_loss_scale = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: `RotatingBuffers.send_gradients` zeroes the gradients of each new window."""
+
+    def checkpoint_event_prologue(self) -> None:
+        """DeepSpeed calls it before it reads or overwrites parameters: let them be the committed weights
+        meanwhile."""
+        self._reading.enter_context(self.committed())
+
+    def checkpoint_event_epilogue(self) -> None:
+        self._reading.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state for DeepSpeed's checkpoint files. The first three keys are those of its ZeRO-1, so that
+        its
+        `zero_to_fp32.py` can read the masters."""
+        self.settle()
+        return {
+            "zero_stage": 1,
+            "partition_count": self._mesh.dp_size,
+            "single_partition_of_fp32_groups": [group["params"][0].clone() for group in self.param_groups],
+            "moments": [tensor.clone() for tensor in self._all_moments()],
+            "steps": self._steps_committed,
+            "ahead": [part.clone() for part in self.predicted_weights()] if self.has_prediction else [],
+        }
+
+    def _all_moments(self) -> list[Tensor]:
+        masters = (group["params"][0] for group in self.param_groups)
+        return [moment for master in masters for moment in moments(self.optimizer, master).values()]
+
+    def load_state_dict(
+        self, state_dict_list: list[dict[str, Any]], load_optimizer_states: bool = True, **_: Any
+    ) -> None:
+        """Load what `state_dict` gave. state_dict_list: of every data-parallel rank; as many as there are now."""
+        own = state_dict_list[self._mesh.dp_rank]
+        for group, master in zip(self.param_groups, own["single_partition_of_fp32_groups"], strict=True):
+            group["params"][0].copy_(master)
+        if load_optimizer_states:
+            for tensor, saved in zip(self._all_moments(), own["moments"], strict=True):
+                tensor.copy_(saved)
+            set_step_count(self.optimizer, own["steps"])
+        if load_optimizer_states and own["ahead"]:
+            for tensor, saved in zip(self.predicted_weights(), own["ahead"], strict=True):
+                tensor.copy_(saved)
+            self.resume_from_prediction()
+        else:
+            self.update_lp_params()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """DeepSpeed loaded weights only, without this optimizer's state: make masters of them.
+
+        It loaded them into the parameters, which since `checkpoint_event_prologue` view the buffer for gradients.
+        """
+        self._masters.copy_(self.communication.own(self._buffers.spare))
+        self.update_lp_params()
+
+    refresh_fp32_params = _restore_from_bit16_weights
+
+    def destroy(self) -> None:
+        self._buffers.close()
+        self.communication.close()

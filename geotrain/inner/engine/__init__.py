@@ -1,0 +1,1 @@
+"""The DeepSpeed engine of one rank."""

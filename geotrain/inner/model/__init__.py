@@ -1,0 +1,1 @@
+"""The Megatron-core model of one rank."""

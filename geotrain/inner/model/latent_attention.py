@@ -1,0 +1,53 @@
+"""Megatron-core's latent attention without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from geotrain.inner.runtime import platform
+
+with platform.quiet_imports():
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import multi_latent_attention as megatron
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+
+class CopiedLinear(nn.Linear):
+    """A projection of which every tensor rank has a copy. Under sequence parallelism each sees its part of the
+    tokens, so that its gradient is a part, too."""
+
+    def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, device=platform.device(), dtype=config.params_dtype)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """The product, and no bias: what Megatron-core's linear layers return."""
+        return nn.functional.linear(x, self.weight), None
+
+
+# Megatron-core takes whole projections to latents of Transformer Engine's class only. Its own layers it divides, and
+# gathers what they give: of the rotated part of the keys, which all heads share, backward then keeps the gradient of
+# one tensor rank's heads. Without Transformer Engine, 0.16 asks whether a layer is an instance of None.
+megatron.TELinear = CopiedLinear
+
+
+def spec(core_attention: type, norm: type) -> ModuleSpec:
+    """core_attention: from queries, keys and values to the output. norm: of the latents."""
+    return ModuleSpec(
+        module=megatron.MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=megatron.MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=CopiedLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=CopiedLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=core_attention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )

@@ -1,0 +1,321 @@
+"""Builds the Megatron-core GPT of one rank from a Hugging Face architecture.
+
+On CUDA, Transformer Engine's layers are used if it is installed. Otherwise the model consists of Megatron-core's own
+linear layers with PyTorch's fused attention and RMSNorm.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
+from geotrain.families import family_of
+from geotrain.inner.model import latent_attention
+from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
+from geotrain.inner.model.documents import PackedAttention, inside_documents
+from geotrain.inner.model.expert_order import permuted
+from geotrain.inner.model.gated_silu import GatedSilu
+from geotrain.inner.model.rotary import rotated
+from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
+from geotrain.inner.runtime import platform
+from geotrain.inner.runtime.parallel import EXPERTS
+from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
+from geotrain.parallelism.mesh import RankMesh
+
+with platform.quiet_imports():
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16 asks, but has it with TE only
+rope_utils._apply_rotary_pos_emb_bshd = rotated
+token_dispatcher.permute = permuted
+
+Recompute = Literal["none", "selective", "full"]
+PLAIN = PrecisionConfig()
+
+HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and gpt_layer_specs.HAVE_TE
+
+# Transformer Engine fuses two norms into the linear layers that follow them, so their weights have other names in the
+# model. Canonical addresses know only the names on the right.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+class CausalAttention(nn.Module):
+    """Causal, grouped-query attention without weights, by torch's scaled_dot_product_attention.
+
+    It takes the place of Megatron-core's own core attention, whose constructor and `forward` it imitates.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.grouped = config.num_query_groups != config.num_attention_heads
+        self.window = config.window_size
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+        """Returns the attention's output, [sequence, batch, heads · head_dim].
+
+        query: [sequence, batch, heads, head_dim]. key, value: [sequence, batch, groups, head_dim], where each group
+        serves heads / groups heads. attention_mask: the boundaries of documents
+        (`geotrain.inner.model.documents`), or None. The attention is always causal, within a document where there are
+        boundaries, and within `window_size` where the model has one.
+        """
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        length = len(query)
+        mask = None if attention_mask is None else inside_documents(attention_mask, len(q), length)
+        if self.window is not None and self.window[0] + 1 < length:
+            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_().triu_(-self.window[0])
+            mask = near if mask is None else mask & near
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.grouped
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm with the arguments Megatron-core builds norms with."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, device=platform.device(), dtype=config.params_dtype)
+
+
+def transformer_config(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    bf16: bool,
+    recompute: Recompute,
+    precision: PrecisionConfig = PLAIN,
+) -> TransformerConfig:
+    """Megatron-core's configuration of the model."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    window, scaled, tp = architecture.sliding_window, bool(architecture.rope_scaling), parallel.tensor
+    common = dict(
+        num_layers=architecture.layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_size,
+        num_attention_heads=architecture.heads,
+        num_query_groups=architecture.kv_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        qk_layernorm=architecture.qk_norm,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        window_size=None if window is None else (window - 1, 0),  # tokens before and after a token's own
+        # Queries and keys are both multiplied by YaRN's factor, so their products by its square.
+        softmax_scale=rotary_frequencies(architecture)[1] ** 2 / architecture.head_dim**0.5 if scaled else None,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        rotary_interleaved=False,
+        bias_activation_fusion=platform.HAS_CUDA,
+        use_te_activation_func=not platform.HAS_CUDA,  # that is, the one in the layer's specification
+        bias_dropout_fusion=platform.HAS_CUDA,
+        masked_softmax_fusion=False,  # the softmax is inside the fused attention
+        gradient_accumulation_fusion=False,
+        # "native": it rounds gradients of logits to bf16, whatever these are; Megatron-LM calls it not deterministic
+        cross_entropy_loss_fusion=bf16 and not precision.deterministic_mode,
+        deterministic_mode=precision.deterministic_mode,
+        fp8=precision.fp8,
+        fp8_recipe=precision.fp8_recipe,
+        fp8_amax_history_len=1024,  # of the recipe "delayed": Transformer Engine's own defaults, not Megatron-core's
+        fp8_amax_compute_algo="max",
+        tp_only_amax_red=True,  # replicas may be at different micro-batches, as with `acco.balance`
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.rotary`
+        perform_initialization=False,  # all weights come from outside
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        cp_comm_type="p2p" if parallel.context_exchange == "ring" else None,
+        sequence_parallel=parallel.sequence,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_sync=False,  # waiting for the device after each message serves old versions of torch only
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        moe_token_dispatcher_type=parallel.dispatcher,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=tp,
+    )
+    kind = MLATransformerConfig if architecture.latent else TransformerConfig
+    return kind(**{**common, **family_of(architecture.model_type).megatron(architecture)})
+
+
+def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: range, packed: bool) -> Any:
+    """layers: those of the stage."""
+
+    def around(attention: Any) -> Any:
+        spec = ModuleSpec(module=ContextAttention, params={"around": attention})
+        return spec if parallel.context > 1 and parallel.context_exchange == "heads" else attention
+
+    if HAS_TRANSFORMER_ENGINE and architecture.latent is None:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=architecture.experts.count if architecture.experts else None,
+            qk_layernorm=architecture.qk_norm,
+        )
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = around(PackedAttention if packed else attention.core_attention)
+        return spec
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedSilu)
+    dense = ModuleSpec(module=MLP, submodules=linear)
+    sparse = ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=SequentialMLP, submodules=linear),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
+        ),
+    )
+    head_norm = RMSNorm if architecture.qk_norm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=around(CausalAttention),
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    if architecture.latent:
+        attention = latent_attention.spec(CausalAttention, RMSNorm)
+
+    def layer(index: int) -> ModuleSpec:
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=RMSNorm,
+                self_attention=attention,
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=RMSNorm,
+                mlp=sparse if architecture.has_experts(index) else dense,
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
+
+    return TransformerBlockSubmodules(layer_specs=[layer(index) for index in layers], layer_norm=RMSNorm)
+
+
+def build_model(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    mesh: RankMesh,
+    sequence_length: int,
+    bf16: bool,
+    recompute: Recompute,
+    seed: int,
+    packed: bool = False,
+    precision: PrecisionConfig = PLAIN,
+) -> GPTModel:
+    """This rank's part of the model, on `platform.device()`. All weights are zero: they are written from outside.
+
+    packed: it is always given the boundaries of documents as its attention mask.
+
+    Each parameter gets the attributes `tensor_model_parallel` and `ds_pipe_replicated`, by which DeepSpeed's gradient
+    norm counts each element of the model once. With expert parallelism those of experts also get `allreduce` and
+    `group_name`, by which DeepSpeed finds the ranks that have the same ones.
+    """
+    layers = architecture.layers // parallel.pipeline
+    mine = range(mesh.pp_rank * layers, (mesh.pp_rank + 1) * layers)
+    with platform.megatron_runtime():
+        # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
+        model_parallel_cuda_manual_seed(seed)
+        model = GPTModel(
+            config=transformer_config(architecture, parallel, bf16, recompute, precision),
+            transformer_layer_spec=_block_spec(architecture, parallel, mine, packed),
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=sequence_length,
+            pre_process=mesh.is_first_stage,
+            post_process=mesh.is_last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+        )
+    if parallel.context > 1:
+        use_own_positions(model.rotary_pos_emb, Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange))
+    # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere.
+    if architecture.rope_scaling:
+        for module in model.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
+    keep_counts_wide(model)
+    for parameter, place in placements(model, architecture, parallel, mesh):
+        parameter.data.zero_()
+        for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
+            setattr(parameter, mark, value)
+        if place.expert:
+            parameter.allreduce, parameter.group_name = False, EXPERTS
+    return model
+
+
+@lru_cache(maxsize=16)
+def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
+    """Of a scaled rotary embedding: transformers' inverse frequencies (fp32, [head_dim / 2]), and the factor by which
+    it multiplies rotated queries and keys (1 but for YaRN)."""
+    with platform.quiet_imports():
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    scaling = dict(architecture.rope_scaling)
+    config = LlamaConfig(
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.heads,
+        head_dim=architecture.head_dim,
+        max_position_embeddings=architecture.max_positions,
+        rope_parameters={**scaling, "rope_theta": architecture.rope_theta},
+    )
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+
+
+def placements(
+    model: GPTModel, architecture: Architecture, parallel: ParallelConfig, mesh: RankMesh
+) -> list[tuple[Any, LocalParameter]]:
+    """Each of the model's parameters, and what counts change, with its place in the canonical address space, in
+    canonical order.
+
+    Raises RuntimeError if the model's parameters differ in name or size from those of
+    `geotrain.parallelism.local_parameters`, as after a change in Megatron-core.
+    """
+    own: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for fused, plain in _FUSED_NORMS.items():
+            name = name.replace(fused, plain)
+        own[name] = parameter
+    for name, router in biased_routers(model):
+        own[f"{name}.expert_bias"] = router.expert_bias
+    places = local_parameters(architecture, parallel, mesh.tp_rank, mesh.pp_rank, mesh.ep_rank)
+    sizes, wanted = {n: p.numel() for n, p in own.items()}, {p.name: p.numel for p in places}
+    if sizes != wanted:
+        wrong = sorted(n for n in sizes.keys() | wanted.keys() if sizes.get(n) != wanted.get(n))
+        raise RuntimeError(
+            f"Megatron-core's model and geotrain.parallelism.local_parameters disagree on {', '.join(wrong)}"
+        )
+    return [(own[place.name], place) for place in places]

@@ -1,0 +1,1 @@
+"""Process groups, devices, and what a rank owns."""

@@ -1,0 +1,1 @@
+"""ZeRO-1 whose communication is hidden."""

@@ -1,0 +1,120 @@
+"""Notices which members are dead. Every call of a member is a sign of life, and a member that gives none for too
+long, by this machine's clock, is taken for dead. So is a worker that beats, but has held its leases for far longer
+than its job takes and has sent nothing: it hangs. The server's state machine has no clock, so a MemberSilent message
+tells it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from geotrain.monitor.events import Trouble
+from geotrain.net.server.server_thread import ServerThread
+from geotrain.outer.messages import LiftQuarantine, MemberSilent, Refused
+from geotrain.outer.server.member import Member
+
+log = logging.getLogger(__name__)
+
+WORKER_SILENT_S = 60.0
+REGION_SILENT_S = 600.0  # longer, because a region that is cut off trains on, and its data should stay with it
+NOBODY = -1  # in place of a rank's part, for a member of which no rank has joined yet
+
+
+class FailureDetector:
+    """Watches the members of one server, which are as silent as the most silent of their ranks.
+
+    When a member is taken for dead, its leases go back to the pool. Should it speak again, it may go on with new
+    ones.
+    """
+
+    def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
+        self.server_thread, self.silent_s = server_thread, silent_s
+        self.silent: set[str] = set()
+        self._heard_s: dict[tuple[str, int], float] = {}
+        self._quarantined_s: dict[str, float] = {}
+        # Worker → its life, its last update, whether it holds leases; and since when that is so.
+        self._progress: dict[str, tuple[tuple[str, int, bool], float]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def heard(self, member: str, part: int) -> None:
+        """Note a sign of life of one rank."""
+        self._heard_s[member, part] = time.monotonic()
+
+    def silent_for(self, member: str, now_s: float) -> float:
+        """Seconds since the member's most silent rank was heard of; 0 if none ever was. now_s: time.monotonic()."""
+        heard = [at_s for (name, _), at_s in list(self._heard_s.items()) if name == member]
+        return max(0.0, now_s - min(heard)) if heard else 0.0
+
+    async def _watch(self) -> None:
+        period_s = self.silent_s / 8
+        woke_s = time.monotonic()
+        while True:
+            await asyncio.sleep(period_s)
+            late_s, woke_s = time.monotonic() - woke_s - period_s, time.monotonic()
+            # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
+            # members. That time does not count against them.
+            if late_s > period_s:
+                self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
+                self._progress = {name: (mark, since_s + late_s) for name, (mark, since_s) in self._progress.items()}
+            await self._look(woke_s)
+
+    async def _look(self, now_s: float) -> None:
+        limits = self.server_thread.server.limits
+        for name, member in list(self.server_thread.server.members.items()):
+            # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
+            if not member.quarantined:
+                self._quarantined_s.pop(name, None)
+            elif now_s - self._quarantined_s.setdefault(name, now_s) >= limits.quarantine_s:
+                with suppress(Refused):
+                    await self.server_thread.say(LiftQuarantine(name))
+            # A member that was there before this server was restarted is expected to join again; it counts as heard
+            # of for the first time now. One that never came (it has no incarnation) is not waited for.
+            last_s = self._last_s(name, member, now_s)
+            if member.left or not member.incarnation or now_s - last_s < self.silent_s:
+                self.silent.discard(name)
+                await self._look_at_work(name, member, now_s)
+            elif name not in self.silent:
+                # Wait until the server's thread gets to it, and judge then: a member may have spoken meanwhile.
+                await self.server_thread.read(lambda: None)
+                if self._last_s(name, member, now_s) > last_s:
+                    continue
+                with suppress(Refused):  # refused when the disk is full; the next look tries again
+                    await self.server_thread.say(MemberSilent(name, member.incarnation))
+                    self.silent.add(name)
+                    log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
+
+    async def _look_at_work(self, name: str, member: Member, now_s: float) -> None:
+        """Take the leases of a worker that lives, but trains no more. The member of a region is judged there."""
+        server = self.server_thread.server
+        if server.member_role != "worker":
+            return
+        patience_s, held = await self.server_thread.read(lambda: (server.patience_s(name), bool(server.holds(name))))
+        mark = member.incarnation, member.sequence, held
+        before, since_s = self._progress.get(name, (None, now_s))
+        # Without room on the disk nothing is taken from anybody: what is trained waits with the workers.
+        if mark != before or self.server_thread.full is not None:
+            since_s = now_s
+        self._progress[name] = mark, since_s
+        if now_s - since_s > patience_s:
+            with suppress(Refused):
+                await self.server_thread.say(MemberSilent(name, member.incarnation))
+                told = f"{name}: lives, but has sent nothing for {now_s - since_s:.0f} s; its leases go to others"
+                log.warning("%s", told)
+                self.server_thread.write_event(Trouble(told))
+
+    def _last_s(self, name: str, member: Member, now_s: float) -> float:
+        """When the member's most silent rank was last heard of. One that never was counts as heard of now."""
+        ranks = [(name, part) for part in list(member.joined)] or [(name, NOBODY)]
+        if member.joined:
+            self._heard_s.pop((name, NOBODY), None)
+        return min(self._heard_s.setdefault(rank, now_s) for rank in ranks)

@@ -1,0 +1,490 @@
+"""A server's gRPC service, around one server thread. `geotrain.net.transport.rpc` lists its calls.
+
+Nothing about training is decided here. It is checked who makes a call, the call becomes a message, and the reply of
+`Server.handle` goes back. This module adds what only a network needs: streams of chunks, waiting, deadlines,
+certificates and limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import socket
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from math import isfinite
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import grpc
+from grpc import aio
+
+from geotrain.config import Address
+from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
+from geotrain.net.server.rate_limits import RateLimits
+from geotrain.net.server.resumable_uploads import ResumableUploads
+from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.server.vault_sessions import VaultSessions
+from geotrain.net.transport import rpc, wire
+from geotrain.net.transport.certs import OPERATOR, Credentials, Role, add_port, identity
+from geotrain.net.transport.deadlines import FrameDeadline, within
+from geotrain.net.transport.fragment_bytes import FragmentBytes
+from geotrain.net.transport.rpc import ListenError
+from geotrain.outer.messages import (
+    Answer,
+    AnswerWanted,
+    Finished,
+    Join,
+    Lease,
+    Leave,
+    LiftQuarantine,
+    NotJoined,
+    OperatorCommand,
+    Refused,
+    Release,
+    Send,
+    Trained,
+    UpdatePart,
+    UpdateRejected,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 8192  # at the same time
+MAX_LATE_FRAMES = 1024  # so many frames of an update are read after the reply to it, and dropped
+DAMAGED_RETRY_S = 0.5  # when a sender whose frame was damaged may try again
+VAULTS_RETRY_S = 0.5  # when a member may join, once its vaults are there
+BUSY_RETRY_S = 0.1  # the shortest pause for a sender with too many calls
+HANDSHAKE_S = 15.0  # who connects must have said who they are within this time
+IDLE_S = 600.0  # a connection without calls is closed after this time; who has more to say connects again
+SERVER_OPTIONS = (
+    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
+    ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+)
+HEADER_S = 20.0  # a stream that was opened must begin within this time
+OF_VAULTS = ("push", "pull", "weights", "status")  # the calls of a vault's service
+Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class GrpcService:
+    """The service runs from `start` to `stop`. All methods belong to the event loop in which it was started.
+
+    snapshot: writes a snapshot and returns where it is. extra_status: gives further entries for the status.
+    silent_s: a member that was not heard of for so long is taken for dead.
+    credentials: None means plaintext, where everyone is believed to be who they say.
+    vaults: where the server's are processes of their own. payloads_only: it is one of these.
+    """
+
+    def __init__(
+        self,
+        server_thread: ServerThread,
+        snapshot: Callable[[], Awaitable[str]],
+        extra_status: Callable[[], dict[str, Any]] = dict,
+        *,
+        silent_s: float = WORKER_SILENT_S,
+        credentials: Credentials | None = None,
+        vaults: VaultSessions | None = None,
+        payloads_only: bool = False,
+    ) -> None:
+        self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
+        self.server, self.credentials, self.vaults = server_thread.server, credentials, vaults
+        self.payloads_only = payloads_only
+        self.failure_detector = FailureDetector(server_thread, silent_s)
+        self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
+        self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
+        self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
+        most_bytes = sum(self.server.up.encoded_bytes(p.numel) for p in self.server.layout.pieces)  # of any update
+        self._update_bytes = most_bytes + 4096
+        self.uploads = ResumableUploads(most_bytes)
+        self.rates = RateLimits()
+        self._deadlines: defaultdict[str, FrameDeadline] = defaultdict(FrameDeadline)  # by member, for both ways
+        # worker → the lease that came down for it last; kept, because each of its ranks asks for it.
+        self._granted: dict[str, Lease | Finished] = {}
+        self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
+        self._receiving: dict[tuple[str, int], asyncio.Task[Any]] = {}  # rank → the task that receives its update
+        self._grpc: aio.Server | None = None
+
+    async def start(self, address: Address) -> int:
+        """Listen; returns the port. Raises ListenError."""
+        # Without so_reuseport=0, two servers could listen on one port and share its connections.
+        options = (*rpc.OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
+        self._grpc = aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+        unary = (
+            self._join, self._commit, self._lease, self._release, self._trained, self._validated, self._leave,
+            self._beat, self._status, self._control,
+        )  # fmt: skip
+        kinds: tuple[tuple[Callable[[Handler], Any], tuple[Handler, ...]], ...] = (
+            (grpc.unary_unary_rpc_method_handler, unary),
+            (grpc.unary_stream_rpc_method_handler, (self._pull, self._weights)),
+            (grpc.stream_stream_rpc_method_handler, (self._push, self._vault)),
+        )
+        # A call's name, as `geotrain.net.transport.rpc` lists it, is that of its method here.
+        methods = {call.__name__[1:]: kind(self._handled(call)) for kind, calls in kinds for call in calls}
+        methods = {name: call for name, call in methods.items() if not self.payloads_only or name in OF_VAULTS}
+        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, methods),))
+        _check_free(address)
+        try:
+            port = add_port(self._grpc, address, self.credentials)
+        except RuntimeError as error:
+            raise ListenError(f"cannot listen on {address}: {error}") from None
+        await self._grpc.start()
+        self.failure_detector.start()
+        return port
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Take no new calls, and end those that are open after `grace_s`."""
+        self.failure_detector.stop()
+        if self._grpc is not None:
+            await self._grpc.stop(grace_s)
+
+    def deliver(self, send: Send) -> None:
+        """Keep what the server sends to a worker until the worker's ranks ask for it: servers never call members."""
+        if isinstance(send.message, Lease | Finished):
+            self._granted[send.to] = send.message
+
+    def status(self) -> dict[str, Any]:
+        silent = sorted(self.failure_detector.silent)
+        return {**self.server_thread.status, "silent": silent, **self._extra_status()}
+
+    # -- the calls
+
+    async def _join(self, request: bytes, context: Any) -> bytes:
+        join = wire.unpack(request, Join)
+        self._check_speaker(context, self.server.member_role, join.member)
+        if self.vaults is not None and not self.vaults.ready:
+            raise Refused(f"{self.server.name}: not all vaults of this server are here", VAULTS_RETRY_S)
+        if join.member in self.server.members:
+            self.failure_detector.heard(join.member, NOBODY)  # the join itself may wait for the server's thread
+        welcome = await self.server_thread.say(join)
+        self.failure_detector.heard(join.member, join.part)
+        self._granted.pop(join.member, None)  # a lease of its earlier life may be void by now
+        return wire.pack(welcome)
+
+    async def _push(self, _: Any, context: Any) -> None:
+        reply: rpc.Ack | rpc.Refusal
+        try:
+            reply = await self._take_update(context)
+        except Refused as refused:
+            reply = rpc.Refusal.of(refused)
+        except wire.DamagedError as error:
+            reply = rpc.Refusal(str(error), DAMAGED_RETRY_S, False)
+        except wire.WireError as error:
+            reply = rpc.Refusal(str(error), None, False)
+        deadline = FrameDeadline()
+        await deadline.frame(context.write(wire.pack(reply)))
+        # The reply may leave while chunks are still on their way. They are read and dropped, since gRPC loses a reply
+        # when its call ends before the other side has finished speaking.
+        for _ in range(MAX_LATE_FRAMES):
+            if await deadline.frame(context.read()) is aio.EOF:
+                break
+
+    async def _take_update(self, context: Any) -> rpc.Ack:
+        """Receive an update. All that its header says is checked once, before memory is allocated for the payload."""
+        reader = await self._opening(context, rpc.Resume)
+        resumed = isinstance(reader.header, rpc.Resume)
+        if resumed:
+            await self._resume(context, reader.header)
+            reader = await self._opening(context)
+        part: UpdatePart = reader.header
+        self._check_speaker(context, self.server.member_role, part.member)
+        # Not wanted is, for example, an update that was applied before: its acknowledgement was lost.
+        wanted = await self._judged(part, self.server_thread.read(lambda: self.server.admit(part)))
+        if wanted:
+            self._only_one(part.member, part.part)
+            reader = self.uploads.begin((part.member, part.part), reader, resumed)
+            await self._take_chunks(context, part, reader)
+            await self._judged(part, self.server_thread.say(reader.message))
+        return rpc.Ack(self.server.members[part.member].sequence)
+
+    async def _commit(self, request: bytes, context: Any) -> bytes:
+        """Take a part of an update, whose payloads go to vaults, once those hold all of it."""
+        vaults, reader = self._with_vaults(), wire.FrameReader(UpdatePart, limit_bytes=self._update_bytes)
+        reader.feed(request)
+        part: UpdatePart = reader.header
+        self._check_speaker(context, self.server.member_role, part.member)
+        if await self._judged(part, self.server_thread.read(lambda: self.server.admit(part))):
+            self.failure_detector.heard(part.member, part.part)
+            held = await vaults.part(part, rpc.MAX_WAIT_S)
+            if held is None:
+                return wire.pack(rpc.NotYet())
+            try:
+                await self._judged(part, self.server_thread.say(held))
+            except Refused as refused:
+                if refused.retry_s is None:
+                    vaults.holdings.drop(part)
+                raise
+            vaults.holdings.drop(part)
+        return wire.pack(rpc.Ack(self.server.members[part.member].sequence))
+
+    async def _vault(self, _: Any, context: Any) -> None:
+        vaults = self._with_vaults()
+        self._check_speaker(context, "vault", self.server.name)
+        await vaults.serve(context)
+
+    def _with_vaults(self) -> VaultSessions:
+        if self.vaults is None:
+            raise Refused("this server's vaults are in its own process: both ends need the same cluster file")
+        return self.vaults
+
+    async def _opening(self, context: Any, *other_kinds: type) -> wire.FrameReader:
+        """A reader that was fed the first frame of a message from the stream."""
+        frame = await rpc.next_frame(within(HEADER_S, context.read()))
+        reader = wire.FrameReader(UpdatePart, *other_kinds, limit_bytes=self._update_bytes)
+        reader.feed(frame)
+        return reader
+
+    async def _resume(self, context: Any, resume: rpc.Resume) -> None:
+        """Tell the rank how many chunks of its update have arrived.
+
+        An older stream of the rank is ended first, because its connection may have broken without this end noticing.
+        """
+        member = await self._check_life(context, resume.member, resume.incarnation, resume.part)
+        if resume.part not in member.joined:
+            raise Refused(f"{resume.member}: part {resume.part} has not joined")
+        self._only_one(resume.member, resume.part)
+        have = rpc.Have(self.uploads.chunks((resume.member, resume.part), resume.header))
+        await self._deadlines[resume.member].frame(context.write(wire.pack(have)))
+
+    async def _take_chunks(self, context: Any, part: UpdatePart, reader: wire.FrameReader) -> None:
+        rank, deadline = (part.member, part.part), self._deadlines[part.member]
+        keep = True  # however the stream breaks, even after a damaged frame, the chunks before are good
+        try:
+            count = self.fragment_bytes[part.member].receiving(part, reader.chunks)
+            while not reader.complete:
+                frame = await rpc.next_frame(deadline.frame(context.read()))
+                reader.feed(frame)
+                count(frame)
+                self.failure_detector.heard(*rank)
+        except wire.WireError as error:
+            keep = isinstance(error, wire.DamagedError)
+            raise
+        finally:
+            keep = keep and not reader.complete
+            self.uploads.end(rank, reader, keep)
+            if keep:
+                asyncio.get_running_loop().call_later(self.uploads.keep_s, self.uploads.trim)
+
+    async def _pull(self, request: bytes, context: Any) -> None:
+        pull = wire.unpack(request, rpc.Pull)
+        self._check_speaker(context, self.server.member_role, pull.member)
+        asked = pull.member, pull.incarnation, pull.part, pull.sequence, pull.fragments
+        wanted = AnswerWanted(pull.member, pull.incarnation, pull.sequence, pull.fragments)
+
+        def looked_for() -> Answer | AnswerWanted | None:
+            return wanted if self.server.lacks_answer(*asked) else self.server.answer(*asked)
+
+        wait_s = min(pull.wait_s, rpc.MAX_WAIT_S)
+        while (answer := await self.server_thread.until(looked_for, wait_s)) is wanted:
+            await self.server_thread.say(wanted)
+        message = rpc.NotYet() if answer is None else answer
+        header = next(wire.frames(message))
+        # Chunks that the receiver has already are left out only if they are of this very answer.
+        first = pull.chunks if wire.crc_of(header) == pull.header else 0
+        for frame in self.fragment_bytes[pull.member].sending(message, first):
+            await self._deadlines[pull.member].frame(context.write(frame))
+
+    async def _lease(self, request: bytes, context: Any) -> bytes:
+        ask = wire.unpack(request, rpc.AskLease)
+        await self._check_life(context, ask.member, ask.incarnation)
+        worker, job = ask.request.worker, ask.request.job
+        if worker not in self.server.workers_of(ask.member):
+            raise Refused(f"{ask.member} cannot ask for the data of {worker!r}")
+
+        def settled() -> Lease | Finished | Literal["ask again"] | None:
+            granted = self._granted.get(worker)
+            if granted is not None and granted.job == job:
+                return granted
+            return "ask again" if self.server.lease_is_due(worker) else None
+
+        lease = await self._judged(ask, self.server_thread.say(ask.request))
+        # A region server may have to ask the global server first, and a global server may be paused.
+        if lease is None:
+            lease = await self.server_thread.until(settled, min(ask.wait_s, rpc.MAX_WAIT_S))
+        if lease == "ask again":
+            lease = await self._judged(ask, self.server_thread.say(ask.request))
+        return wire.pack(lease or rpc.NotYet())
+
+    async def _release(self, request: bytes, context: Any) -> bytes:
+        release = wire.unpack(request, rpc.ReleaseLeases)
+        member = await self._check_life(context, release.member, release.incarnation)
+        held = await self.server_thread.read(lambda: self.server.holds(release.member))
+        # Others may have gone to another worker meanwhile, because this one was silent for too long.
+        await self.server_thread.say(Release(tuple(n for n in release.release.leases if n in held)))
+        return wire.pack(rpc.Ack(member.sequence))
+
+    async def _trained(self, request: bytes, context: Any) -> bytes:
+        said = wire.unpack(request, rpc.SayTrained)
+        member = await self._check_life(context, said.member, said.incarnation)
+        await self.server_thread.say(Trained(said.member, said.leases))
+        return wire.pack(rpc.Ack(member.sequence))
+
+    async def _weights(self, request: bytes, context: Any) -> None:
+        pull = wire.unpack(request, rpc.PullGlobal)
+        self._check_speaker(context, self.server.member_role, pull.member)
+        answer = await self.server_thread.read(
+            lambda: self.server.weights_to_validate(pull.member, pull.incarnation, pull.part, pull.number)
+        )
+        for frame in wire.frames(answer):
+            await self._deadlines[pull.member].frame(context.write(frame))
+
+    async def _validated(self, request: bytes, context: Any) -> bytes:
+        said = wire.unpack(request, rpc.SayValidated)
+        member = await self._check_life(context, said.member, said.incarnation)
+        if said.result.worker not in self.server.workers_of(said.member):
+            raise Refused(f"{said.member} cannot speak for {said.result.worker!r}")
+        await self._judged(said, self.server_thread.say(said.result))
+        return wire.pack(rpc.Ack(member.sequence))
+
+    async def _leave(self, request: bytes, context: Any) -> bytes:
+        leave = wire.unpack(request, rpc.SayLeave)
+        member = await self._check_life(context, leave.member, leave.incarnation, leave.part)
+        if leave.part not in member.joined:
+            raise Refused(f"{leave.member}: part {leave.part} has not joined")
+        if member.sequence < leave.sequence:
+            raise Refused(f"{leave.member}: update {leave.sequence} is not here whole yet", retry_s=0.2)
+        life, ranks = self._leaving.get(leave.member, ("", set()))
+        ranks = ranks if life == leave.incarnation else set()
+        ranks.add(leave.part)
+        self._leaving[leave.member] = leave.incarnation, ranks
+        if not member.left and ranks >= set(range(member.parts)):
+            await self.server_thread.say(Leave(leave.member))
+        if not await self.server_thread.until(lambda: member.left or None, rpc.MAX_WAIT_S):
+            raise Refused(f"{leave.member}: its other ranks have not left yet", retry_s=0.2)
+        return wire.pack(rpc.Ack(member.sequence))
+
+    async def _beat(self, request: bytes, context: Any) -> bytes:
+        beat = wire.unpack(request, rpc.Beat)
+        self._check_speaker(context, self.server.member_role, beat.member)
+        # Not asked on the server's thread, which may be busy for longer than a member may be silent: with a snapshot,
+        # or with other members' updates. Only single attributes are read here, and none is changed.
+        member = self.server.current(beat.member, beat.incarnation, beat.part)
+        self.failure_detector.heard(beat.member, beat.part)
+        if beat.metrics:
+            finite = [(name[:40], float(value)) for name, value in beat.metrics.items() if isfinite(value)]
+            self.beats[beat.member] = dict(finite[: rpc.MAX_METRICS])  # bounded, because another machine sent them
+        return wire.pack(rpc.Ack(member.sequence, self.server.over, self.server.recalls(beat.member)))
+
+    async def _status(self, request: bytes, context: Any) -> bytes:
+        return json.dumps(self.status()).encode()
+
+    async def _control(self, request: bytes, context: Any) -> bytes:
+        """Carry out the operator's command. Raises Refused."""
+        self._check_speaker(context, "operator", OPERATOR)
+        if self.credentials is None and not is_this_machine(_plain_peer(context.peer())):
+            raise Refused("without TLS, a run is steered from the server's own machine only; see `geotrain certs`")
+        control = wire.unpack(request, rpc.Control)
+        what, name = control.what[:40], control.name[:40]
+        if what == "snapshot":
+            try:
+                told = await self._snapshot()
+            except OSError as error:
+                raise Refused(str(error)) from None
+        elif what == "pardon":
+            await self.server_thread.say(LiftQuarantine(name))
+            told = f"{name}: pardoned"
+        else:
+            told = await self.server_thread.say(OperatorCommand(what, name))
+        return wire.pack(rpc.Told(told))
+
+    # -- inside
+
+    def _check_speaker(self, context: Any, role: Role, name: str) -> None:
+        """Raises Refused if the certificate at the other end is not that of `role` and `name`."""
+        if self.credentials is not None:
+            names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
+            # A region's vaults bring and fetch its payloads.
+            speakers = [identity(each, name) for each in ((role, "vault") if role == "region" else (role,))]
+            if not set(speakers) & set(names):
+                raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
+        if role == self.server.member_role and name in self.server.members:
+            self.peers[_plain_peer(context.peer())] = name  # at each call, since it may come over a new connection
+
+    async def _check_life(self, context: Any, member: str, incarnation: str, part: int | None = None) -> Any:
+        """The member, if it speaks for itself and this is its present life. Raises Refused, NotJoined."""
+        self._check_speaker(context, self.server.member_role, member)
+        return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
+
+    async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
+        """Await a call about what a member said; a final refusal is reported to the server, which may quarantine the
+        sender."""
+        try:
+            return await call
+        except Refused as refused:
+            if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
+                with suppress(Refused):  # refused in turn when the disk is full
+                    await self.server_thread.say(UpdateRejected(said.member, said.incarnation, refused.reason))
+            raise
+
+    def _only_one(self, member: str, part: int) -> None:
+        """Cancel the task that receives an earlier update of this rank, which sends one at a time: so it has given
+        the earlier one up."""
+        task = asyncio.current_task()
+        assert task is not None
+        older, self._receiving[member, part] = self._receiving.get((member, part)), task
+        if older is not None and older is not task and not older.done():
+            older.cancel()
+
+    def _handled(self, handler: Handler) -> Handler:
+        """The handler with a limit on calls, and with its exceptions turned into gRPC status codes."""
+
+        async def handle(request: Any, context: Any) -> Any:
+            try:
+                wait_s = self.rates.wait_s(context.peer())
+                if wait_s is not None:
+                    raise Refused("too many calls over this connection", retry_s=max(wait_s, BUSY_RETRY_S))
+                return await handler(request, context)
+            except Refused as refused:
+                refusal = wire.pack(rpc.Refusal.of(refused))
+                context.set_trailing_metadata(((rpc.REFUSAL_KEY, refusal),))
+                code = grpc.StatusCode.FAILED_PRECONDITION
+                if refused.retry_s is not None and not isinstance(refused, NotJoined):
+                    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                await context.abort(code, refused.reason)
+            except wire.DamagedError as error:
+                await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+            except wire.WireError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except TimeoutError:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the stream stood still for too long")
+
+        return handle
+
+
+def _plain_peer(peer: str) -> str:
+    """gRPC's name of a peer, "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5", in the form that `TcpCounters` uses."""
+    plain = unquote(peer.partition(":")[2]).replace("[", "").replace("]", "")
+    return plain.removeprefix("::ffff:")
+
+
+# Never routed: the addresses of links that `geotrain.emulate` makes on this machine.
+EMULATED = ipaddress.ip_network("198.18.0.0/15")
+
+
+def is_this_machine(peer: str) -> bool:
+    """Whether a peer, "host:port", has one of this machine's own addresses."""
+    host = ipaddress.ip_address(peer.rpartition(":")[0])
+    if host.is_loopback or host in EMULATED:
+        return True
+    with socket.socket(socket.AF_INET6 if host.version == 6 else socket.AF_INET) as probe, suppress(OSError):
+        probe.bind((str(host), 0))  # only possible with an address of this machine
+        return True
+    return False
+
+
+def _check_free(address: Address) -> None:
+    """Raises ListenError if nobody can listen on the address. gRPC would not say why it cannot."""
+    try:
+        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does: a port that was closed a moment ago counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address.host, address.port))
+            probe.listen()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ListenError(
+            f"cannot listen on {address}: {reason}; stop what uses the port, or choose another in the cluster file"
+        ) from None

@@ -1,0 +1,252 @@
+"""A region server's client to the global server, which delivers in the background, in order, what the server sends.
+
+There are two lanes, so that a lease never waits behind gigabytes: updates and the goodbye go on one, leases on the
+other. Answers are pulled beside them, on a lane for each fragment. When the link is lost, the client tries again for
+as long as the region lives, since its workers train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from geotrain.net.server.relayed_link import RelayedLink
+from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.server.vault_sessions import VaultSessions
+from geotrain.net.transport import rpc
+from geotrain.net.transport.certs import Trust
+from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.vaulted_link import VaultedLink, VaultsAbove
+from geotrain.outer.messages import (
+    Answer,
+    Join,
+    LeaseRequest,
+    Leave,
+    Message,
+    NotJoined,
+    Recall,
+    Refused,
+    Release,
+    RunComplete,
+    Send,
+    Trained,
+    UpdatePart,
+    UpdateRejected,
+    Validated,
+)
+from geotrain.outer.server.region_server import RegionServer
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that it has known
+
+
+class RegionClient:
+    """Runs beside a region server's thread and hands it what the global server says.
+
+    server: the region server on that thread. connect_s: how long the first connection may take.
+    on_lost: called with the number of acknowledged updates that a restored global server does not know.
+    on_acknowledged: called with the sequence of each update that the global server has taken.
+    metrics: gives the numbers that go up with each heartbeat, to be shown to people.
+    above: the global server's vaults, own: this region's, where they are processes of their own.
+    """
+
+    def __init__(
+        self,
+        server_thread: ServerThread,
+        server: RegionServer,
+        address: str,
+        *,
+        connect_s: float = 60.0,
+        trust: Trust | None = None,
+        on_lost: Callable[[int], None] = lambda updates: None,
+        on_acknowledged: Callable[[int], None] = lambda sequence: None,
+        metrics: Callable[[], dict[str, float]] = dict,
+        above: VaultsAbove | None = None,
+        own: VaultSessions | None = None,
+    ) -> None:
+        self.server_thread, self.server = server_thread, server
+        self.connect_s, self.on_lost, self.on_acknowledged = connect_s, on_lost, on_acknowledged
+        self.metrics = metrics
+        life = self.server.name, self.server.incarnation
+        self.link: GrpcClient = GrpcClient(address, *life, trust)
+        if own is not None:
+            self.link = RelayedLink(address, *life, trust, own)
+        elif above is not None:
+            self.link = VaultedLink(address, *life, trust, above)
+        self.connected = False
+        self._updates: deque[UpdatePart | Trained | Leave] = deque()
+        self._leases: deque[Join | LeaseRequest | Release | Validated] = deque()  # Join: the data is known now
+        self._work = asyncio.Event()
+        self._limit_bytes = 8 * self.server.layout.numel + 65536
+
+    def deliver(self, send: Send) -> None:
+        """Take something that the region server sends to the global server. Call it in the event loop."""
+        message = send.message
+        if isinstance(message, UpdatePart | Trained | Leave):
+            self._updates.append(message)
+        elif not isinstance(message, LeaseRequest) or self._is_new(message):
+            self._leases.append(message)  # type: ignore[arg-type]
+        self._work.set()
+
+    async def run(self) -> None:
+        """Run until the global server has taken the region's Leave.
+
+        Raises Refused if it is final, and Unreachable if the first connection fails. The link stays open until
+        `close`, so that its bytes can be counted.
+        """
+        try:
+            within_s = self.connect_s
+            while not self.server.finished:
+                await self._session(within_s)  # also ends when the global server was restarted
+                self.connected, within_s = False, FOREVER_S
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def close(self) -> None:
+        await self.link.close()
+
+    async def _session(self, within_s: float) -> None:
+        """The time of one life of the global server: join it, send again what it may not have, then run the lanes
+        until one of them learns that the server does not know this region any more."""
+        join = await self.server_thread.read(self.server.join_message)
+        welcome = await self.link.persist(lambda: self.link.join(join), within_s)
+        lost = await self._tell(welcome)
+        if lost:
+            log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
+            self.on_lost(lost)
+        if not self.server.fragments:  # a new region: it begins with the global weights
+            fragments = tuple(range(len(self.server.layout.fragments)))
+            await self._tell(await self._pull(0, fragments))
+        # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
+        # What is delivered meanwhile stays: made after the reading, it is not among what was read.
+        self._updates.clear()
+        again = [send.message for send in await self.server_thread.read(self.server.resend)]
+        self._updates.extendleft(reversed(again))  # type: ignore[arg-type]
+        if self.server.gone:
+            self._updates.append(Leave(self.server.name))
+        self.connected = True
+        try:
+            async with asyncio.TaskGroup() as lanes:
+                pushed: list[asyncio.Queue[UpdatePart]] = [asyncio.Queue() for _ in self.server.layout.fragments]
+                for queue in pushed:
+                    lanes.create_task(self._run_answers(queue))
+                lanes.create_task(self._run_updates(pushed))
+                lanes.create_task(self._run_leases())
+                lanes.create_task(self._run_beats())
+        except* (NotJoined, _StartedOver, _Done):
+            pass
+
+    async def _run_updates(self, pushed: list[asyncio.Queue[UpdatePart]]) -> None:
+        """Deliver updates, and end with the goodbye. pushed: a queue for each fragment, which gets delivered
+        updates."""
+        last = 0
+        while True:
+            message = await self._next(self._updates)
+            if isinstance(message, Leave):
+                await self._persist(partial(self.link.leave, 0, self.server.sequence))
+                await self._tell(message)
+                raise _Done
+            if isinstance(message, Trained):
+                await self._persist(partial(self.link.trained, message.leases))
+            # An update that was queued again when the session began may also have come through `deliver` meanwhile.
+            elif message.sequence > last:
+                last = message.sequence
+                try:
+                    await self._persist(partial(self.link.push, message))
+                except Refused as refused:
+                    if isinstance(refused, NotJoined):
+                        raise
+                    await self._start_over(refused.reason, message.sequence)
+                self.on_acknowledged(message.sequence)
+                pushed[self._fragments(message)[0]].put_nowait(message)
+            self._updates.popleft()
+
+    async def _start_over(self, reason: str, sequence: int) -> NoReturn:
+        """An update was refused for good. The region begins again from the global weights, as a new life: the global
+        server must not count on what it sent to the old one."""
+        log.error("the global server refuses an update for good, so this region starts over: %s", reason)
+        await self._tell(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
+
+        def new_life() -> str:
+            self.server.incarnation = uuid.uuid4().hex
+            return self.server.incarnation
+
+        self.link.live_as(await self.server_thread.read(new_life))
+        raise _StartedOver
+
+    async def _run_leases(self) -> None:
+        link = self.link
+        calls: dict[type, Callable[[Any], Awaitable[Any]]] = {
+            Join: link.join, LeaseRequest: link.lease, Release: link.release, Validated: link.validated
+        }  # fmt: skip
+        while True:
+            message = await self._next(self._leases)
+            try:
+                reply = await self._persist(partial(calls[type(message)], message))
+                if isinstance(message, LeaseRequest):
+                    await self._tell(reply)
+            except Refused as refused:
+                if isinstance(refused, NotJoined) or isinstance(message, Join):
+                    raise
+                log.error("the global server refuses %s: %s", message, refused.reason)
+            self._leases.popleft()
+
+    def _is_new(self, request: LeaseRequest) -> bool:
+        waiting = [(m.worker, m.job) for m in self._leases if isinstance(m, LeaseRequest)]
+        return (request.worker, request.job) not in waiting
+
+    async def _run_beats(self) -> None:
+        leases = self.server.leases
+        while True:
+            await asyncio.sleep(rpc.REGION_BEAT_S)
+            ack = await self._persist(partial(self.link.beat, 0, self.metrics()))
+            if ack.over and not self.server.over:
+                await self._tell(RunComplete())
+            if ack.recalled and await self.server_thread.read(lambda: any(map(leases.spare, leases.held))):
+                await self._tell(Recall())
+
+    async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
+        while True:
+            update = await pushed.get()
+            await self._tell(await self._pull(update.sequence, self._fragments(update)))
+
+    def _fragments(self, update: UpdatePart) -> tuple[int, ...]:
+        return self.server.layout.fragments_of([delta.piece for delta in update.deltas])
+
+    async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
+        return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))
+
+    async def _tell(self, message: Message) -> Any:
+        """Hand a message to the region server, again and again if it says so, as while its disk is full."""
+        while True:
+            try:
+                return await self.server_thread.say(message)
+            except Refused as refused:
+                if refused.retry_s is None:
+                    raise
+                await asyncio.sleep(refused.retry_s)
+
+    async def _next(self, lane: deque[Any]) -> Any:
+        """The first message of the lane. It stays there until it was delivered, in case this session ends before."""
+        while not lane:
+            await self._work.wait()
+            self._work.clear()
+        return lane[0]
+
+    async def _persist(self, attempt: Callable[[], Awaitable[T | None]]) -> T:
+        return await self.link.persist(attempt, FOREVER_S)
+
+
+class _StartedOver(Exception):
+    """Raised when the region has forgotten its weights: the session begins anew and fetches the global ones."""
+
+
+class _Done(Exception):
+    """Raised when the goodbye was delivered, to end the session's lanes."""

@@ -1,0 +1,328 @@
+"""Copies of a server's snapshots at any URL that fsspec knows, in case a disk is lost.
+
+    <url>/<moment>/<tensor>.safetensors, then <url>/<moment>/meta.json
+
+`meta.json` names every file with its length and checksum. It is copied last and removed first, so it is there only
+while all other files are: object stores cannot rename a folder, so it marks a copy as whole. A copy that was found
+damaged gets a file `damaged.txt`, and is whole no more. Credentials, end points and the like come from the
+environment, as each of fsspec's file systems documents.
+
+A server with vaults in processes of their own has a mirror for each process. A moment is whole where all of them have
+it. The book's copy is made last and removed first, as `meta.json` is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import shutil
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from geotrain.config import ConfigError
+from geotrain.monitor.events import SnapshotUploaded, Trouble
+from geotrain.net.storage.snapshots import (
+    META,
+    DamagedSnapshot,
+    Snapshot,
+    SnapshotStore,
+    StoreError,
+    check,
+    checked_meta,
+)
+from geotrain.net.transport.deadlines import within
+from geotrain.outer.events import Event
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 300.0  # between attempts to upload
+DAMAGED = "damaged.txt"
+MOMENT = re.compile(r"\d{8}(-[0-9a-f]+)?")  # older copies have a number only
+
+
+class SnapshotMirror:
+    """The copies of one process's snapshots below `url`.
+
+    All methods block. They raise StoreError, whose message names the URL; the constructor raises ConfigError.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # Who gave up waiting for a copy, as a life of the server that has ended, cannot end it: the next one waits.
+        self._one = threading.Lock()
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError, TypeError) as error:
+            raise ConfigError(f"checkpoint.snapshots = {url!r}: cannot be used: {error}") from None
+
+    def moments(self) -> dict[str, bool]:
+        """The moments of which something is there, ascending, and whether it is a whole copy."""
+        with self._faults("cannot be read"):
+            self._files.invalidate_cache()  # fsspec caches listings, which other processes may have outdated
+            names = sorted(path.rstrip("/").rpartition("/")[2] for path in self._list(self._root))
+            return {name: self._is_whole(name) for name in names if MOMENT.fullmatch(name)}
+
+    def whole(self) -> list[str]:
+        """The moments of whole copies, ascending."""
+        return [moment for moment, is_whole in self.moments().items() if is_whole]
+
+    def upload(self, folder: Path, moment: str) -> int:
+        """Copy one snapshot's folder, unless its copy is there. Returns the snapshot's size in bytes."""
+        with self._one, self._faults("the snapshot cannot be copied there"):
+            files = sorted(path for path in folder.iterdir() if path.name != META)
+            size = sum(path.stat().st_size for path in files)
+            self._files.invalidate_cache()
+            meta = (folder / META).read_bytes()
+            if self._is_whole(moment) and self._files.cat_file(self._path(moment, META)) == meta:
+                return size
+            self._remove(moment, META, DAMAGED)
+            self._files.makedirs(self._path(moment), exist_ok=True)
+            for path in (*files, folder / META):
+                self._files.put_file(str(path), self._path(moment, path.name))
+        return size
+
+    def drop(self, moment: str) -> None:
+        """Remove what is there of the moment."""
+        with self._faults("an old snapshot cannot be removed"):
+            self._remove(moment, META)
+            with suppress(FileNotFoundError):
+                self._files.rm(self._path(moment), recursive=True)
+
+    def condemn(self, moment: str, why: str) -> None:
+        """Note that this copy is damaged: it is whole no more."""
+        with self._faults("cannot be written"):
+            self._files.pipe_file(self._path(moment, DAMAGED), why.encode())
+
+    def fetch(self, moment: str, folder: Path) -> None:
+        """Copy a snapshot into a folder of this machine, which is made anew, and bring it to the disk.
+
+        Raises also DamagedSnapshot if the copy is not whole. After an error nothing is left there.
+        """
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            with self._faults("cannot be read"):
+                folder.mkdir(parents=True)
+                meta: bytes = self._files.cat_file(self._path(moment, META))
+                (folder / META).write_bytes(meta)
+                for name in checked_meta(meta)["files"]:
+                    self._files.get_file(
+                        self._path(moment, f"{name}.safetensors"), str(folder / f"{name}.safetensors")
+                    )
+                check(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _is_whole(self, moment: str) -> bool:
+        exists = self._files.exists
+        return bool(exists(self._path(moment, META)) and not exists(self._path(moment, DAMAGED)))
+
+    def _remove(self, moment: str, *names: str) -> None:
+        for name in names:
+            if self._files.exists(self._path(moment, name)):
+                self._files.rm_file(self._path(moment, name))
+
+    def _path(self, moment: str, name: str = "") -> str:
+        return f"{self._root}/{moment}/{name}".rstrip("/")
+
+    def _list(self, path: str) -> list[str]:
+        try:
+            return list(self._files.ls(path, detail=False))
+        except FileNotFoundError:
+            return []
+
+    @contextmanager
+    def _faults(self, what: str) -> Iterator[None]:
+        """Turn any error of a file system into StoreError; each of fsspec's file systems raises errors of its own."""
+        try:
+            yield
+        except (DamagedSnapshot, StoreError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise StoreError(f"checkpoint.snapshots = {self.url}: {what}: {reason}") from error
+
+
+class Copies:
+    """All copies of a server's snapshots. own: those of its process, or of its book's. vaults: of its vaults'
+    processes. keep: how many moments stay. All methods block, and raise StoreError."""
+
+    def __init__(self, own: SnapshotMirror, keep: int, vaults: Sequence[SnapshotMirror] = ()) -> None:
+        self.own, self.keep, self.all = own, keep, (own, *vaults)
+
+    @property
+    def url(self) -> str:
+        return self.own.url
+
+    def whole(self) -> list[str]:
+        """The moments that all have whole, ascending."""
+        return whole([mirror.whole() for mirror in self.all])
+
+    def every(self) -> set[str]:
+        """The moments of which there is something."""
+        return {moment for mirror in self.all for moment in mirror.moments()}
+
+    def upload(self, folder: Path, moment: str) -> int:
+        """Copy this process's snapshot of a moment that all vaults have copied already; then remove what is not
+        wanted any more. Returns the snapshot's size in bytes."""
+        size = self.own.upload(folder, moment)
+        there = [mirror.moments() for mirror in self.all]
+        all_have = whole([[name for name, is_whole in each.items() if is_whole] for each in there])
+        if moment not in all_have:
+            lacking = [m.url for m, each in zip(self.all, there, strict=True) if not each.get(moment)]
+            raise StoreError(
+                f"checkpoint.snapshots: {', '.join(lacking)}: has no whole copy of {moment}, which was copied: do "
+                "all processes of this server mean the same store by this URL?"
+            )
+        for old in superfluous(there, all_have, moment, self.keep):
+            for mirror in self.all:
+                mirror.drop(old)
+        return size
+
+
+def whole(stores: Sequence[Collection[str]]) -> list[str]:
+    """The moments, ascending, that are whole, where each process's store has whole copies of these."""
+    return sorted(set.intersection(*(set(store) for store in stores)))
+
+
+def superfluous(there: Sequence[Collection[str]], all_have: Sequence[str], moment: str, keep: int) -> list[str]:
+    """What may go, oldest first, now that `moment` is whole: all but it and the newest `keep` of those that all have.
+    there: the moments of which each store has something."""
+    stay = {moment, *all_have[-keep:]}
+    return sorted({name for store in there for name in store} - stay)
+
+
+def newest_snapshot(store: SnapshotStore, mirror: SnapshotMirror | None) -> tuple[Snapshot | None, list[str]]:
+    """The newest whole snapshot of a server that is one process, and sentences on what is wrong with newer ones.
+
+    It comes from this machine's disk or, if the copies have a newer one, from there.
+    Raises StoreError if the disk has none and the copies cannot be read.
+    """
+    newest, faults = store.load_newest()
+    if mirror is None:
+        return newest, faults
+    try:
+        moments = mirror.moments()
+    except StoreError as error:
+        if newest is None:
+            raise
+        return newest, [*faults, str(error)]
+    for moment in reversed([m for m, is_whole in moments.items() if is_whole]):
+        if newest is not None and number_of(moment) <= newest.number:
+            break
+        temporary = store.folder / ".fetched"
+        try:
+            mirror.fetch(moment, temporary)
+        except (DamagedSnapshot, StoreError) as error:
+            faults.append(f"{mirror.url}/{moment}: passed over: {error}")
+            if isinstance(error, DamagedSnapshot):
+                mirror.condemn(moment, str(error))
+        else:
+            number = number_of(max(moments))  # what follows is then newer than all that is there
+            store.adopt(temporary, number)
+            faults.append(f"{store.folder}: has no whole snapshot {number}; it came from {mirror.url}/{moment}")
+            return store.load(number), faults
+    return newest, faults
+
+
+def number_of(moment: str) -> int:
+    """Of two moments of a server the later one's is greater."""
+    return int(moment.partition("-")[0])
+
+
+class Uploader:
+    """Copies the newest snapshot of a store whenever there is a new one, while the server works.
+
+    A copy that fails is tried again after growing pauses. Where the server has vaults in other processes, the book
+    says which moment is copied, one at a time: copies that take unlike times would never meet otherwise.
+    tell: called with events. vaults: lets the vaults copy theirs of a moment; raises StoreError. Belongs to one event
+    loop.
+    """
+
+    def __init__(
+        self, store: SnapshotStore, copies: Copies, tell: Callable[[Event], None],
+        vaults: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:  # fmt: skip
+        self.store, self.copies, self.tell, self.vaults = store, copies, tell, vaults
+        self.uploaded = 0  # number of the newest snapshot that the mirror has whole
+        self.trouble: str | None = None  # why the last attempt failed; None if it did not
+        self._work, self._done = asyncio.Event(), asyncio.Event()
+
+    def status(self) -> dict[str, Any]:
+        return {"url": self.copies.url, "uploaded": self.uploaded, "trouble": self.trouble}
+
+    def wake(self) -> None:
+        """Note that there is a new snapshot to copy."""
+        self._done.clear()
+        self._work.set()
+
+    async def run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._work.clear()
+            try:
+                await self._upload_newest()
+            except StoreError as error:
+                if self.trouble is None:
+                    log.error("%s; trying again", error)
+                    self.tell(Trouble(str(error)))  # only at the first failure of several
+                self.trouble = str(error)
+                with suppress(TimeoutError):
+                    await within(pause_s * random.uniform(0.5, 1.0), self._work.wait())
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            else:
+                self.trouble, pause_s = None, FIRST_PAUSE_S
+                if not self._work.is_set():
+                    self._done.set()
+                await self._work.wait()
+
+    async def finish(self, within_s: float) -> None:
+        """Wait until the mirror has the newest snapshot. Raises StoreError after `within_s`."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._done.wait()
+        except TimeoutError:
+            raise StoreError(
+                f"{self.copies.url}: the last snapshot was not copied there within {within_s:g} s "
+                f"({self.trouble or 'the link is slow'}); it is in {self.store.folder}"
+            ) from None
+
+    async def _upload_newest(self) -> None:
+        number, moment = max(self.store.moments().items(), default=(0, ""))
+        if number <= self.uploaded or not moment:
+            return
+        began_s = time.monotonic()
+        with self.store.kept(number) as folder:
+            if self.vaults is not None:
+                await self.vaults(moment)
+            size = await beside(lambda: self.copies.upload(folder, moment))
+        self.uploaded = number
+        self.tell(SnapshotUploaded(number, size, time.monotonic() - began_s))
+
+
+async def beside(call: Callable[[], T]) -> T:
+    """Run the call on a daemon thread and await its result.
+
+    At its end the process does not wait for a daemon thread, unlike for an executor's. So an upload that hangs cannot
+    hold it up.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="upload", daemon=True).start()
+    return await asyncio.wrap_future(done)

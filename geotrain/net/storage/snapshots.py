@@ -1,0 +1,355 @@
+"""Snapshots of a server's state. Each is a folder that exists either whole or not at all.
+
+    <folder>/<number>/meta.json            the JSON part of the state, with the length and checksum of every file
+    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading go piece by piece
+
+`Server.state()` names the tensors. `piece.<i>.x` is the fp32 vector of piece i of the layout, which export reads
+(`fragment.<i>.x` in older ones, of fragments that are one piece each).
+
+`meta["moment"]` names the moment of the snapshot: the same in the snapshots that a server's book and its vaults took
+of it, and nowhere else, also where the server went back to an older one and counts from there again. "": the first
+snapshot of a book or a vault, which it takes by itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from zlib_ng.zlib_ng import crc32
+
+from geotrain.common.files import make_folder, sync
+from geotrain.config import vault_name
+from geotrain.net.storage.frozen_state import PIECE_BYTES, FrozenState
+from geotrain.outer.mirror_store import Shelf
+from geotrain.outer.shards.shard import MIRRORS
+from geotrain.parameters.layout import Layout, LayoutError
+from geotrain.parameters.pieces import deal
+
+SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
+META = "meta.json"
+# Names of dtypes as the safetensors format has them.
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+KINDS = {name: dtype for dtype, name in DTYPES.items()}
+DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)  # what damage can look like
+HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
+
+
+class StoreError(OSError):
+    """A snapshot cannot be written or read. Says which, why and what to do. Nothing half-written is left."""
+
+
+class DamagedSnapshot(ValueError):
+    """This snapshot is not what was written."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep other servers out of it during the block. Raises StoreError.
+
+    The kernel releases the lock when this process ends, however it does.
+    """
+    try:
+        make_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StoreError(f"{folder}: another server is running in this folder; stop it first") from None
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    number: int
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+class SnapshotStore:
+    """The snapshots in one folder. keep: how many stay when a new one is written. shelf: where mirrors lie."""
+
+    def __init__(self, folder: Path, keep: int = 2, shelf: Shelf | None = None) -> None:
+        self.folder, self.keep, self.shelf = folder, keep, shelf or Shelf()
+        self._kept: set[int] = set()  # numbers of snapshots that are in use, and must not be dropped
+
+    def save(self, state: FrozenState, meta: dict[str, Any]) -> int:
+        """Write the next snapshot, delete the oldest beyond `keep`, and return its number. The state is closed
+        afterwards. Raises StoreError."""
+        with closing(state):
+            numbers = self.numbers()
+            number = max(numbers, default=0) + 1
+            self._write(number, state, meta)
+        for old in set((*numbers, number)[: -self.keep]) - self._kept:
+            shutil.rmtree(self.path(old), ignore_errors=True)
+        return number
+
+    def _write(self, number: int, state: FrozenState, meta: dict[str, Any]) -> None:
+        final, temporary = self.path(number), self.folder / f".{number:08d}.partial"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            make_folder(temporary)
+            files = {name: _write_tensor(temporary / _file(name), name, state) for name in state.names()}
+            body = json.dumps({"files": files, "meta": meta}).encode()
+            _write(temporary / META, (b"%08x\n" % crc32(body), body))
+            # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
+            sync(temporary)
+            temporary.rename(final)
+            sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise StoreError(
+                f"{final}: the snapshot cannot be written: {error.strerror or error}; "
+                "the older ones are whole; make room or repair the disk"
+            ) from error
+
+    def check_room(self, state_bytes: int) -> None:
+        """Raises StoreError, as for a full disk, if a snapshot of so many bytes cannot fit."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        free_bytes = shutil.disk_usage(place).free
+        if free_bytes < state_bytes + HEADS_BYTES:
+            raise StoreError(
+                f"{self.folder}: a snapshot needs {state_bytes / 1e6:.1f} MB, but only {free_bytes / 1e6:.1f} MB are "
+                "free; the older ones are whole; make room"
+            ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def kept(self, number: int) -> Iterator[Path]:
+        """The folder of a snapshot, which stays there during the block."""
+        self._kept.add(number)
+        try:
+            yield self.path(number)
+        finally:
+            self._kept.discard(number)
+
+    def adopt(self, folder: Path, number: int) -> None:
+        """Take in a whole snapshot from `folder` (on the same disk), as that number. Raises OSError."""
+        make_folder(self.folder)
+        shutil.rmtree(self.path(number), ignore_errors=True)
+        folder.rename(self.path(number))
+        sync(self.folder)
+
+    def new_moment(self) -> str:
+        """A name for the moment of the next snapshot. Names of later moments are greater. Raises StoreError."""
+        return f"{max(self.numbers(), default=0) + 1:08d}-{uuid.uuid4().hex[:12]}"
+
+    def moments(self) -> dict[int, str]:
+        """Of the snapshots that are whole, by number, ascending. Raises StoreError."""
+        found = {}
+        for number in self.numbers():
+            with suppress(DamagedSnapshot):  # older ones name no moment, and are of servers of one process
+                found[number] = _load(self.path(number), number, ()).meta.get("moment", f"{number:08d}")
+        return found
+
+    def load(self, number: int) -> Snapshot:
+        """Raises DamagedSnapshot."""
+        return _load(self.path(number), number, shelf=self.shelf)
+
+    def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
+        """The newest whole snapshot, None if there is none, and sentences on what is wrong with it or newer ones.
+
+        names: read only these tensors. Raises StoreError if the folder cannot be read.
+        """
+        faults: list[str] = []
+        for number in reversed(self.numbers()):
+            try:
+                return _load(self.path(number), number, names, faults, self.shelf), faults
+            except DamagedSnapshot as error:
+                faults.append(f"{self.path(number)}: damaged, passed over: {error}")
+        return None, faults
+
+    def numbers(self) -> list[int]:
+        """The numbers of all snapshots, ascending. Raises StoreError."""
+        try:
+            return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal() and p.is_dir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"{self.folder}: cannot be read: {error.strerror}") from error
+
+    def metas(self) -> list[dict[str, Any]]:
+        """The JSON parts of all snapshots. Raises StoreError when one is damaged."""
+        try:
+            return [_load(self.path(number), number, ()).meta for number in self.numbers()]
+        except DamagedSnapshot as error:
+            raise StoreError(f"{self.folder}: a snapshot is damaged: {error}") from error
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}"
+
+
+def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """The newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
+
+    Raises StoreError when there is no whole snapshot, LayoutError when it is another model's, DamagedSnapshot.
+    """
+    store = SnapshotStore(folder / SNAPSHOTS)
+    newest, faults = store.load_newest(names=())
+    if newest is None:
+        raise StoreError("\n".join([f"{folder}: holds no snapshot that is whole", *faults]))
+    if newest.meta["state"]["layout_digest"] != layout.digest:
+        raise LayoutError(f"{folder}: holds weights of another model than the run file's")
+    places = {piece.index: store.path(newest.number) for piece in layout.pieces}
+    if "vaults" in newest.meta["state"]:
+        places = _in_vaults(folder, layout, newest.meta["state"]["vaults"]["number"], newest.meta.get("moment", ""))
+    for fragment in layout.fragments:
+        names = {f"piece.{piece.index}.x": places[piece.index] for piece in layout.pieces_of[fragment.index]}
+        if not all((place / _file(name)).exists() for name, place in names.items()):
+            names = {f"fragment.{fragment.index}.x": store.path(newest.number)}
+        vectors = [_load(place, 0, (name,)).tensors[name] for name, place in names.items()]
+        yield from layout.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
+
+
+def _in_vaults(folder: Path, layout: Layout, number: int, moment: str) -> dict[int, Path]:
+    """Piece → the snapshot of that moment that its vault wrote. folder: the server's; those of its vaults are beside
+    it. Raises StoreError, when one of them is not here or not whole."""
+    places: dict[int, Path] = {}
+    for vault, own in enumerate(deal(layout.pieces, number)):
+        store = SnapshotStore(folder.with_name(vault_name(folder.name, vault)) / SNAPSHOTS)
+        alike = [n for n, of in store.moments().items() if of == moment]
+        if not alike:
+            raise StoreError(
+                f"{store.folder}: holds no whole snapshot of the server's last: bring the vaults' folders here, "
+                "beside the server's"
+            )
+        places.update({piece.index: store.path(max(alike)) for piece in own})
+    return places
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def _load(
+    folder: Path, number: int, names: tuple[str, ...] | None = None, faults: list[str] | None = None,
+    shelf: Shelf | None = None,
+) -> Snapshot:  # fmt: skip
+    """Read a snapshot. names: read only these tensors. faults: gets a sentence for each damaged tensor that a server
+    can do without (`DISPENSABLE`), which is left out; None: there may be none. shelf: where mirrors then lie.
+
+    Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable.
+    """
+    try:
+        saved = checked_meta((folder / META).read_bytes())
+        wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
+        tensors = {}
+        for name, stated in wanted.items():
+            try:
+                place = shelf if shelf is not None and name.startswith(MIRRORS) else Shelf()
+                tensors[name] = _read(folder / _file(name), place, *stated)
+                place.back(tensors[name])
+            except UNREADABLE as error:
+                if faults is None or not name.startswith(DISPENSABLE):
+                    raise
+                faults.append(f"{folder / _file(name)}: damaged ({error}): that member's next weights go whole")
+        return Snapshot(number, tensors, saved["meta"])
+    except UNREADABLE as error:
+        raise DamagedSnapshot(str(error)) from error
+
+
+def check(folder: Path) -> None:
+    """Read a snapshot's files without keeping them, and bring them to the disk. Raises DamagedSnapshot, OSError."""
+    try:
+        stated = [(_file(name), *each) for name, each in checked_meta((folder / META).read_bytes())["files"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedSnapshot(str(error)) from error
+    for name, size, crc in stated:
+        found = read = 0
+        with (folder / name).open("rb") as file:
+            while content := file.read(PIECE_BYTES):
+                found, read = crc32(content, found), read + len(content)
+        if read != size:
+            raise DamagedSnapshot(f"{name} has {read} bytes instead of {size}")
+        if found != crc:
+            raise DamagedSnapshot(f"{name} differs from what was written (its checksum is wrong)")
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
+def checked_meta(content: bytes) -> dict[str, Any]:
+    """The content of a META file: `files` (tensor → bytes and checksum of its file) and `meta`.
+
+    Raises DamagedSnapshot.
+    """
+    checksum, _, body = content.partition(b"\n")
+    if checksum != b"%08x" % crc32(body):
+        raise DamagedSnapshot(f"{META} differs from what was written (its checksum is wrong)")
+    saved: dict[str, Any] = json.loads(body)
+    return saved
+
+
+def _file(tensor: str) -> str:
+    return f"{tensor}.safetensors"
+
+
+def _write_tensor(path: Path, name: str, state: FrozenState) -> tuple[int, int]:
+    """Write a tensor of the state as a safetensors file. Returns (bytes, crc32) of the file."""
+    dtype, shape = state.kinds[name]
+    data_bytes = prod(shape) * dtype.itemsize
+    header = {"tensor": {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [0, data_bytes]}}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
+    return _write(path, chain((struct.pack("<Q", len(text)) + text,), state.pieces(name)))
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write a new file, which is on disk when this returns. Returns (bytes, crc32) of it."""
+    size = crc = 0
+    with path.open("xb") as file:
+        for piece in pieces:
+            crc = crc32(piece, crc)
+            size += file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, crc
+
+
+def _read(path: Path, shelf: Shelf, size: int, crc: int) -> Tensor:
+    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. shelf: where the tensor then
+    lies. Raises DamagedSnapshot."""
+    if path.stat().st_size != size:
+        raise DamagedSnapshot(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
+    with path.open("rb") as file:
+        head = file.read(8)
+        text_bytes = struct.unpack("<Q", head)[0]
+        if text_bytes > size - len(head):
+            raise DamagedSnapshot(f"{path.name}: its header is said to have {text_bytes} bytes")
+        text = file.read(text_bytes)
+        found = crc32(head + text)
+        stated = json.loads(text)["tensor"]
+        dtype = KINDS[stated["dtype"]]
+        if prod(stated["shape"]) * dtype.itemsize != size - len(head) - len(text):
+            raise DamagedSnapshot(f"{path.name}: its header does not fit its size")
+        tensor = shelf.room(stated["shape"], dtype)
+        data = _bytes_of(tensor)
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            if file.readinto(piece) != len(piece):
+                raise DamagedSnapshot(f"{path.name} ends early")
+            found = crc32(piece, found)
+    if found != crc:
+        raise DamagedSnapshot(f"{path.name} differs from what was written (its checksum is wrong)")
+    return tensor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's memory as bytes, without a copy."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,310 @@
+"""The client by which a worker's rank calls the server above it. Its methods are plain and blocking, or give futures;
+the sockets live on a thread inside."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from geotrain.net.transport import rpc, wire
+from geotrain.net.transport.certs import Trust
+from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
+from geotrain.net.transport.vaulted_link import VaultedLink, VaultsAbove
+from geotrain.outer.messages import (
+    Answer,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    NotJoined,
+    Refused,
+    UpdatePart,
+    Validated,
+    Welcome,
+)
+from geotrain.parameters.layout import numel
+
+T = TypeVar("T")
+
+MAX_WAITING_PARTS = 64  # so many updates may wait to be sent
+NOT_YET = -1  # in place of the last update that a server has applied
+
+
+class ServerForgot(RuntimeError):
+    """The server was restored to a state older than what it has acknowledged. This worker must be started again."""
+
+
+@dataclass
+class _Pushed:
+    """An update that was given to `push` and is not known to be part of the server's weights."""
+
+    part: UpdatePart
+    delivered: Future[None]
+    acknowledged: bool = False  # by the server's present life, so that it need not be sent again
+
+    def settle(self, error: Exception | None = None) -> None:
+        """Note that it was delivered or, with an error, cannot be. Only the first call has an effect."""
+        if not self.delivered.done():
+            self.delivered.set_result(None) if error is None else self.delivered.set_exception(error)
+
+
+class WorkerClient:
+    """One rank's connection, for one life of its member.
+
+    Updates are delivered in order. They are kept until they are part of the server's weights, so that a server that
+    is restarted meanwhile can get them again. If the server does not know the member, as after a restart, the client
+    joins again by itself, in the same life, and goes on.
+
+    trust: None means plaintext. connect_s: how long `join` tries. deadline_s: how long each other call tries.
+    vaults: the server's, where they are processes of their own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_s: float = 60.0,
+        deadline_s: float = 3600.0,
+        trust: Trust | None = None,
+        vaults: VaultsAbove | None = None,
+    ) -> None:
+        self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
+        self.vaults = vaults
+        # Called, on the thread inside, with the sequence of each update that the server has applied.
+        self.on_acknowledged: Callable[[int], None] = lambda sequence: None
+        self.mirrors: Callable[[], tuple[int, ...]] = tuple  # gives the marks for a join in the same life
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
+        self._thread.start()
+        self._link: GrpcClient | None = None
+        self._join: Join | None = None
+        self._part = self._limit_bytes = 0
+        self._parts: deque[_Pushed] = deque()  # those not known to be applied
+        self._applied = 0
+        self._sequence = 0  # of the last update given to `push`
+        self._work = asyncio.Event()
+        self._rejoining = asyncio.Lock()
+        self._lives = 0  # how often it has joined
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def join(self, join: Join) -> Welcome:
+        """Introduce this rank. Raises Refused, and Unreachable after `connect_s`."""
+        return self._start(self._first_join(join)).result(self.connect_s + 5)
+
+    def push(self, part: UpdatePart) -> Future[None]:
+        """Deliver this rank's part of an update, after those pushed before. The future is done when the server has
+        it.
+
+        The future raises Refused if that is final, Unreachable, ServerForgot.
+        """
+        if len(self._parts) >= MAX_WAITING_PARTS:
+            raise RuntimeError(f"{len(self._parts)} updates wait to be sent already; pull their answers first")
+        pushed = _Pushed(part, Future())
+        self._loop.call_soon_threadsafe(self._enqueue, pushed)
+        return pushed.delivered
+
+    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
+        """The answer to update `sequence` (0: to the join), which was about these fragments."""
+        return self._start(self._pull(sequence, fragments))
+
+    def lease(self, request: LeaseRequest) -> Future[Lease | Finished]:
+        """Ask for a lease. The future waits for as long as the run is paused."""
+        return self._start(self._persist(lambda link: link.lease(request), patient=True))
+
+    def global_weights(self, number: int) -> Future[Answer]:
+        """This rank's part of the global weights that validation `number` is to evaluate; empty if the server has
+        none."""
+        limit_bytes, part = self._limit_bytes, self._part
+        return self._start(self._persist(lambda link: link.global_weights(part, number, limit_bytes)))
+
+    def validated(self, result: Validated) -> None:
+        """Tell the server a validation's result, in the background. If it cannot be delivered it is lost, which does
+        no
+        harm: there will be others."""
+        self._start(self._persist(lambda link: link.validated(result)))
+
+    @property
+    def retries(self) -> int:
+        """How many attempts failed on their way and were repeated."""
+        return self._link.retries if self._link else 0
+
+    def leave(self) -> None:
+        """Say goodbye once every update of this rank has been delivered. Returns when all ranks of the member have
+        said it. Raises what the futures of `push` raise."""
+        self._start(self._leave()).result(2 * self.deadline_s + 5)
+
+    def close(self) -> None:
+        """Give up everything that is under way. Further calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    # -- between the threads
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the thread inside. It is remembered, so that `close` can cancel it."""
+
+        async def tracked() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            try:
+                return await work
+            finally:
+                self._tasks.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+
+    async def _shut(self) -> None:
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for pushed in self._parts:
+            pushed.settle(ConnectionError(f"the link to {self.address} was closed"))
+        self._parts.clear()
+        if self._link is not None:
+            await self._link.close()
+
+    # -- on the thread inside
+
+    def _persist(
+        self, attempt: Callable[[GrpcClient], Awaitable[T | None]], patient: bool = False
+    ) -> Coroutine[Any, Any, T]:
+        """Repeat a call until it gives a value, as `GrpcClient.persist`; joins again where the server asks for it."""
+        if (link := self._link) is None:
+            raise RuntimeError("join first")
+        return link.persist(lambda: attempt(link), self.deadline_s, rejoin=self._rejoin, patient=patient)
+
+    async def _first_join(self, join: Join) -> Welcome:
+        if self._join is not None:
+            raise RuntimeError(f"{join.member} has joined already; a new life needs a client of its own")
+        life = join.member, join.incarnation, self.trust
+        link = VaultedLink(self.address, *life, self.vaults) if self.vaults else GrpcClient(self.address, *life)
+        try:
+            welcome = await link.persist(lambda: link.join(join), self.connect_s)
+        except BaseException:
+            await link.close()
+            raise
+        self._join, self._link, self._part = join, link, join.part
+        self._limit_bytes = 8 * sum(numel(slices) for slices in join.holds) + 65536
+        self._applied = self._sequence = welcome.sequence - 1
+        self._lives += 1
+        self._start(self._push_all())
+        self._start(self._beat())
+        return welcome
+
+    async def _rejoin(self) -> None:
+        """Join again, and let every update that is not applied be sent again.
+
+        All calls that were under way meet a restarted server at once; only the first of them joins.
+        """
+        lives = self._lives
+        async with self._rejoining:
+            if lives != self._lives:
+                return
+            link, join = self._link, self._join
+            assert link is not None
+            assert join is not None
+            welcome = await link.join(replace(join, mirrors=self.mirrors()))
+            if welcome.sequence <= self._applied:
+                raise ServerForgot(
+                    f"{self.address} expects update {welcome.sequence} of {join.member}, but had acknowledged "
+                    f"{self._applied}: it was restored from an older state, or has started over; start this worker "
+                    "again"
+                )
+            self._lives += 1
+            self._note_applied(welcome.sequence - 1)
+            for pushed in self._parts:
+                pushed.acknowledged = False
+            self._work.set()
+
+    def _enqueue(self, pushed: _Pushed) -> None:
+        self._sequence = pushed.part.sequence
+        self._parts.append(pushed)
+        self._work.set()
+
+    async def _push_all(self) -> None:
+        """Send updates that were not acknowledged, in order, for as long as this client lives."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while pushed := self._next():
+                await self._push(pushed)
+
+    def _next(self) -> _Pushed | None:
+        """The first update that the server's present life has not acknowledged."""
+        return next((p for p in self._parts if not p.acknowledged), None)
+
+    async def _beat(self) -> None:
+        """Send heartbeats. One that fails needs no care: the next comes soon, and calls that wait notice lost
+        links."""
+        assert self._link is not None
+        while True:
+            await asyncio.sleep(rpc.BEAT_S)
+            try:
+                await self._link.beat(self._part)
+            except NotJoined:
+                with suppress(Exception):
+                    await self._rejoin()
+            except (ConnectionLost, Refused, wire.WireError):
+                pass
+
+    async def _push(self, pushed: _Pushed) -> None:
+        async def attempt(link: GrpcClient) -> int | None:
+            # Joining again may have brought up an earlier one, whose other parts had not come: it is wanted first.
+            if (first := self._next()) is not None and first.part.sequence < pushed.part.sequence:
+                return NOT_YET
+            lives = self._lives
+            applied = await link.push(pushed.part)
+            # If this client has joined again meanwhile, an earlier life of the server has acknowledged. Unless all
+            # parts had come, that life has taken the part with it.
+            return applied if lives == self._lives else None
+
+        try:
+            applied = await self._persist(attempt)
+        except Exception as error:
+            self._parts.remove(pushed)
+            pushed.settle(error)
+            return
+        if applied == NOT_YET:
+            return
+        pushed.acknowledged = True
+        if applied >= pushed.part.sequence:
+            self.on_acknowledged(pushed.part.sequence)
+        pushed.settle()
+        self._note_applied(applied)
+
+    async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
+        answer = await self._persist(lambda link: link.pull(self._part, sequence, fragments, self._limit_bytes))
+        self._note_applied(sequence)
+        return answer
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                while any(not p.acknowledged for p in self._parts):
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            assert self._link is not None
+            raise self._link.unreachable(self.deadline_s, "updates wait to be sent") from None
+        await self._persist(lambda link: link.leave(self._part, self._sequence))
+
+    def _note_applied(self, sequence: int) -> None:
+        self._applied = max(self._applied, sequence)
+        while self._parts and self._parts[0].part.sequence <= self._applied:
+            self._parts.popleft().settle()

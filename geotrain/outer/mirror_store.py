@@ -1,0 +1,27 @@
+"""Where a server keeps mirrors, the vectors that it needs only now and then (`outer.mirrors`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Shelf:
+    """In memory; `geotrain.net.storage.disk_shelf` has one on the disk. What lies on a shelf is read and changed in
+    place."""
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new tensor of any content on the shelf."""
+        return torch.empty(shape, dtype=dtype)
+
+    def put(self, vector: Tensor) -> Tensor:
+        """Take over a vector, which nobody else changes; returns it as it lies on the shelf."""
+        return vector
+
+    def fetch(self, vector: Tensor) -> None:
+        """It is about to be used. What is not from a shelf does not matter here and in `back`."""
+
+    def back(self, vector: Tensor) -> None:
+        """It is not needed for a while."""

@@ -1,0 +1,1 @@
+"""A server's state machine: members, leases, updates."""

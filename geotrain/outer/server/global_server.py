@@ -1,0 +1,235 @@
+"""The global server's state machine: it holds the run's weights and accounts for its training data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from torch import Tensor
+
+from geotrain.config import OuterConfig
+from geotrain.outer.events import Steered, ValidationDone
+from geotrain.outer.messages import (
+    GLOBAL,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    Message,
+    OperatorCommand,
+    Refused,
+    Release,
+    Trained,
+    UpdatePart,
+    Validated,
+    Welcome,
+)
+from geotrain.outer.rules import global_rule
+from geotrain.outer.server.leases import LeaseBook, Validations, check_numbers
+from geotrain.outer.server.member import MOST_WEIGHT
+from geotrain.outer.server.server import Identity, Server
+from geotrain.outer.shards.shards import FarVaults
+from geotrain.parameters.layout import Layout
+
+
+class GlobalServer(Server):
+    """Applies its members' updates, answers them with the newest weights, and hands out data.
+
+    regions: region → its workers. The members are the regions or, in a flat run (`outer.levels` = 1), the workers.
+    train_samples, samples_per_step: of the run, and of one inner step. validate_every_samples: committed samples
+    between two validations; None: there are none. sample_tokens: tokens in one sample, for the event log, which
+    counts tokens.
+    """
+
+    def __init__(
+        self, identity: Identity, layout: Layout, config: OuterConfig, regions: dict[str, tuple[str, ...]],
+        train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
+        sample_tokens: int = 1, vaults: int | FarVaults = 1,
+    ) -> None:  # fmt: skip
+        workers = {w: (w,) for names in regions.values() for w in names}
+        self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
+        self.members_of = regions if config.flat else {name: (name,) for name in regions}  # region → its members here
+        self._member_of = {worker: member for member, names in self._workers_of.items() for worker in names}
+        members = tuple(self._workers_of)
+        rule = global_rule(config.rule, members)
+        role: Literal["worker", "region"] = "worker" if config.flat else "region"
+        codecs, narrow = (config.up, config.down), config.server_state == "bf16"
+        super().__init__(GLOBAL, role, identity, layout, rule, members, *codecs, config.limits, vaults, narrow=narrow)
+        self.sample_tokens = sample_tokens
+        rounds = tuple(workers) if config.rule.synchronous else None
+        self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
+        self.validations = Validations(validate_every_samples)
+        self.paused = self.stopping = False
+        self.draining: set[str] = set()  # members that shall leave, or have left because they were drained
+
+    def _route(self, message: Message) -> Any:
+        match message:
+            case LeaseRequest():
+                return self._on_lease_request(message)
+            case Release():
+                return self.book.release(message.leases)
+            case Trained():
+                self._commit(message.member, message.leases)
+                return None
+            case OperatorCommand():
+                return self._on_operator_command(message)
+            case Validated():
+                self.copy_weights(None)
+                if self.validations.on_validated(message, self.book):
+                    tokens = self.book.committed_samples * self.sample_tokens
+                    self._events.append(ValidationDone(**asdict(message), tokens=tokens))
+                return None
+        return super()._route(message)
+
+    def _on_operator_command(self, command: OperatorCommand) -> str:
+        """Returns the run's phase. Raises Refused."""
+        match command.what:
+            case "pause" | "resume":
+                self.paused = command.what == "pause"
+            case "stop":
+                self.stopping = True
+            case "drain":
+                if command.region not in self.members_of:
+                    raise Refused(f"no region is called {command.region!r} here; known: {', '.join(self.members_of)}")
+                if self.book.rounds is not None:
+                    raise Refused("each round of a synchronous run needs every worker: stop the run instead")
+                self.draining.update(self.members_of[command.region])
+            case _:
+                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop")
+        self._events.append(Steered(command.what, command.region))
+        return self.phase
+
+    def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
+        """Grant a lease; None while the run is paused. Raises Refused when the worker is not one of this run's."""
+        if request.worker not in self._member_of:
+            raise Refused(f"no worker of this run is called {request.worker!r}")
+        check_numbers(request)
+        if self.member_role == "worker":
+            self._check_request(request)  # otherwise its region has done so
+        self._present(self._member_of[request.worker])
+        leaves = self.leaves(request.worker)
+        task = self.validations.task_for(request.worker, self.book)
+        granted = self.book.grant(request, not (self.paused or leaves), task)
+        # The lease may be one granted before, which is given again as it was and does not carry the new task.
+        if task and isinstance(granted, Lease) and granted.validate == task:
+            self.validations.handed_out(self.book.committed_samples)
+        # A worker that is to leave still gets the leases it held already, and is told that it is finished after them.
+        return self.book.dismiss(request) if granted is None and leaves else granted
+
+    @property
+    def final_validation(self) -> int:
+        """The number of the validation that the run's final weights still need; 0: none."""
+        return self.validations.final_task(self.book) if self.finished else 0
+
+    def versions_to_validate(self) -> list[int]:
+        return self.versions
+
+    def leaves(self, worker: str) -> bool:
+        """Whether the worker gets no new lease and leaves after those it holds: the run stops, or it is drained."""
+        return self.stopping or any(worker in self._workers_of[name] for name in self.draining)
+
+    def recalls(self, member: str) -> bool:
+        return self.paused or self.stopping or member in self.draining
+
+    def lease_is_due(self, worker: str) -> bool:
+        return not self.paused or self.leaves(worker)
+
+    def most_weight(self, member: str) -> int:
+        if self.member_role == "worker":
+            return 1
+        return len(self._workers_of[member]) if self.rule.in_rounds else MOST_WEIGHT
+
+    def lent(self, member: str) -> int:
+        workers = self._workers_of[member]  # each may send one more, at the end
+        return len(workers) + len(self.holds(member)) + self.book.returned_by(workers)
+
+    def workers_of(self, member: str) -> tuple[str, ...]:
+        return self._workers_of[member]
+
+    def _on_join(self, join: Join) -> Welcome:
+        """A drained member that has left and comes back in a new life takes part again: that ends the draining."""
+        before = self.members.get(join.member)
+        back = before is not None and before.left and before.incarnation != join.incarnation
+        welcome = super()._on_join(join)
+        if back and join.member in self.draining:
+            self.draining.remove(join.member)
+            for worker in self._workers_of[join.member]:
+                self.book.dismissed.pop(worker, None)
+        return welcome
+
+    def holds(self, name: str) -> dict[int, Lease]:
+        return self.book.held_by(self._workers_of[name])
+
+    def _release_leases(self, name: str) -> None:
+        self.book.release(self.holds(name))
+
+    def _begin_life(self, join: Join) -> None:
+        # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
+        # that contain it, and still answers for the leases that it names.
+        self.book.release(self.holds(join.member).keys() - set(join.leases))
+
+    def _commit(self, member: str, leases: tuple[int, ...]) -> int:
+        """Commit those of the leases that went to the member, be they open or, since it counted as dead, returned.
+        Returns their samples."""
+        self._member(member)
+        workers = self._workers_of[member]
+        return self.book.commit(tuple(n for n in dict.fromkeys(leases) if self.book.given_to(n) in workers))
+
+    def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
+        return self._commit(part.member, part.leases), self.book.committed_samples * self.sample_tokens
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
+        self.book.dismissed.clear()
+        self.book.shorten()
+        self.paused = self.stopping = False
+        self.draining.clear()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended: every member left, or all data is trained and nobody is at work any more. The
+        second holds also where a member died at the end and never said goodbye."""
+        return self.empty or (self.over and self.idle)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to train: all data is committed, or the run is to stop and no lease is out."""
+        return self.book.finished or (self.stopping and not self.book.open)
+
+    @property
+    def phase(self) -> str:
+        if self.finished:
+            return "ended"
+        return "stopping" if self.stopping else "paused" if self.paused else "running"
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for people and tests. complete: no data is left, and none is out."""
+        return {
+            **super().status(),
+            "phase": self.phase,
+            "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
+            "complete": self.book.finished,
+            "validation": self.validations.latest,
+            "train_samples": self.book.train_samples,
+            "committed_samples": self.book.committed_samples,
+            "dispatched_samples": self.book.next_start,
+            "repeated_samples": self.book.repeated_samples,
+            "open_leases": len(self.book.open),
+        }
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, meta = super().state()
+        meta["leases"] = self.book.state()
+        meta["validations"] = self.validations.state()
+        meta["steered"] = {"paused": self.paused, "stopping": self.stopping, "draining": sorted(self.draining)}
+        return tensors, meta
+
+    def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        super().load(tensors, meta)
+        self.book.load(meta["leases"])
+        if "validations" in meta:
+            self.validations.load(meta["validations"])
+        steered = meta.get("steered", {})  # older snapshots have none
+        self.paused, self.stopping = steered.get("paused", False), steered.get("stopping", False)
+        self.draining = set(steered.get("draining", ()))

@@ -1,0 +1,394 @@
+"""Accounts for the training data: which samples were handed out, to whom, and which are trained for good.
+
+Samples are numbered 0 … train_samples − 1 over the run; the data loader turns a number into text. A lease is
+*committed* when the global server has applied the update that contains its training; until then it may return to the
+pool and be trained by another worker. So each sample is counted once, whoever dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, astuple
+from heapq import nsmallest
+from math import ceil, inf, isfinite
+from typing import Any
+
+from geotrain.outer.messages import GLOBAL, Finished, Lease, LeaseRequest, Refused, Validated
+from geotrain.outer.server.member import MOST_JOBS
+
+RETURNED_KEPT = 4096  # leases that came back, of which a late update may still tell that they were trained after all
+FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
+SHORTEST_STEP_S, LONGEST_STEP_S = 1e-6, 1e6  # inner steps are neither shorter nor longer, whatever a worker claims
+MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
+MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
+PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
+LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not tell: a checkpoint, a slow disk, a first compilation
+ROUNDS_KEPT = 8  # of a synchronous run: the next life of a worker that died may ask for a recent round again
+
+
+class LeaseBook:
+    """The leases of one run: what is left to hand out, what is out, and how much is committed.
+
+    train_samples: samples in the run, a multiple of samples_per_step (the samples of one inner step of any worker).
+    local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
+    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135).
+    rounds: for synchronous rules, the names of all workers. Job j of every worker is then laid out at once, in the
+    order of names, so that the same worker trains the same samples whoever asks first.
+    Raises ValueError when train_samples is no multiple of samples_per_step.
+    """
+
+    def __init__(
+        self,
+        train_samples: int,
+        samples_per_step: int,
+        local_steps: int,
+        scale_local_steps: bool = False,
+        rounds: tuple[str, ...] | None = None,
+    ) -> None:
+        if train_samples % samples_per_step:
+            wanted = f"a multiple of a step's {samples_per_step} samples"
+            raise ValueError(f"train_samples = {train_samples} is not {wanted}")
+        self.train_samples = train_samples
+        self.samples_per_step = samples_per_step
+        self.local_steps = local_steps
+        self.scale_local_steps = scale_local_steps
+        self.rounds = tuple(sorted(rounds)) if rounds else None
+        self.next_lease = 1
+        self.next_start = 0  # samples from here on were never handed out
+        self.pool: list[tuple[int, int]] = []  # (start, samples) that came back, sorted
+        self.open: dict[int, Lease] = {}  # lease number → lease that is handed out and not committed
+        self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
+        self.committed_samples = 0
+        self.repeated_samples = 0  # trained by two, since the first was taken for dead and came back too late
+        self.dismissed: dict[str, int] = {}  # worker → first job for which it was told that it is finished
+        self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
+        self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
+        # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
+        self._held: dict[str, dict[int, Lease]] = {}
+        self._fastest: dict[str, float] = {}  # the two lowest of `step_s`, found without a search for the same reason
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to hand out, and nothing is out."""
+        return not self.open and not self._left()
+
+    def grant(self, request: LeaseRequest, new: bool = True, validate: int = 0) -> Lease | Finished | None:
+        """The lease for this worker's job, the same one when it is asked for again; Finished when no data is left.
+
+        new: whether more data may be handed out (not while the run is paused). If not, None is returned in place of a
+        new lease. A round that some worker has begun does not count as new: leaving out the others would let those
+        who have begun wait for them without end. validate: number of the validation that goes with a new lease.
+
+        Finished is said as soon as nothing is left to hand out, although leases that are out with others may still
+        come back: waiting for their commits could deadlock, since a region sends its last updates only when its
+        workers have left. What comes back is trained by the next life of the worker that held it.
+        Raises Refused for a worker or a round that is not of this synchronous run.
+        """
+        held = self._held.get(request.worker, {}).get(request.job)
+        if held:
+            return held
+        # All ranks of a worker must get the same reply, even if a lease has come back between their requests. Nor
+        # does it get a later job, which a region may ask for in reserve: it leaves without coming to it.
+        if request.job >= self.dismissed.get(request.worker, inf):
+            return Finished(request.worker, request.job)
+        if request.step_s:
+            self.note_speed(request.worker, request.step_s)
+        if self.rounds is not None:
+            return self._grant_round(request, new, validate)
+        if not self._left():
+            return self.dismiss(request)
+        if not new:
+            return None
+        return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step), validate)
+
+    def dismiss(self, request: LeaseRequest) -> Finished:
+        """Tell this worker that it gets no more data, and remember from which job on."""
+        self.dismissed[request.worker] = request.job
+        return Finished(request.worker, request.job)
+
+    def commit(self, leases: tuple[int, ...]) -> int:
+        """These leases are trained for good. Returns how many samples that are. Leases that are unknown or committed
+        already count 0, so that no sample is counted twice.
+
+        A lease that came back, as its worker was taken for dead, may have been trained all the same. What of it is
+        still in the pool is committed; what others have got meanwhile is trained twice, which is counted.
+        """
+        samples = 0
+        for number in leases:
+            if lease := self._close(number):
+                samples += lease.samples
+            elif lease := self.returned.pop(number, None):
+                taken = self._withdraw(lease.start, lease.samples)
+                samples += taken
+                self.repeated_samples += lease.samples - taken
+        self.committed_samples += samples
+        return samples
+
+    def release(self, leases: Collection[int]) -> None:
+        """These leases return to the pool. Leases that are unknown or committed are ignored.
+
+        Those of synchronous rounds stay out: a place is its worker's, whichever of its lives trains it.
+        """
+        # In the order of their numbers, since the oldest of `returned` are dropped, and a replay must drop the same.
+        for number in sorted(leases) if self.rounds is None else ():
+            lease = self._close(number)
+            if lease is None:
+                continue
+            # Its worker may have been told that it is finished; now there is data again for its next life.
+            self.dismissed.pop(lease.worker, None)
+            self.pool.append((lease.start, lease.samples))
+            self.returned[number] = lease
+            if len(self.returned) > RETURNED_KEPT:
+                del self.returned[next(iter(self.returned))]  # the oldest
+        self.pool.sort()
+
+    def shorten(self) -> None:
+        """The run is resumed, perhaps with fewer samples than were handed out before: what came back beyond so many
+        is not trained."""
+        surplus = self.next_start - self.train_samples
+        while surplus > 0 and self.pool:
+            start, samples = self.pool.pop()
+            if samples > surplus:
+                self.pool.append((start, samples - surplus))
+            surplus -= samples
+
+    def held_by(self, workers: tuple[str, ...]) -> dict[int, Lease]:
+        """The open leases of these workers, by their numbers."""
+        return {lease.lease: lease for worker in workers for lease in self._held.get(worker, {}).values()}
+
+    def returned_by(self, workers: tuple[str, ...]) -> int:
+        """How many leases of these workers came back, and may have been trained all the same."""
+        return sum(lease.worker in workers for lease in self.returned.values())
+
+    def given_to(self, number: int) -> str:
+        """The worker that this lease went to, be it open or returned; "" when it is committed or unknown."""
+        lease = self.open.get(number) or self.returned.get(number)
+        return lease.worker if lease else ""
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {
+            "next_lease": self.next_lease,
+            "next_start": self.next_start,
+            "pool": [list(r) for r in self.pool],
+            "open": [[n, v.worker, v.job, v.start, v.samples, v.steps, v.validate] for n, v in self.open.items()],
+            "returned": [list(astuple(lease)) for lease in self.returned.values()],
+            "committed_samples": self.committed_samples,
+            "repeated_samples": self.repeated_samples,
+            "dismissed": self.dismissed,
+            "step_s": self.step_s,
+            "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The counterpart of `state`."""
+        self.next_lease, self.next_start = state["next_lease"], state["next_start"]
+        self.pool = [(start, samples) for start, samples in state["pool"]]
+        self.open = {n: Lease(worker, job, n, *place) for n, worker, job, *place in state["open"]}
+        returned = [Lease(*saved) for saved in state.get("returned", ())]  # older snapshots have none
+        self.returned = {lease.lease: lease for lease in returned}
+        self.committed_samples, self.repeated_samples = state["committed_samples"], state.get("repeated_samples", 0)
+        self.dismissed = dict(state["dismissed"])
+        self.step_s = dict(state["step_s"])
+        self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
+        self._held = {}
+        for lease in self.open.values():
+            self._held.setdefault(lease.worker, {})[lease.job] = lease
+        self._fastest = _two_lowest(self.step_s)
+
+    def _steps(self, worker: str) -> int:
+        """Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at
+        most FASTER times as fast as the next."""
+        if not self.scale_local_steps or worker not in self.step_s:
+            return self.local_steps
+        believed_s = max(s / FASTER**others for others, s in enumerate(sorted(self._fastest.values())))
+        return max(1, ceil(self.local_steps * min(1.0, believed_s / self.step_s[worker])))
+
+    def note_speed(self, worker: str, step_s: float) -> None:
+        """Remember how fast a worker is. Its lease requests tell it; a simulation, whose speeds are known from the
+        start, calls this before the first request. step_s: seconds of one inner step."""
+        search = step_s > self._fastest.get(worker, inf)  # one of the two became slower: any may be the next
+        self.step_s[worker] = step_s
+        self._fastest = _two_lowest(self.step_s if search else {**self._fastest, worker: step_s})
+
+    def _left(self) -> bool:
+        return bool(self.pool) or self.next_start < self.train_samples
+
+    def _take(self, samples: int) -> tuple[int, int]:
+        """(start, samples) of at most so many samples. What came back goes first: it is the oldest, and the run
+        cannot end without it."""
+        if self.pool:
+            start, size = self.pool.pop(0)
+            if size > samples:
+                self.pool.insert(0, (start + samples, size - samples))
+            return start, min(size, samples)
+        start = self.next_start
+        self.next_start = min(start + samples, self.train_samples)
+        return start, self.next_start - start
+
+    def _withdraw(self, start: int, samples: int) -> int:
+        """Take these samples out of the pool, as far as they are in it. Returns how many were."""
+        end, taken, left = start + samples, 0, list[tuple[int, int]]()
+        for at, size in self.pool:
+            first, last = max(at, start), min(at + size, end)
+            if first >= last:
+                left.append((at, size))
+                continue
+            taken += last - first
+            left += [(a, b - a) for a, b in ((at, first), (last, at + size)) if a < b]
+        self.pool = left
+        return taken
+
+    def _grant_round(self, request: LeaseRequest, new: bool, validate: int) -> Lease | Finished | None:
+        assert self.rounds is not None
+        if request.worker not in self.rounds:
+            raise Refused(f"worker {request.worker!r} is not one of this synchronous run's: {', '.join(self.rounds)}")
+        newest = max(self.laid_out, default=0)
+        # Paused, and this would begin a new round. At the end of the data it would not: then Finished is due instead.
+        if request.job > newest + 1:
+            raise Refused(f"worker {request.worker!r} asks for round {request.job}, but round {newest + 1} is next")
+        if newest < request.job and not new and self.next_start < self.train_samples:
+            return None
+        if newest < request.job and not self._lay_out(request.job):
+            return self.dismiss(request)
+        if request.job not in self.laid_out:
+            raise Refused(f"worker {request.worker!r} asks for round {request.job}; the run is at round {newest}")
+        return self._open(request, *self.laid_out[request.job][request.worker], validate)
+
+    def _lay_out(self, job: int) -> bool:
+        """Give every worker its samples of a round; False when too little data is left for a whole one.
+
+        With equal steps the same bits follow whoever asks first. With DyLU the speeds that are known when the first
+        worker asks decide for all.
+        """
+        assert self.rounds is not None
+        samples = {worker: self._steps(worker) * self.samples_per_step for worker in self.rounds}
+        # A round in which some had nothing to train could never be completed, so the last few samples are left out.
+        if self.next_start + sum(samples.values()) > self.train_samples:
+            self.next_start = self.train_samples
+            return False
+        places = {}
+        for worker in self.rounds:
+            places[worker] = (self.next_start, samples[worker])
+            self.next_start += samples[worker]
+        self.laid_out[job] = places
+        self.laid_out.pop(job - ROUNDS_KEPT, None)  # nobody is that far behind: a round ends before the next begins
+        return True
+
+    def _close(self, number: int) -> Lease | None:
+        """Strike a lease off the list of those that are out; None when it is not on it."""
+        lease = self.open.pop(number, None)
+        if lease:
+            del self._held[lease.worker][lease.job]
+        return lease
+
+    def _open(self, request: LeaseRequest, start: int, samples: int, validate: int) -> Lease:
+        steps = samples // self.samples_per_step
+        lease = Lease(request.worker, request.job, self.next_lease, start, samples, steps, validate)
+        self.open[self.next_lease] = lease
+        self._held.setdefault(request.worker, {})[request.job] = lease
+        self.next_lease += 1
+        return lease
+
+
+def check_numbers(request: LeaseRequest) -> None:
+    """Raise Refused for a job or a speed that no worker has."""
+    step_s = request.step_s
+    if not 0 < request.job <= MOST_JOBS or (step_s and not SHORTEST_STEP_S <= step_s <= LONGEST_STEP_S):
+        raise Refused(f"{request.worker}: no worker comes to job {request.job}, or takes {step_s:g} s a step")
+
+
+def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, most: int) -> None:
+    """Raise Refused unless this is what a worker asks for: a job soon after those that it has not trained.
+
+    jobs: for which it holds leases or waits for them. last_job: of its last update; 0: that is not known. most: jobs
+    that it may have at once.
+    """
+    check_numbers(request)
+    first = min(jobs, default=last_job + 1)
+    if (jobs or last_job) and request.job >= first + most:
+        raise Refused(
+            f"{request.worker} asks for job {request.job}, but has not trained job {first}: it gets no more than "
+            f"{most} ahead. Send their updates first",
+            retry_s=5.0,
+        )
+
+
+def _two_lowest(table: dict[str, float]) -> dict[str, float]:
+    return {name: table[name] for name in nsmallest(2, table, key=table.__getitem__)}
+
+
+def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:
+    """How long a worker with these leases may send nothing, in seconds, before others get them; inf: for ever.
+
+    step_s: of one inner step, as measured; 0: not known. validation_steps: inner steps that cost as much as a
+    validation, or more.
+    """
+    if not leases or not step_s:
+        return inf
+    steps = max(lease.steps + (validation_steps if lease.validate else 0) for lease in leases)
+    return max(LEAST_PATIENCE_S, PATIENCE * steps * step_s)
+
+
+class Validations:
+    """Decides when a worker gets the task to evaluate the global weights, and keeps the newest result.
+
+    A task goes out with a lease; the worker evaluates before it trains that lease, and nobody else waits for it.
+    A task whose worker dies is lost. The next one comes in its time, since a validation only informs people. When all
+    data is committed and the workers have left, the global server evaluates the final weights itself.
+    every_samples: committed samples between two tasks; None: there are no validations.
+    """
+
+    def __init__(self, every_samples: int | None) -> None:
+        self.every_samples = every_samples
+        self.number = 0  # of the last task that was handed out
+        self.due_samples = every_samples or 0
+        self.latest: dict[str, Any] | None = None
+
+    def task_for(self, worker: str, book: LeaseBook) -> int:
+        """The number of the task that this worker would get if it were granted a lease now; 0: none.
+
+        The fastest worker gets it, since it loses the least time. If it has not asked within half a period (it may be
+        dead, or cut off), whoever asks next gets the task.
+        """
+        if self.every_samples is None or book.committed_samples < self.due_samples:
+            return 0
+        fastest = min(book.step_s, key=lambda name: book.step_s[name], default=worker)
+        late = book.committed_samples >= self.due_samples + self.every_samples // 2
+        return self.number + 1 if worker == fastest or late else 0
+
+    def handed_out(self, committed_samples: int) -> None:
+        """The task has gone out with a lease."""
+        assert self.every_samples is not None
+        self.number += 1
+        # The next multiple: a task that went out late does not shift the ones after it, nor does any pile up.
+        self.due_samples = (committed_samples // self.every_samples + 1) * self.every_samples
+
+    def final_task(self, book: LeaseBook) -> int:
+        """The number of the final weights' validation; 0: it is not due yet, it has been done, or there are none."""
+        if self.every_samples is None or not book.finished:
+            return 0
+        last = self.latest
+        done = last is not None and last["worker"] == GLOBAL and last["samples"] >= book.committed_samples
+        return 0 if done else self.number + 1
+
+    def on_validated(self, result: Validated, book: LeaseBook) -> bool:
+        """Take a worker's result, or the global server's own. Returns whether it is a new one: it is sent again when
+        the reply was lost. Raises Refused for a validation that was not asked for, or a loss that is not finite."""
+        numbers = result.loss, result.seconds
+        if result.worker == GLOBAL:
+            self.number = max(self.number, self.final_task(book))
+        if not 0 < result.number <= self.number or not all(map(isfinite, numbers)) or result.version < 0:
+            raise Refused(f"{result.worker}: validation {result.number} with loss {result.loss} was not asked for")
+        if self.latest is not None and result.number <= self.latest["number"]:
+            return False
+        self.latest = {**asdict(result), "samples": book.committed_samples}
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {"number": self.number, "due_samples": self.due_samples, "latest": self.latest}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.number, self.latest = state["number"], state["latest"]
+        self.due_samples = state["due_samples"] or self.every_samples or 0

@@ -1,0 +1,289 @@
+"""What a server knows about each of its members: their lives, their updates, and their offences.
+
+The functions below the class check a join or an update before the server changes anything. Each raises Refused, with
+a reason that tells the operator of the other end what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+from geotrain.config import CodecConfig, LimitsConfig
+from geotrain.outer.codec import Codec
+from geotrain.outer.downlink import sends_changes
+from geotrain.outer.messages import Identity, Join, Refused, UpdatePart
+from geotrain.parameters import coverage as cover
+from geotrain.parameters.layout import Layout, LayoutError, numel
+
+MOST_METRICS = 64  # of an update
+MOST_NAME = 64  # characters of a metric's name
+MOST_LEASES = 4096  # that an update completes; what is more goes with the next
+MOST_JOBS = 1 << 40  # of a worker in a run
+MOST_WEIGHT = 1 << 20  # worker updates in one of a region
+MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every snapshot
+# Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
+SAVED = (
+    *("incarnation", "former", "restarts", "ended", "barred", "sequence", "job", "updates", "left", "silent"),
+    *("quarantined", "refused", "offences", "fault", "step_s", "metrics"),
+)
+
+
+@dataclass
+class Member:
+    """A worker or a region server, as the server above it knows it."""
+
+    incarnation: str = ""  # names its present life; empty before it has joined for the first time
+    former: list[str] = field(default_factory=list)  # digests of earlier lives' incarnations: they may not come back
+    restarts: int = 0  # how often a new life came without the old one having ended
+    ended: bool = False  # its present life said goodbye or was told to stop, and has not joined again since
+    barred: str = ""  # the incarnation that was quarantined last: it may not come back either
+    parts: int = 0  # its ranks
+    joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this life of member and server
+    sequence: int = 0  # of the last update applied
+    job: int = 0  # of the last update applied
+    came: dict[int, int] = field(default_factory=dict)  # fragment → job of its last delta (of regions: 0)
+    # Sequence → part → what came, without its payloads, which are in the vaults.
+    arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)
+    admitted: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # part → outline that `Server.admit` checked
+    # Fragments whose delta was taken and whose answer the rule has not released yet (synchronous rules wait for all).
+    # Unlike `awaiting` this outlives the server: a member that asks again after a restart must still wait.
+    owed: set[int] = field(default_factory=set)
+    awaiting: dict[int, set[int]] = field(default_factory=dict)  # sequence → fragments that its answer still lacks
+    answers: dict[int, dict[int, int]] = field(default_factory=dict)  # sequence → fragment → version, once frozen
+    metrics: dict[str, float] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
+    norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
+    step_s: float = 0.0  # of a worker: seconds of an inner step, as its last lease request told; 0: not known
+    updates: int = 0
+    left: bool = False
+    silent: bool = False  # not heard from for too long
+    quarantined: bool = False
+    refused: int = 0  # updates refused for good, since the run began
+    offences: list[int] = field(default_factory=list)  # the refused ones of its last updates, numbered as in `offend`
+    fault: str = ""  # why the last of them was refused
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part of this life has joined."""
+        return 0 < self.parts == len(self.joined)
+
+    @property
+    def away(self) -> bool:
+        """Whether nobody should wait for it: it left, counts as dead, or is quarantined."""
+        return self.left or self.silent or self.quarantined
+
+    def begin_answer(self, sequence: int, fragments: set[int]) -> None:
+        """Update `sequence` (0: the join) is to be answered with these fragments, to every part."""
+        self.awaiting[sequence] = set(fragments)
+        self.answers[sequence] = {}
+
+    def drop_adopted(self, fragments: set[int], adopted: int) -> tuple[int, ...]:
+        """An update of these fragments was taken, whose parts have all adopted the answers up to number `adopted`:
+        forget those, and the complete answers of earlier updates that gave any of the fragments. Returns which.
+
+        Every part has adopted the latter, too, or it would not have sent these fragments again.
+        """
+        complete = [(s, given) for s, given in self.answers.items() if s not in self.awaiting]
+        dropped = tuple(s for s, given in complete if s <= adopted or given.keys() & fragments)
+        for sequence in dropped:
+            del self.answers[sequence]
+        return dropped
+
+    def begin_life(self, incarnation: str) -> None:
+        """It joins with a new incarnation. The old one is remembered, so that a process that was only cut off, and
+        not dead, cannot come back beside its successor."""
+        if self.incarnation:
+            self.former.append(life_digest(self.incarnation))
+            self.restarts += not self.ended
+        self.incarnation, self.left = incarnation, False
+
+    def has_sent(self, fragment: int, job: int) -> bool:
+        """Whether a delta of this fragment came in this job of a worker already. Regions' updates are of no job."""
+        return 0 < job <= self.came.get(fragment, 0)
+
+    def offend(self, fault: str, window: int) -> int:
+        """One of its updates was refused. Returns how many of its last `window` updates were."""
+        self.refused, self.fault = self.refused + 1, fault
+        # Counts every update it has tried. A sequence number would not do: a refused one is used again.
+        tried = self.updates + self.refused
+        self.offences = [number for number in self.offences if number > tried - window] + [tried]
+        return len(self.offences)
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        came = [[fragment, job] for fragment, job in sorted(self.came.items())]
+        return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
+
+    def load(self, state: dict[str, Any]) -> None:
+        missing = {"restarts": len(state["former"]), "ended": False, "step_s": 0.0, "metrics": {}}  # in older ones
+        state = {**missing, **state}
+        for name in SAVED:
+            setattr(self, name, copy(state[name]))  # share no list with the state
+        self.owed = set(state["owed"])
+        self.came = {fragment: job for fragment, job in state.get("came", ())}  # older snapshots have none
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for people and tests."""
+        shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault")
+        # What the member says of itself stands first: it cannot overwrite what this server knows of it.
+        return {**self.metrics, "joined": self.complete, **{name: getattr(self, name) for name in shown}}
+
+
+def check_identity(join: Join, ours: Identity, data: str) -> None:
+    """Raise Refused unless the member trains the same run, model and data as this server.
+
+    data: sha256 of the run's training data; "" while it is not known. Either end may not know it yet.
+    """
+    for what, their, our in (
+        ("run", join.run, ours.run),
+        ("config digest", join.config_digest, ours.config_digest),
+        ("layout digest", join.layout_digest, ours.layout_digest),
+    ):
+        if their != our:
+            raise Refused(
+                f"{what} differs: {join.member} has {their} ({join.model}), "
+                f"this server has {our} ({ours.model}); start both from the same run file"
+            )
+    if join.data and data and join.data != data:
+        raise Refused(
+            f"data differs: {join.member} trains on data of sha256 {join.data[:16]}…, this run on "
+            f"{data[:16]}…; copy one and the same prepared data set to every region"
+        )
+
+
+def check_quarantine(name: str, member: Member, incarnation: str, limits: LimitsConfig) -> None:
+    """Raise Refused while the member is quarantined, and afterwards for the very life that was: it has to be started
+    anew."""
+    if member.quarantined:
+        raise Refused(
+            f"{name} is quarantined after {len(member.offences)} refused updates; the last one: {member.fault}. "
+            f"Started anew it may join {limits.quarantine_s:g} s later, or once the operator pardons it"
+        )
+    if incarnation and incarnation == member.barred:
+        raise Refused(f"{name}: this life of it was quarantined; start it anew")
+
+
+def life_digest(incarnation: str) -> str:
+    """What is remembered of a life: 64 bits, however long a name it gave itself."""
+    return blake2b(incarnation.encode(), digest_size=8).hexdigest()
+
+
+def check_life(name: str, member: Member, incarnation: str) -> None:
+    """Raise Refused for a former life of the member, and for a new one when no more can be remembered."""
+    if life_digest(incarnation) in member.former:
+        raise Refused(f"{name}: another process has joined under this name since; this one must end")
+    if incarnation != member.incarnation and len(member.former) >= MOST_LIVES:
+        raise Refused(f"{name}: it has had more than {MOST_LIVES:,} lives; find out why, and resume in a new folder")
+
+
+def check_slices(join: Join, layout: Layout, down: CodecConfig) -> None:
+    """Raise Refused unless this part's slices lie within the fragments and suit the codec of the way down."""
+    wanted = len(layout.pieces)
+    if len(join.pushes) != wanted or len(join.holds) != wanted:
+        raise Refused(f"{join.member}: slices for {len(join.pushes)} pieces, the run has {wanted}")
+    try:
+        for i in range(wanted):
+            layout.check_slices(i, join.pushes[i])
+            layout.check_slices(i, join.holds[i])
+    except LayoutError as error:
+        raise Refused(f"{join.member}, part {join.part}: {error}") from None
+    whole = all(join.holds[i] == layout.whole(i) for i in range(wanted))
+    if sends_changes(down) and not (join.parts == 1 and whole):
+        # Ranks that hold copies of one parameter have it at different places of their vectors, thus in different
+        # blocks with different scales: with a lossy codec their copies would drift apart.
+        raise Refused(f"{join.member}: codec {down.name!r} downwards needs a member that holds everything")
+
+
+def check_cover(name: str, joined: dict[int, Join], layout: Layout) -> None:
+    """Raise Refused unless all parts' slices together are the model, each element exactly once."""
+    try:
+        for piece in range(len(layout.pieces)):
+            cover.check_cover(layout, piece, [s for join in joined.values() for s in join.pushes[piece]])
+    except LayoutError as error:
+        raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
+
+
+def check_part(
+    part: UpdatePart, member: Member, layout: Layout, up: Codec, versions: list[int], most_weight: int
+) -> tuple[int, ...]:
+    """Raise Refused unless this part of an update fits the member's slices and the server's versions. Returns its
+    fragments.
+
+    Checks everything but the payloads' contents, so that it can be called before they have been received.
+    versions: of the server's fragments, now. most_weight: that an update of this member may have.
+    """
+    if part.part not in member.joined:
+        raise Refused(f"{part.member}: part {part.part} has not joined")
+    try:
+        fragments = layout.fragments_of([delta.piece for delta in part.deltas])
+    except LayoutError as error:
+        raise Refused(f"{part.member}: this update is none: {error}") from None
+    if not fragments or part.weight < 1:
+        raise Refused(f"{part.member}: an update of fragments {list(fragments)} with weight {part.weight} is none")
+    if part.weight > most_weight:
+        raise Refused(f"{part.member}: an update of weight {part.weight}; it may stand for {most_weight} at most")
+    if not 0 <= part.job <= MOST_JOBS:
+        raise Refused(f"{part.member}: no worker comes to job {part.job}")
+    if len(part.leases) > MOST_LEASES:
+        raise Refused(f"{part.member}: an update that completes {len(part.leases)} leases; at most {MOST_LEASES}")
+    if len(part.metrics) > MOST_METRICS or any(len(name) > MOST_NAME for name in part.metrics):
+        raise Refused(
+            f"{part.member}: an update with {len(part.metrics)} metrics; at most {MOST_METRICS}, with names of "
+            f"{MOST_NAME} characters"
+        )
+    for delta in part.deltas:
+        where = f"{part.member}, part {part.part}: {layout.called(delta.piece)}"
+        wanted = up.encoded_bytes(numel(member.joined[part.part].pushes[delta.piece]))
+        if len(delta.payload) != wanted:
+            raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted} with codec {up.name!r}")
+        version = versions[layout.pieces[delta.piece].fragment]
+        if not 0 <= delta.anchor_version <= version:
+            raise Refused(
+                f"{where} starts from version {delta.anchor_version}, which this server never gave; "
+                f"it is at version {version}"
+            )
+    if len(part.deltas) > len(fragments):
+        anchors = {(layout.pieces[delta.piece].fragment, delta.anchor_version) for delta in part.deltas}
+        if len(anchors) > len(fragments):
+            raise Refused(f"{part.member}, part {part.part}: pieces of one fragment start from different versions")
+    return fragments
+
+
+def check_round(part: UpdatePart, fragments: tuple[int, ...], member: Member) -> None:
+    """Raise Refused unless a synchronous worker takes its rounds in order: a delta of each fragment in every job, and
+    the next only after the answer to the last, which comes when all workers have sent theirs."""
+    for fragment in fragments:
+        last = member.came.get(fragment)
+        if last is None or part.job <= last:
+            continue
+        where = f"{part.member}: fragment {fragment} of round {part.job}"
+        if part.job > last + 1:
+            raise Refused(f"{where} came, but round {last + 1} is next")
+        if fragment in member.owed:
+            raise Refused(f"{where} came, but round {last} has not ended")
+
+
+def outline(part: UpdatePart) -> tuple[Any, ...]:
+    """What `check_part` and `check_round` look at. Of two parts of the same rank with equal outlines, both pass the
+    checks or neither."""
+    deltas = tuple((delta.piece, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
+    return part.incarnation, part.sequence, part.job, part.weight, part.leases, tuple(part.metrics), deltas
+
+
+def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A region's metrics, for people, from those of its workers: sums of what adds up, means of the rest."""
+    values: dict[str, list[float]] = {}
+    for metrics in workers:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    values.pop("staleness", None)  # it counts the region's versions, which say nothing to the global server
+    means = {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in values.items()}
+    return dict(islice(means.items(), MOST_METRICS))  # its workers may each have told others
+
+
+_ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))

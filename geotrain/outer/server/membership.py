@@ -1,0 +1,260 @@
+"""Who belongs to a server: joining, leaving, being taken for dead, offences, quarantine. The base of `Server`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from math import inf
+
+from geotrain.config import CodecConfig, LimitsConfig
+from geotrain.outer.downlink import sends_changes
+from geotrain.outer.events import Event, Joined, Left, Pardoned, Quarantined, SentWhole, UpdateRefused
+from geotrain.outer.messages import (
+    Identity,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    LiftQuarantine,
+    MemberSilent,
+    NotJoined,
+    Refused,
+    UpdateRejected,
+    Welcome,
+)
+from geotrain.outer.rules import Counts, Rule
+from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
+from geotrain.outer.server.member import (
+    Member,
+    check_cover,
+    check_identity,
+    check_life,
+    check_quarantine,
+    check_slices,
+)
+from geotrain.outer.shards.shard import Forget
+from geotrain.outer.shards.shards import FarVaults, Vaults
+from geotrain.parameters.layout import Layout
+
+JOIN_RETRY_S = 0.5
+
+
+class Membership(ABC):
+    """The members of a server and their lives.
+
+    members: names of those who may join. down: codec of the link to them. rule: of the server.
+    """
+
+    vaults: Vaults | FarVaults
+
+    def __init__(
+        self, identity: Identity, layout: Layout, rule: Rule, members: tuple[str, ...], down: CodecConfig,
+        limits: LimitsConfig,
+    ) -> None:  # fmt: skip
+        self.identity, self.layout, self.rule, self.down, self.limits = identity, layout, rule, down, limits
+        self.incarnation = ""  # names this life of the server; its process sets it, since drawing it is not pure
+        self.members = {name: Member() for name in members}
+        self.fragments: list[Counts] = []  # empty until the first weights are known
+        self.data = identity.data  # sha256 of the run's training data, once a member has told it
+        self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
+        self.validation_steps = 0  # inner steps that cost as much as a validation, or more
+        self._events: list[Event] = []  # what `Server.handle` is about to return
+
+    @property
+    def versions(self) -> list[int]:
+        """Version of each fragment; empty before the server has weights."""
+        return [state.version for state in self.fragments]
+
+    @property
+    def empty(self) -> bool:
+        """Whether every member has joined and left in good order."""
+        return all(member.left for member in self.members.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is at work: every member has left, counts as dead, is quarantined, or never joined."""
+        return all(member.away or not member.incarnation for member in self.members.values())
+
+    def current(self, name: str, incarnation: str, part: int | None = None) -> Member:
+        """Return the member if this life of it has joined with every part.
+
+        part: of the caller, where it is known. Once it has joined it is told to wait for its peers, and not to join
+        again. Raises Refused, NotJoined.
+        """
+        member = self._member(name)
+        check_quarantine(name, member, incarnation, self.limits)
+        if member.incarnation == incarnation:
+            if member.complete:
+                return member
+            if part in member.joined:
+                raise Refused(f"{name}: its other ranks have not joined yet", JOIN_RETRY_S)
+        raise NotJoined(f"{name}: join first, with every part", JOIN_RETRY_S)
+
+    @abstractmethod
+    def holds(self, name: str) -> dict[int, Lease]:
+        """The leases that this member's workers hold, by their numbers."""
+
+    def patience_s(self, name: str) -> float:
+        """How long this worker may hold its leases and send nothing, in seconds: a multiple of what its job takes by
+        its own measure; before it has one, by that of the slowest other. inf: there is no bound, as in synchronous
+        rounds, where nobody else may train its data.
+        """
+        step_s = self.members[name].step_s or max(member.step_s for member in self.members.values())
+        return inf if self.rule.in_rounds else patience_s(self.holds(name).values(), step_s, self.validation_steps)
+
+    # -- messages
+
+    def _on_join(self, join: Join) -> Welcome:
+        """Raises Refused when this member, or its model, does not belong here; then nothing has changed."""
+        check_identity(join, self.identity, self.data)
+        member = self._member(join.member)
+        check_quarantine(join.member, member, join.incarnation, self.limits)
+        check_life(join.member, member, join.incarnation)
+        new = join.incarnation != member.incarnation
+        parts = join.parts if new or not member.joined else member.parts
+        if join.parts != parts or not 0 <= join.part < parts:
+            raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
+        check_slices(join, self.layout, self.down)
+        joined = {**({} if new else member.joined), join.part: join}
+        if len(joined) == parts:
+            check_cover(join.member, joined, self.layout)
+        known = self._holds_what_was_sent(join) if sends_changes(self.down) else not new
+        if not known and any(join.mirrors):
+            self._events.append(SentWhole(join.member))
+        if new:
+            member.begin_life(join.incarnation)
+        # Where it has what it was sent in its former life, it is owed the answers that are frozen.
+        self._forget(join.member, joins=new, sent=not known and (new or self.vaults.was_sent(join.member)))
+        if new:
+            self._begin_life(join)
+        self.vaults.hear(join)
+        member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
+        member.parts, member.joined, member.silent, member.ended = parts, joined, False, member.left
+        self.data = self.data or join.data
+        self._events.append(Joined(join.member, join.part, join.incarnation, new))
+        return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
+
+    def next_job(self, name: str) -> int:
+        """The job that a new life of this worker begins with.
+
+        In synchronous rounds it is the first one whose data is not trained: others wait for all of its deltas.
+        Elsewhere its data has gone to others, and any job that was not begun will do.
+        """
+        member = self.members[name]
+        if not self.rule.in_rounds:
+            return member.job + 1
+        held = [lease.job for lease in self.holds(name).values()]
+        return min([*held, 1 + min(member.came.get(f, 0) for f in range(len(self.layout.fragments)))])
+
+    def _on_leave(self, leave: Leave) -> None:
+        """It is done; leases that it still holds were reserved for it, and it did not come to them."""
+        member = self._member(leave.member)
+        member.left = member.ended = True
+        self._release_leases(leave.member)
+        self._events.append(Left(leave.member))
+
+    def _on_member_silent(self, silence: MemberSilent) -> None:
+        """The member counts as dead, or as one who trains no more; others train what it had been given."""
+        member = self._member(silence.member)
+        # A newer life may have joined after the silence of the old one was noticed.
+        if member.incarnation == silence.incarnation:
+            member.silent = True
+            self._release_leases(silence.member)
+
+    def _on_update_rejected(self, offence: UpdateRejected) -> bool:
+        """Count the offence. Returns whether the member is quarantined for it now; then others get its leases."""
+        member = self._member(offence.member)
+        ours = not member.quarantined and member.incarnation == offence.incarnation
+        quarantined = ours and member.offend(offence.reason, self.limits.offence_window) >= self.limits.offences
+        self._events.append(UpdateRefused(offence.member, offence.reason, len(member.offences)))
+        if quarantined:
+            member.quarantined, member.barred = True, offence.incarnation
+            self._forget(offence.member)
+            self._release_leases(offence.member)
+            self._events.append(Quarantined(offence.member, offence.reason))
+        return quarantined
+
+    def _on_lift_quarantine(self, pardon: LiftQuarantine) -> None:
+        """A new life of the member may join; the one that was quarantined stays barred."""
+        member = self._member(pardon.member)
+        member.quarantined = False
+        member.offences.clear()
+        self._events.append(Pardoned(pardon.member))
+
+    def _check_request(self, request: LeaseRequest, waiting: Collection[int] = ()) -> int:
+        """Raise Refused unless this member, a worker, asks for a job that it may come to. Returns the last such job.
+
+        waiting: jobs whose leases it waits for.
+        """
+        member = self._present(request.worker)
+        jobs = {lease.job for lease in self.holds(request.worker).values()} | set(waiting)
+        most = MOST_HELD_IN_ROUNDS if self.rule.in_rounds else MOST_HELD + self.reserve
+        check_request(request, jobs, member.job, most)
+        member.step_s = request.step_s or member.step_s
+        return min([request.job, *jobs]) + most - 1
+
+    def mirrors_of(self, name: str) -> tuple[int, ...]:
+        """The marks with which the member would join now, when it has, or will have, what it was sent."""
+        marks = self.vaults.marks_of(name)
+        return tuple(marks.get(piece.index, (0, 0))[0] for piece in self.layout.pieces) if marks else ()
+
+    def _holds_what_was_sent(self, join: Join) -> bool:
+        """Whether the next weights may be changes of what the member was sent: its marks are those of the vaults, or
+        will be once it was given the last weights of fragments that are still frozen in an answer."""
+        marks, settled, frozen = self.vaults.marks_of(join.member), self.vaults.settled(join.member), set[int]()
+        for given in self.members[join.member].answers.values():
+            frozen |= given.keys()
+        for piece, (mark, before) in marks.items():
+            good = (mark, before) if settled and self.layout.pieces[piece].fragment in frozen else (mark,)
+            if piece >= len(join.mirrors) or join.mirrors[piece] not in good:
+                if not settled:
+                    raise Refused(f"{join.member}: what it was sent last is being coded", JOIN_RETRY_S)
+                return False
+        return bool(marks) and any(join.mirrors)
+
+    def _forget(self, name: str, joins: bool = True, sent: bool = True) -> None:
+        """joins: its joins and half-arrived updates; it has to join again. sent: what it holds is not known any more:
+        its answers are frozen anew, with whole weights."""
+        member = self.members[name]
+        answers = tuple(member.answers) if sent else ()
+        self.vaults.obey(Forget(name, joins, sent, answers, (member.sequence,)))
+        if joins:
+            for table in (member.joined, member.arriving, member.admitted):
+                table.clear()
+        if sent:
+            member.awaiting.clear()
+            member.answers.clear()
+
+    # -- for subclasses
+
+    def begin_again(self) -> None:
+        """The saved run had ended and is resumed, perhaps with more data: members that left may come back."""
+        for member in self.members.values():
+            member.left = False
+            # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
+            whole = min((member.came.get(f, 0) for f in range(len(self.layout.fragments))), default=0)
+            member.came = dict.fromkeys(member.came, whole)
+
+    @abstractmethod
+    def _release_leases(self, name: str) -> None:
+        """Return to the pool the leases that this member holds and has not trained. Those of synchronous rounds stay
+        with their worker, whichever of its lives: a round has a place for each."""
+
+    @abstractmethod
+    def _begin_life(self, join: Join) -> None:
+        """A new life of a member joins, after a death or for the first time: clear what its former life had begun."""
+
+    def _member(self, name: str) -> Member:
+        if name not in self.members:
+            raise Refused(f"no member is called {name!r} here; known: {', '.join(self.members)}")
+        return self.members[name]
+
+    def _present(self, name: str) -> Member:
+        """The member, unless it left or counts as dead: what it is given now would come back from nobody.
+
+        Raises NotJoined: should it live, it joins, which is a sign of life, and says it again.
+        """
+        member = self._member(name)
+        if member.away:
+            raise NotJoined(f"{name} has left, or was not heard from for too long: join first", JOIN_RETRY_S)
+        return member

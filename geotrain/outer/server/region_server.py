@@ -1,0 +1,470 @@
+"""The region server's state machine (HALoS's "local parameter server"): it applies its workers' deltas, and exchanges
+the region's progress for global weights.
+
+It is a server to its workers and a member of the global server at once. Its journal covers both sides, so a restart
+loses neither an acknowledged worker's update nor the numbering of what it sent up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from geotrain.config import OuterConfig
+from geotrain.outer.events import Left, Merged, SentUp, StartedOver
+from geotrain.outer.messages import (
+    GLOBAL,
+    Answer,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    MemberSilent,
+    Message,
+    OperatorCommand,
+    PieceDelta,
+    Recall,
+    Refused,
+    Release,
+    RunComplete,
+    Send,
+    Trained,
+    UpdatePart,
+    UpdateRejected,
+    Validated,
+    Welcome,
+)
+from geotrain.outer.rules import Counts, RegionRule
+from geotrain.outer.server.member import MOST_LEASES, mean_metrics
+from geotrain.outer.server.region_leases import LentLeases
+from geotrain.outer.server.server import Handled, Identity, Server
+from geotrain.outer.shards.shard import Merge, SendUp, StartOver
+from geotrain.outer.shards.shards import FarVaults
+from geotrain.parameters.layout import Layout
+
+
+class RegionServer(Server):
+    """Applies its workers' deltas as its rule says and sends the region's own progress to the global server: with the
+    asynchronous rules each delta at once, and progress after every K of them.
+
+    workers: its members. validates: whether workers evaluate the global weights, of which it keeps a copy then.
+    """
+
+    rule: RegionRule
+
+    def __init__(
+        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, rule: RegionRule,
+        workers: tuple[str, ...], validates: bool = False, vaults: int | FarVaults = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits, vaults,
+            (config.up, config.down), validates, config.server_state == "bf16",
+        )  # fmt: skip
+        self.global_versions = [0] * len(layout.fragments)
+        self.sequence = 0  # of the last update sent up
+        # Sequence → update whose answer has not come yet, without its payloads, which are in the vaults.
+        self.in_flight: dict[int, UpdatePart] = {}
+        self.leases = LentLeases(workers, config, rule.in_rounds)
+        self.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
+        self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
+        self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
+        # Fragments whose newest global weights the vaults have kept for validation, since this process began.
+        self.newest: set[int] | None = set() if validates else None
+        # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
+        self.first_versions = [0] * len(layout.fragments)
+        self._over = False  # the global server has said that all data of the run is committed
+        self.gone = False  # this server's Leave is on its way to the global server
+        self.done = False  # the global server has taken the Leave: this region has nothing left to do
+        self._due = False  # `go_on` is to look for what must be sent up
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    @property
+    def finished(self) -> bool:
+        return self.done
+
+    def workers_of(self, member: str) -> tuple[str, ...]:
+        return (member,)
+
+    def holds(self, name: str) -> dict[int, Lease]:
+        return self.leases.of(name)
+
+    def _route(self, message: Message) -> Any:
+        match message:
+            case LeaseRequest():
+                return self._on_lease_request(message)
+            case Welcome():
+                return self._on_welcome(message)
+            case Answer():
+                return self._on_global_weights(message)
+            case Lease() | Finished():
+                return self._on_lease(message)
+            case Validated():
+                self.copy_weights(None)
+                self._sends.append(Send(GLOBAL, message))
+                return None
+            case Recall():
+                for name in self.members:
+                    self._release(self.leases.recall(name))
+                return None
+            case RunComplete():  # workers that died are not waited for any more, since nothing is left to train
+                self._over = True
+                self._send_what_is_due()
+                return None
+            case Leave() if message.member == self.name:  # our own, said to us once the global server has taken it
+                self.done = True
+                self._events.append(Left(self.name))
+                return None
+            case UpdateRejected() if message.member == self.name:
+                return self._on_own_update_rejected(message)
+            case OperatorCommand():
+                raise Refused(f"a region's server can be told to snapshot and to pardon, not to {message.what!r}")
+        reply = super()._route(message)
+        # The K-th update makes a send due. So may the leaving or silence of the last worker at work: what is pending
+        # then leaves without waiting for more.
+        self._due = reply is True or isinstance(message, Leave | MemberSilent)
+        return reply
+
+    def go_on(self) -> Handled:
+        if self._due:
+            self._due = False
+            self._send_what_is_due()
+        return super().go_on()
+
+    # -- upwards
+
+    def join_message(self) -> Join:
+        """The Join to the global server. It names all leases for which this region answers, be they not trained,
+        trained and not sent, or in flight; the global server gives every other lease of the region to others."""
+        whole = tuple(self.layout.whole(piece.index) for piece in self.layout.pieces)
+        i, marks = self.identity, self.vaults.own_marks()
+        mirrors = tuple(marks.get(piece.index, 0) for piece in self.layout.pieces) if marks else ()
+        names = i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation
+        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors)
+
+    def _answered_for(self) -> tuple[int, ...]:
+        """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
+        held = [number for worker in self.members for number in self.leases.of(worker)]
+        sent = [number for update in self.in_flight.values() for number in update.leases]
+        return (*held, *self.trained, *sent)
+
+    def _on_welcome(self, welcome: Welcome) -> int:
+        """Compare the global server's count of our updates with our own. Returns how many it acknowledged and lost.
+
+        It knows fewer than it has acknowledged when it was restored from an older state: its acknowledged updates are
+        gone, and those in flight are numbered anew to follow what it does know.
+
+        It knows more than we have sent when this region's own folder was lost or restored from an older state. What
+        that state holds as pending went up later, so sending it would count it twice: the region begins again from
+        the global weights.
+        """
+        known = welcome.sequence - 1
+        if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.layout.fragments)):
+            told = f"sequence {welcome.sequence}, versions {welcome.versions}"
+            raise Refused(f"{self.name}: a welcome with {told} is none")
+        if known > self.sequence and self.fragments:
+            self._start_over(f"the global server knows {known} updates of this region, its own state {self.sequence}")
+        # Updates before the oldest in flight were answered, so the global server should expect that or a later one.
+        oldest = min(self.in_flight, default=self.sequence + 1)
+        lost = max(0, oldest - welcome.sequence)
+        if lost:
+            self.in_flight = {
+                welcome.sequence + i: replace(u, sequence=welcome.sequence + i)
+                for i, (_, u) in enumerate(sorted(self.in_flight.items()))
+            }
+            self.sequence = known + len(self.in_flight)
+        self.sequence = max(self.sequence, known)
+        # It has lost versions as well, and refuses an update that starts from a version that it never gave.
+        if lost and welcome.versions:
+            self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
+            for s, u in self.in_flight.items():
+                known_to_it = [self.global_versions[self.layout.pieces[d.piece].fragment] for d in u.deltas]
+                both = zip(u.deltas, known_to_it, strict=True)
+                deltas = tuple(replace(d, anchor_version=min(d.anchor_version, version)) for d, version in both)
+                self.in_flight[s] = replace(u, deltas=deltas)
+        return lost
+
+    def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
+        """The global server will never take an update of ours. Sent again, it would be refused again, after every
+        restart. What it holds is given up, and its data goes back to be trained again: in synchronous rounds by the
+        same workers, for whose deltas the round waits.
+        """
+        untaken = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
+        if self.rule.in_rounds and untaken:
+            self._begin_round_again(untaken)
+        if untaken:  # otherwise it was said twice
+            self._start_over(rejected.reason)
+
+    def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
+        """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
+        those that wait here for other workers'. Leases whose training that was are the workers' again. A worker that
+        is concerned finds its acknowledged update unknown when it joins: so it begins a new life, with the first job
+        that is not trained.
+        """
+        refused = {self.layout.pieces[delta.piece].fragment for update in untaken for delta in update.deltas}
+        again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
+        for fragment in range(len(self.layout.fragments)):
+            # A round ends before the next begins: all have sent this round's, or some have and the others the last.
+            taken = min(member.came.get(fragment, 0) for member in self.members.values()) - (fragment in refused)
+            for name, member in self.members.items():
+                if member.came.get(fragment, 0) > taken:
+                    member.came[fragment] = taken
+                    again.add(name)
+        for name in again:
+            self.members[name].sequence -= 1
+
+    def _start_over(self, reason: str) -> None:
+        """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.
+
+        Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So is the
+        number of the last update that was answered: those in flight count as never sent.
+        """
+        held = () if self.rule.in_rounds else self._answered_for()
+        self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
+        self.first_versions = [state.version for state in self.fragments]
+        self.fragments = []
+        for table in (self.in_flight, self.trained, self.leases.up):
+            table.clear()
+        self.vaults.obey(StartOver())
+        for name, member in self.members.items():
+            self._forget(name)
+            member.owed.clear()
+            if not self.rule.in_rounds:
+                self.leases.give_back(name, self.leases.of(name))
+            self.wanted[name].clear()
+            self.leases.forget(name)
+        if held:
+            self._sends.append(Send(GLOBAL, Release(held)))
+        self._events.append(StartedOver(reason))
+
+    def _on_global_weights(self, answer: Answer) -> None:
+        """Merge the answer to an update of ours or, without weights so far, to our join (sequence 0).
+
+        Raises Refused; then nothing has changed.
+        """
+        first = not self.fragments
+        if not first and answer.sequence not in self.in_flight:
+            return  # a second copy of an answer: its changes must not be added to the mirror twice
+        versions = self._versions_told(answer, first)
+        # All are checked before any is decoded, since decoding changes the mirror.
+        for fault in self.vaults.hear(answer):
+            where = self.layout.called(fault.piece)
+            raise Refused(f"{self.name}: {where} of the global server: {fault.fault}")
+        if self.newest is not None:
+            self.newest |= versions.keys()
+        if first:
+            self.fragments = [Counts(version) for version in self.first_versions]
+        else:
+            self.leases.are_committed(self.in_flight.pop(answer.sequence).leases)
+        for fragment, version in versions.items():
+            self.global_versions[fragment] = version
+            self.vaults.obey(Merge(fragment, first))
+            if first:
+                self.rule.start(self.fragments[fragment])
+            else:
+                self.answer_members(self.rule.on_global_weights(self.fragments[fragment]), fragment)
+        size = sum(len(weights.payload) for weights in answer.weights)
+        self._events.append(Merged(answer.sequence, list(self.global_versions), size))
+        self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
+
+    def _versions_told(self, answer: Answer, first: bool) -> dict[int, int]:
+        """Version of each fragment that the answer gives: all of them at first, else those of our update. Raises
+        Refused when they are others, or not whole."""
+        wanted = [p.index for p in self.layout.pieces]
+        if not first:
+            wanted = [delta.piece for delta in self.in_flight[answer.sequence].deltas]
+        fragments = self.layout.fragments_of(wanted)
+        # Not in order: fragments that a former life of this region has sent come when their round has ended.
+        if sorted(weights.piece for weights in answer.weights) == sorted(wanted):
+            told = {(self.layout.pieces[weights.piece].fragment, weights.version) for weights in answer.weights}
+            if len(told) == len(fragments) and all(version >= 0 for _, version in told):
+                return dict(sorted(told))
+        raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {list(fragments)}")
+
+    # -- leases: forwarded, and remembered until the update that contains their training is committed
+
+    def _on_lease_request(self, request: LeaseRequest) -> Lease | None:
+        """The lease if it is here already; otherwise None, and the request goes up to the global server.
+
+        Leases of the following jobs are asked for too, as far as the reserve reaches, so that a region that is cut
+        off can train on.
+        """
+        worker, job = request.worker, request.job
+        last = self._check_request(request, self.wanted.get(worker, ()))
+        lease = self.leases.held[worker].get(job)
+        if lease is None:
+            self.wanted[worker].add(job)
+            self._sends.append(Send(GLOBAL, request))
+        for ahead in self.leases.ask(worker, job, last, self.members[worker].step_s):
+            self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
+        return lease
+
+    def _on_lease(self, lease: Lease | Finished) -> None:
+        """The reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
+        counts as dead, has done this job, or would not come to it."""
+        worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
+        done = lease.job < next_job
+        sent = (number for update in self.in_flight.values() for number in update.leases)
+        if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
+            if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
+                self._sends.append(Send(GLOBAL, Release((lease.lease,))))
+                return
+            self.leases.held[lease.worker][lease.job] = lease
+        if lease.job in self.wanted[lease.worker] and not done:
+            self.wanted[lease.worker].discard(lease.job)
+            self._sends.append(Send(lease.worker, lease))
+
+    def versions_to_validate(self) -> list[int]:
+        return self.global_versions if len(self.newest or ()) == len(self.global_versions) else []
+
+    # -- members
+
+    def _on_join(self, join: Join) -> Welcome:
+        known = self.data
+        welcome = super()._on_join(join)
+        # The global server must know its data before any lease is asked for: regions with other data are refused.
+        if self.data != known:
+            self._sends.append(Send(GLOBAL, self.join_message()))
+        return welcome
+
+    def _begin_life(self, join: Join) -> None:
+        """The data of jobs that its former life had not begun stays here: the link may be slow, or cut just now."""
+        name, first = join.member, self.next_job(join.member)
+        self.wanted[name].clear()
+        self.leases.asked.pop(name, None)
+        self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
+        self.leases.given_back[name].clear()  # its former life trained them, if anyone
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        self._over = self.gone = self.done = False
+
+    def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
+        """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as
+        dead go up as well: the global server knows whether they are in the pool still, or trained twice."""
+        trained = self.leases.take_trained(part.member, part.leases)
+        # The training of a lease is spread over the fragments that have something pending. The lease goes up with the
+        # last of these that leaves: only then is all of its training part of the global weights.
+        pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
+        self.trained.update({lease.lease: set(pending) for lease in trained})
+        return sum(lease.samples for lease in trained), None
+
+    @property
+    def lost_updates(self) -> int:
+        return sum(state.counts.get("lost", 0) for state in self.fragments)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            **super().status(),
+            "region": self.name,
+            "sent": self.sequence,
+            "in_flight": len(self.in_flight) + self._due,
+            "pending": sum(state.counts.get("pending", 0) for state in self.fragments),
+            "global_versions": list(self.global_versions),
+            "lost_updates": self.lost_updates,
+        }
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, meta = super().state()
+        meta["region"] = {
+            "sequence": self.sequence,
+            "first_versions": list(self.first_versions),
+            "over": self._over,
+            "gone": self.gone,
+            "done": self.done,
+            "global_versions": list(self.global_versions),
+            "marks": {str(piece): mark for piece, mark in self.vaults.own_marks().items()},
+            **self.leases.state(),
+            "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
+            "in_flight": [
+                [s, u.weight, list(u.leases), u.metrics, [[d.piece, d.anchor_version] for d in u.deltas]]
+                for s, u in self.in_flight.items()
+            ],
+        }
+        return tensors, meta
+
+    def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        super().load(tensors, meta)
+        saved = meta["region"]
+        self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
+        self._over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
+        self.first_versions = list(saved["first_versions"])
+        self.leases.load(saved)
+        self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
+        for s, weight, leases, metrics, deltas in saved["in_flight"]:
+            sent, life = tuple(PieceDelta(piece, version, b"") for piece, version in deltas), self.incarnation
+            self.in_flight[s] = UpdatePart(self.name, life, s, 0, sent, 0, weight, tuple(leases), metrics)
+
+    def resend(self) -> list[Send]:
+        """What is in flight, under this life's name, to be sent again after a join. The global server knows by their
+        numbers which of them it has applied already."""
+        now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
+        self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
+        return [
+            *(Send(GLOBAL, self.vaults.as_it_goes(update)) for update in self.in_flight.values()),
+            *self._last_words(),
+        ]
+
+    def _last_words(self) -> list[Send]:
+        """At the end, what is trained and will be in no update: without the ledger, what came while one travelled."""
+        if not self.idle or self.in_flight:
+            return []
+        pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
+        trained = tuple(lease for lease, fragments in self.trained.items() if not fragments & pending)
+        parts = [trained[at : at + MOST_LEASES] for at in range(0, len(trained), MOST_LEASES)]
+        return [Send(GLOBAL, Trained(self.name, part)) for part in parts]
+
+    # -- inside
+
+    def _release_leases(self, name: str) -> None:
+        """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
+        self.leases.forget(name)
+        self._give_back(name, self.leases.of(name))
+
+    def _give_back(self, name: str, leases: Collection[int]) -> None:
+        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
+
+    def _release(self, untrained: tuple[int, ...]) -> None:
+        if untrained:
+            self._sends.append(Send(GLOBAL, Release(untrained)))
+
+    def _send_what_is_due(self) -> None:
+        """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
+        for fragment, state in enumerate(self.fragments):
+            if not self.rule.may_send(state, flush=self.idle):
+                continue
+            told, weight = self.rule.on_send(state)
+            self.sequence += 1
+            self.vaults.obey(SendUp(fragment, self.sequence, told))
+            version = self.global_versions[fragment]
+            sent = tuple(PieceDelta(piece.index, version, b"") for piece in self.layout.pieces_of[fragment])
+            # A lease goes up with the last of its fragments that leaves.
+            for fragments in self.trained.values():
+                fragments.discard(fragment)
+            complete = (lease for lease, fragments in self.trained.items() if not fragments)
+            leases = tuple(islice(complete, MOST_LEASES))
+            for lease in leases:
+                del self.trained[lease]
+            merged = min(self.in_flight, default=self.sequence) - 1  # all answers up to this one
+            # Metrics of those who are at work; at the end, when all have left, of everybody.
+            here = [m for m in self.members.values() if not m.left] or list(self.members.values())
+            update = UpdatePart(
+                self.name, self.incarnation, self.sequence, 0, sent, weight=weight, leases=leases,
+                metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
+            )  # fmt: skip
+            self.in_flight[self.sequence] = update
+            update = self.vaults.as_it_goes(update)
+            self._sends.append(Send(GLOBAL, update))
+            size = sum(len(delta.payload) for delta in update.deltas)
+            self._events.append(SentUp(update.sequence, [fragment], weight, size))
+        self._sends += self._last_words()
+        if (self.empty or (self.over and self.idle)) and not self.gone and not self.in_flight:
+            self.gone = True
+            self._sends.append(Send(GLOBAL, Leave(self.name)))

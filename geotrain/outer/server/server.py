@@ -1,0 +1,469 @@
+"""What region and global servers have in common: members, parts of updates, answers. A state machine, which decides;
+its vectors are in its vaults (`geotrain.outer.shards.shard`), to which it gives orders.
+
+`Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
+send, and what happened. `geotrain.net` calls it, in two parts, behind a journal and sockets, `geotrain.simulate`
+under a virtual clock, tests as a plain function. The journal holds messages, not states: recovery handles them again,
+so what `handle` does, and what it refuses, must follow from the durable state and the message alone.
+
+Every update is applied whole (all its parts) and once (by its sequence number) or not at all.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
+from geotrain.outer.codec import Codec, make_codec
+from geotrain.outer.events import Event, UpdateApplied
+from geotrain.outer.messages import (
+    Answer,
+    AnswerWanted,
+    Identity,
+    Join,
+    Leave,
+    LiftQuarantine,
+    MemberSilent,
+    Message,
+    PieceWeights,
+    Refused,
+    Send,
+    UpdatePart,
+    UpdateRejected,
+)
+from geotrain.outer.rules import Counts, Rule
+from geotrain.outer.server.limits import NormLimits, norm
+from geotrain.outer.server.member import Member, check_part, check_round, outline
+from geotrain.outer.server.membership import Membership
+from geotrain.outer.shards.shard import Apply, Copy, Decode, Decoded, Forget, Freeze
+from geotrain.outer.shards.shards import FarVaults, HeldPart, Vaults, sent
+from geotrain.parameters.layout import Layout, LayoutError, numel
+
+
+def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
+    """What everybody who takes part in this run must agree on. data: sha256 of the training data that is here; a
+    server, which has none, knows what the run file says."""
+    model = f"{run.model.config.get('model_type', 'a model')} of {layout.numel:,} parameters"
+    return Identity(run.name, config_digest(run), layout.digest, model, data or run.data.sha256 or "")
+
+
+@dataclass(frozen=True)
+class Handled:
+    """The outcome of one message.
+
+    reply: for the sender. Its type follows from the message: a Join gets a Welcome; an UpdatePart whether the update
+    was applied now; a LeaseRequest a Lease, a Finished or None ("not yet"); a Welcome how many updates were lost; an
+    OperatorCommand the run's phase; an UpdateRejected whether the member is quarantined now; all others None.
+    sends: messages that leave now, for others. events: what happened, for the event log.
+    """
+
+    reply: Any
+    sends: tuple[Send, ...] = ()
+    events: tuple[Event, ...] = ()
+
+
+class Server(Membership):
+    """A region server or a global server.
+
+    Beside `handle` there are reads, which leave the durable state as it is; both kinds of server have all of them, so
+    that callers need not ask which kind it is: `admit`, `answer`, `current`, `weights_to_validate`, `holds`,
+    `workers_of`, `lease_is_due`, `over`, `finished`, `lost_updates`, `status`, and `state` for snapshots.
+
+    name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
+    the links to them. vaults: how many are in this process, or those that are not; it changes nothing else.
+    """
+
+    reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
+
+    def __init__(
+        self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
+        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig, vaults: int | FarVaults,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, narrow: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(identity, layout, rule, members, down, limits)
+        self.name, self.member_role = name, member_role
+        self.up: Codec = make_codec(up)
+        settings = layout, self.up, self.down, above, validates, narrow
+        self.vaults = Vaults.here(name, rule, vaults, *settings) if isinstance(vaults, int) else vaults
+        # Number and versions of the global weights that a worker evaluates at present. The vaults keep a copy.
+        self.frozen: tuple[int, list[int]] | None = None
+        judged = limits.norm_deviations is not None
+        self.norms = NormLimits(limits, len(layout.fragments), len(members)) if judged else None
+        self._sends: list[Send] = []  # what `handle` is about to return
+
+    def handle(self, message: Message) -> Handled:
+        """Process a message. Raises Refused; then nothing has changed."""
+        taken, rest = self.take(message), self.go_on()
+        return Handled(taken.reply, taken.sends + rest.sends, taken.events + rest.events)
+
+    def take(self, message: Message) -> Handled:
+        """The part of `handle` for which the sender waits. `go_on` must be called before the next message."""
+        told = self.vaults.told(message)
+        return self._handled(None if told is None else self._route(told))
+
+    def go_on(self) -> Handled:
+        """The other part: what the message makes due for others, as a region's update for the global server."""
+        return self._handled(None)
+
+    def _handled(self, reply: Any) -> Handled:
+        # A message that failed on the way may have queued sends already. They leave with this one: the updates among
+        # them are recorded as in flight, and their answers are waited for.
+        handled = Handled(reply, tuple(self._sends), tuple(self._events))
+        self._sends, self._events = [], []
+        return handled
+
+    def _route(self, message: Message) -> Any:
+        """Call the method for this kind of message. Subclasses add the messages that only they understand."""
+        match message:
+            case UpdatePart():
+                return self._on_part(message)
+            case Join():
+                return self._on_join(message)
+            case AnswerWanted():
+                return self._on_answer_wanted(message)
+            case Leave():
+                return self._on_leave(message)
+            case MemberSilent():
+                return self._on_member_silent(message)
+            case UpdateRejected():
+                return self._on_update_rejected(message)
+            case LiftQuarantine():
+                return self._on_lift_quarantine(message)
+        raise Refused(f"a {type(message).__name__} means nothing to this server")
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether nothing is left to train for anybody."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether this server has nothing left to do and may end."""
+
+    def recalls(self, member: str) -> bool:
+        """Whether this member, a region, is to give back the data that no worker has asked for."""
+        return False
+
+    @property
+    def lost_updates(self) -> int:
+        """How many updates were applied here but never reach the global weights (only without the ledger)."""
+        return 0
+
+    def most_weight(self, member: str) -> int:
+        """The most workers' deltas that an update of this member may stand for."""
+        return 1
+
+    def lent(self, member: str) -> int:
+        """For how many workers' deltas this member has got data: beyond that, an update's weight excuses nothing."""
+        return 1
+
+    @abstractmethod
+    def workers_of(self, member: str) -> tuple[str, ...]:
+        """The workers that this member speaks for."""
+
+    def lease_is_due(self, worker: str) -> bool:
+        """Whether repeating a LeaseRequest that got no lease would bring a reply now. Always False on region servers,
+        where the reply comes as a message of its own when the global server has sent it."""
+        return False
+
+    # -- updates
+
+    def _on_part(self, part: UpdatePart) -> bool:
+        """Take one part of an update; apply the update when all parts are here. Returns whether it was applied now.
+
+        A part of an update that was applied before changes nothing: its sender missed the acknowledgement.
+        """
+        member = self._expecting(part)
+        if member is None:
+            return False
+        # Over a socket, `admit` has checked this part before its payload came; in replays and simulations, nobody.
+        admitted = member.admitted.pop(part.part, None)
+        if admitted is None or admitted != outline(part):
+            self._check(part, member)
+        parts = member.arriving.setdefault(part.sequence, {})
+        if part.part in parts:
+            return False
+        parts[part.part] = self.vaults.hear_update(part)
+        if len(parts) < member.parts:
+            member.silent = False
+            return False
+        self._apply(part.member, member, [parts[i] for i in range(member.parts)])
+        return True
+
+    def admit(self, part: UpdatePart) -> bool:
+        """Whether this part is wanted; False: it is here already. Raises Refused where `handle` would.
+
+        Reads the payloads' sizes only, so that a part can be refused before memory is given to its payload and before
+        it is journaled. What is admitted here is not checked again in `handle`.
+        """
+        member = self._expecting(part)
+        if member is None:
+            return False
+        self._check(part, member)
+        if part.part in member.arriving.get(part.sequence, {}):
+            return False
+        member.admitted[part.part] = outline(part)
+        return True
+
+    def _check(self, part: UpdatePart, member: Member) -> None:
+        most = self.most_weight(part.member)
+        fragments = check_part(part, member, self.layout, self.up, self.versions, most)
+        if self.rule.in_rounds:
+            check_round(part, fragments, member)
+
+    def _expecting(self, part: UpdatePart) -> Member | None:
+        """The sender, if the part belongs to its next update; None if that update was applied before."""
+        member = self.current(part.member, part.incarnation, part.part)
+        if part.sequence <= member.sequence:
+            return None
+        if not self.fragments:
+            raise Refused("this server has no weights yet", retry_s=1.0)
+        if part.sequence != member.sequence + 1:
+            wanted = member.sequence + 1
+            raise Refused(f"{part.member}: update {part.sequence} came, but {wanted} is next", retry_s=0.2)
+        return member
+
+    def answer(
+        self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
+    ) -> Answer | None:
+        """The answer to the member's update `sequence` (0: to its join) for one part; None: not yet.
+
+        fragments: those of the update. All parts get the same versions, however late they ask: ranks may hold copies
+        of one parameter, which would differ if each got the newest version.
+
+        Where `lacks_answer`, it is frozen now. Whoever keeps a journal says `AnswerWanted` before.
+        """
+        if self.lacks_answer(name, incarnation, part, sequence, fragments):
+            self.handle(AnswerWanted(name, incarnation, sequence, fragments))
+        member = self.members[name]
+        if sequence not in member.answers or member.awaiting.get(sequence):
+            return None  # no weights yet, or the update's other parts, or those of others, are still on their way
+        weights = [
+            PieceWeights(piece.index, version, *self.vaults.answer(name, sequence, part, piece.index))
+            for fragment, version in member.answers[sequence].items()
+            for piece in self.layout.pieces_of[fragment]
+        ]
+        return Answer(sequence, tuple(weights), self.incarnation)
+
+    def lacks_answer(self, name: str, life: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
+        """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
+        member = self.current(name, life, part)
+        known = set(range(len(self.layout.fragments)))
+        if part not in member.joined or sequence < 0 or not set(wanted) <= known:
+            raise Refused(f"{name}: no part {part}, update {sequence} or fragments {list(wanted)}")
+        if not self.fragments or sequence > member.sequence:
+            return False
+        return sequence not in member.answers or bool(member.awaiting.get(sequence, set()) - member.owed)
+
+    def _on_answer_wanted(self, wanted: AnswerWanted) -> None:
+        name, sequence = wanted.member, wanted.sequence
+        member = self.current(name, wanted.incarnation)
+        if not self.lacks_answer(name, wanted.incarnation, min(member.joined), sequence, wanted.fragments):
+            return  # another part has asked
+        if sequence not in member.answers:
+            # A member has one answer a fragment to ask for; more would make the server hold weights without bound.
+            if len(member.answers) > len(self.fragments):
+                raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
+            if sequence == 0:  # it begins anew
+                self.vaults.obey(Forget(name, mirrors=True))
+            member.begin_answer(sequence, set(wanted.fragments))
+        for fragment in sorted(member.awaiting[sequence] - member.owed):
+            self._freeze(name, sequence, fragment)
+
+    # -- validation of the global weights
+
+    @property
+    def final_validation(self) -> int:
+        """The number of the validation that the run's final weights still need; 0: none. Only the global server has
+        any."""
+        return 0
+
+    def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
+        """The elements of the global weights that one part holds, in bf16, for validation `number`. The first to ask
+        has them copied, so that all parts evaluate the same weights. Empty when they are not here."""
+        member = self.current(name, incarnation, part)
+        if part not in member.joined:
+            raise Refused(f"{name}: part {part} has not joined")
+        if self.frozen is None or self.frozen[0] < number:
+            versions = self.versions_to_validate()
+            self.copy_weights((number, list(versions)) if versions else None)
+        if self.frozen is None or self.frozen[0] != number:
+            return Answer(number, (), self.incarnation)
+        weights = []
+        for piece in self.layout.pieces:
+            payload = self.vaults.copied(name, part, piece.index)
+            weights.append(PieceWeights(piece.index, self.frozen[1][piece.fragment], payload))
+        return Answer(number, tuple(weights), self.incarnation)
+
+    def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
+        """Have the vaults copy the newest global weights, for validation. of: its number and the weights' versions;
+        None: drop the copy, which nobody needs any more."""
+        self.frozen = of
+        self.vaults.obey(Copy(of[0] if of else 0))
+
+    @abstractmethod
+    def versions_to_validate(self) -> list[int]:
+        """The versions of the newest global weights, by fragment; empty if they are not here."""
+
+    # -- state
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON data). The number of vaults is not in it."""
+        return self.vaults.state(), {
+            **self.vaults.meta(),
+            "layout_digest": self.layout.digest,
+            "data": self.data,
+            "fragments": [counts.state() for counts in self.fragments],
+            "members": {name: member.state() for name, member in self.members.items()},
+            "sent": {n: sent(self.vaults, n, m) for n, m in self.members.items() if self.vaults.was_sent(n)},
+            "norms": self.norms.state() if self.norms else None,
+        }
+
+    def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """The counterpart of `state`. Raises LayoutError when the state is another model's, or is cut otherwise."""
+        if meta["layout_digest"] != self.layout.digest:
+            raise LayoutError(f"the state is of layout {meta['layout_digest']}, the run's is {self.layout.digest}")
+        self.fragments = [Counts(**saved) for saved in meta["fragments"]]
+        self.data = meta["data"] or self.data
+        if self.norms and meta["norms"]:
+            self.norms.load(meta["norms"])
+        for name, saved in meta["members"].items():
+            if name in self.members:
+                self.members[name].load(saved)
+        fragment_of = [piece.fragment for piece in self.layout.pieces]
+        for name, saved in self.vaults.load(tensors, meta, self.layout, self.members).items():
+            member = self.members[name]
+            member.parts = 1  # where weights travel as changes
+            for sequence, waiting, frozen in saved["answers"]:
+                member.answers[sequence] = {fragment_of[piece]: version for piece, version, _ in frozen}
+                if waiting:
+                    member.awaiting[sequence] = set(waiting)
+
+    def weights(self, fragment: int) -> Tensor:
+        """The fragment's weights: fp32, 1-D; not to be written."""
+        pieces = [self.vaults.vectors(p.index).x for p in self.layout.pieces_of[fragment]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for people and tests."""
+        return {
+            "versions": self.versions,
+            "members": {name: member.status() for name, member in self.members.items()},
+            "refused": {name: member.refused for name, member in self.members.items() if member.refused},
+        }
+
+    # -- for subclasses
+
+    @abstractmethod
+    def _count_trained(self, part: UpdatePart) -> tuple[int, int | None]:
+        """Note that the leases of an applied update are trained. part: its part 0.
+
+        Returns (samples of those leases, tokens committed in the run so far or None where that is not known).
+        """
+
+    def set_weights(self, vectors: list[Tensor]) -> None:
+        """The first weights: one fp32 vector a fragment."""
+        self.fragments = [Counts() for _ in vectors]
+        for piece in self.layout.pieces:
+            x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
+            self.vaults.set_weights(piece.index, x)
+
+    def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
+        """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
+        for name in names:
+            member = self.members[name]
+            member.owed.discard(fragment)
+            waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
+            if waiting and member.complete:  # else it asks when it has joined this life of the server
+                self._freeze(name, min(waiting), fragment)
+
+    def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
+        """What came of the member's updates that are not whole yet, as it came."""
+        arriving = self.members[name].arriving.values()
+        return [self.vaults.as_it_came(part) for parts in arriving for part in parts.values()]
+
+    # -- inside
+
+    def _apply(self, name: str, member: Member, parts: list[UpdatePart]) -> None:
+        first = parts[0]
+        fragments = self.layout.fragments_of([d.piece for d in first.deltas])
+        del member.arriving[first.sequence]  # also when it is refused below, so that it can be sent anew
+        spoken = [([d.piece for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
+        alike = all(each == spoken[0] for each in spoken)
+        try:
+            if not alike:
+                raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
+            self._judge(name, member, first, fragments)
+        except Refused:
+            self.vaults.obey(Forget(name, updates=(first.sequence,)))
+            raise
+        member.silent = False  # not before: what is refused is no sign of life
+        member.sequence, member.job = first.sequence, first.job
+        member.updates += 1
+        dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
+        member.begin_answer(first.sequence, set(fragments))
+        anchors = {self.layout.pieces[d.piece].fragment: d.anchor_version for d in first.deltas}
+        for fragment in fragments:
+            state = self.fragments[fragment]
+            member.staleness[fragment] = state.version - anchors[fragment]
+            if self.rule.in_rounds and member.has_sent(fragment, first.job):
+                # A former life sent it in this round, which has one delta of each worker. This one is only answered:
+                # now, or when the round is complete.
+                names: tuple[str, ...] = () if fragment in member.owed else (name,)
+            else:
+                member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
+                member.came[fragment] = first.job
+                told, names = self.rule.on_delta(state, name, first.weight)
+                self.vaults.obey(Apply(name, first.sequence, fragment, state.version, told))
+            self.answer_members(names, fragment)
+        self.vaults.obey(Forget(name, answers=dropped, updates=(first.sequence,)))
+        staleness = max(member.staleness[fragment] for fragment in fragments)
+        metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
+        member.metrics = {**metrics, "staleness": float(staleness)}
+        samples, tokens = self._count_trained(first)
+        if self.reports_updates:
+            pushes = [join.pushes[delta.piece] for join in member.joined.values() for delta in first.deltas]
+            size_bytes = sum(self.up.encoded_bytes(numel(slices)) for slices in pushes)
+            numbers = [member.staleness[f] for f in fragments], [member.norms[f] for f in fragments]
+            applied = name, first.sequence, first.job, list(fragments), self.versions, staleness, samples, size_bytes
+            self._events.append(UpdateApplied(*applied, metrics.get("loss"), metrics, *numbers, tokens))
+
+    def _judge(self, name: str, member: Member, first: UpdatePart, fragments: tuple[int, ...]) -> None:
+        """Raise Refused when the update is not finite, or its norm not to be believed."""
+        self._measure(name, member, self.vaults.obey(Decode(name, first.sequence, fragments)))
+        if self.norms is not None:
+            sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
+            at_work = {other for other, each in self.members.items() if not each.away}
+            for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
+                self.norms.check(name, fragment, size, weight, at_work)
+            for fragment, size in zip(fragments, sizes, strict=True):
+                self.norms.note(name, fragment, size, weight)
+
+    def _measure(self, name: str, member: Member, decoded: list[Decoded]) -> None:
+        """Note the norms of a decoded update. Raises Refused when it is not finite."""
+        squares: dict[int, list[float]] = {}
+        for each in decoded:
+            if each.fault:
+                raise Refused(f"{name}, part {each.part}: {self.layout.called(each.piece)}: {each.fault}")
+            squares.setdefault(self.layout.pieces[each.piece].fragment, []).append(each.squares)
+        for fragment, sums in squares.items():
+            member.norms[fragment] = norm(sums)
+            if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
+                raise Refused(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
+
+    def _freeze(self, name: str, sequence: int, fragment: int) -> None:
+        """Encode the fragment's weights for all parts at once and put them into the member's answer."""
+        member, version = self.members[name], self.fragments[fragment].version
+        self.vaults.obey(Freeze(name, sequence, fragment, version))
+        member.answers[sequence][fragment] = version
+        member.awaiting[sequence].discard(fragment)
+        member.owed.discard(fragment)
+        if not member.awaiting[sequence]:
+            del member.awaiting[sequence]

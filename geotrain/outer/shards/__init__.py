@@ -1,0 +1,1 @@
+"""A server's shards: vectors, and the arithmetic on them."""

@@ -1,0 +1,1 @@
+"""The model's parameters: names, addresses, pieces; initial values and files."""

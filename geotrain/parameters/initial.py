@@ -1,0 +1,25 @@
+"""A run's initial weights. Each parameter is drawn from the seed and its own name, so that the numbers depend neither
+on the order nor on the layout nor on the machine."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from geotrain.parameters.layout import Parameter
+
+
+def initial_tensor(parameter: Parameter, seed: int) -> torch.Tensor:
+    """fp32, of the parameter's shape. Normal with its init_std, or ones, or zeros.
+
+    The numbers come from NumPy's Philox generator, whose stream is the same on every machine (torch's normal
+    numbers depend on the processor's vector instructions).
+    """
+    if parameter.init != "normal":
+        return torch.full(parameter.shape, float(parameter.init == "ones"))
+    key = hashlib.sha256(f"initial weights {seed} {parameter.name}".encode()).digest()[:16]
+    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8").copy()))
+    values = generator.standard_normal(parameter.shape, np.float32)
+    return torch.from_numpy(values).mul_(parameter.init_std)

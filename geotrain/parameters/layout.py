@@ -1,0 +1,363 @@
+"""The canonical address space: the names of a model's parameters, and where in them the pieces that ranks own lie.
+
+Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), or of
+the file that `model.weights` names; never those of a parallel layout. Servers, exports and checkpoints speak only of
+them, so regions may differ in tensor, pipeline and data parallelism. A *fragment* is a set of whole parameters that
+is synchronized together; its vector is those parameters, flattened and laid end to end in canonical order. It is cut
+into *pieces*, the unit of what is coded, sent and stored (`geotrain.parameters.pieces` cuts a rank's slices at them).
+Everything here is plain data, except `gather` and `scatter`, which move elements between a fragment's vector and a
+rank's payload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from geotrain.config import ConfigError, RunConfig
+from geotrain.families import Architecture, family_of
+from geotrain.families.weights import Init
+from geotrain.parameters.parameter_file import read_shapes
+
+if TYPE_CHECKING:  # importing it takes seconds, and commands that only speak to servers need no tensor
+    from torch import Tensor
+
+_NUMBER = re.compile(r"(?:^|[._])(\d+)(?=[._]|$)")  # in the name of a parameter
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model under its Hugging Face name and shape.
+
+    layer: index of its transformer layer; None for embeddings, final norm and head.
+    init_std: standard deviation of its initial normal distribution (of "normal" only).
+    decays: whether weight decay applies (matrices and embeddings; not norms).
+    wide: whether it is fp32 in an exported checkpoint of any type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    init: Init
+    init_std: float = 0.0
+    decays: bool = True
+    wide: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StridedSlice:
+    """`count` rows of `length` consecutive elements of a flat vector, the rows `stride` elements apart.
+
+    The vector is a fragment's or, if `parameter` names one, a flattened canonical parameter; slices of parameters are
+    called *runs*. Tensor parallelism that splits a matrix by columns takes a part of each row, hence the stride.
+
+    A rank's local tensor, read flat, is a sequence of runs: its first `length` elements are
+    canonical[start : start+length], the next ones canonical[start+stride : …], and so on.
+    """
+
+    start: int
+    length: int
+    stride: int = 0
+    count: int = 1
+    parameter: str = ""
+
+    @property
+    def numel(self) -> int:
+        return self.length * self.count
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.count - 1) * self.stride + self.length
+
+
+def clip_runs(runs: Iterable[StridedSlice], begin: int, end: int) -> list[StridedSlice]:
+    """The runs, cut to the local elements [begin, end): what a ZeRO rank owns of a tensor that these runs
+    describe."""
+    clipped: list[StridedSlice] = []
+    position = 0
+    for run in runs:
+        low, high = max(begin - position, 0), min(end - position, run.numel)
+        position += run.numel
+        # A cut may fall within a row, so up to three pieces come of a run: a row's end, whole rows, a row's begin.
+        while low < high:
+            row, column = divmod(low, run.length)
+            rows = 0 if column else (high - low) // run.length
+            length = run.length if rows else min(run.length - column, high - low)
+            start, stride = run.start + row * run.stride + column, run.stride if rows > 1 else 0
+            clipped.append(StridedSlice(start, length, stride, max(rows, 1), run.parameter))
+            low += clipped[-1].numel
+    return clipped
+
+
+def digest(parameters: Sequence[Parameter]) -> str:
+    """Hex digest of names and shapes: processes with the same digest mean the same elements by the same addresses."""
+    text = json.dumps([[p.name, list(p.shape)] for p in parameters], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def canonical_parameters(a: Architecture) -> list[Parameter]:
+    """Every parameter once, in Hugging Face order: embedding, layers, final norm, head.
+
+    A tied head is not a parameter of its own. Initialization is Megatron's and GPT-2's: normal with `init_std`, and
+    with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
+    """
+    weights = family_of(a.model_type).weights(a)
+    return [Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays, w.untrained) for i, w in weights]
+
+
+def parameter_count(architecture: Architecture) -> int:
+    """Elements of all parameters, each counted once."""
+    return sum(p.numel for p in canonical_parameters(architecture))
+
+
+def active_parameter_count(a: Architecture) -> int:
+    """Elements that a token meets: all but the matrices of experts that it is not sent to."""
+    if a.experts is None:
+        return parameter_count(a)
+    of_experts = sum(w.numel for _, w in family_of(a.model_type).weights(a) if w.expert is not None)
+    return parameter_count(a) - of_experts // a.experts.count * (a.experts.count - a.experts.per_token)
+
+
+class LayoutError(ValueError):
+    """Slices that do not fit the layout. The message names the fragment and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A set of whole parameters that travels together. numel: length of its vector."""
+
+    index: int
+    name: str
+    parameters: tuple[Parameter, ...]
+    offsets: tuple[int, ...]  # where each parameter begins in the vector
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`numel` elements of a fragment's vector from `start` on. index: of the piece, counted through all fragments."""
+
+    index: int
+    fragment: int
+    start: int
+    numel: int
+
+
+class Layout:
+    """Parameters grouped into fragments, and these cut into pieces of `piece_elements` (the last of each is shorter).
+
+    layers_per_fragment: None puts the whole model into one fragment. Otherwise layers are dealt out in strides
+    (Streaming DiLoCo, arXiv 2501.18512, §3.2): with P layer fragments, layer i belongs to fragment i mod P, so that
+    each fragment has layers of all depths. Embedding and head (with the final norm) are fragments of their own.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], layers_per_fragment: int | None = None, piece_elements: int = 1 << 27
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.digest = digest(self.parameters)
+        self.fragments = tuple(_fragments(self.parameters, layers_per_fragment))
+        self.piece_elements = piece_elements
+        starts = [(f, start) for f in self.fragments for start in range(0, f.numel, piece_elements)]
+        self.pieces = tuple(
+            Piece(i, f.index, start, min(piece_elements, f.numel - start)) for i, (f, start) in enumerate(starts)
+        )
+        self.pieces_of = tuple(tuple(p for p in self.pieces if p.fragment == f.index) for f in self.fragments)
+        self._place = {  # parameter → (fragment, offset in its vector, elements)
+            p.name: (f.index, offset, p.numel)
+            for f in self.fragments
+            for p, offset in zip(f.parameters, f.offsets, strict=True)
+        }
+
+    @property
+    def numel(self) -> int:
+        return sum(f.numel for f in self.fragments)
+
+    @property
+    def piece_numbers(self) -> list[list[int]]:
+        """The indices of the pieces of each fragment."""
+        return [[piece.index for piece in pieces] for pieces in self.pieces_of]
+
+    def fragment_of(self, parameter: str) -> int:
+        """Index of the fragment of this parameter. Raises LayoutError."""
+        return self._find(parameter)[0]
+
+    def slices(self, runs: Iterable[StridedSlice], fragment: int) -> tuple[StridedSlice, ...]:
+        """Translate runs of parameters to slices of the fragment's vector. Raises LayoutError if one lies
+        elsewhere."""
+        result = []
+        for run in runs:
+            index, offset, numel = self._find(run.parameter)
+            if index != fragment:
+                name = self.fragments[fragment].name
+                raise LayoutError(f"parameter {run.parameter!r} does not belong to fragment {name!r}")
+            piece = StridedSlice(offset + run.start, run.length, run.stride, run.count)
+            if run.start < 0 or piece.stop > offset + numel:
+                raise LayoutError(f"parameter {run.parameter!r}: a run reaches beyond its {numel} elements")
+            result.append(piece)
+        return tuple(result)
+
+    def whole(self, piece: int) -> tuple[StridedSlice, ...]:
+        """The slice that is the whole piece."""
+        return (StridedSlice(0, self.pieces[piece].numel),)
+
+    def fragments_of(self, pieces: Sequence[int]) -> tuple[int, ...]:
+        """The fragments that these pieces are. Raises LayoutError unless they are all pieces of each, in order."""
+        alone = len(self.pieces) == len(self.fragments)  # each piece is a fragment
+        if alone and len(set(pieces)) == len(pieces) and all(0 <= i < len(self.pieces) for i in pieces):
+            return tuple(pieces)
+        known = [self.pieces[i] for i in pieces if 0 <= i < len(self.pieces)]
+        fragments = tuple(dict.fromkeys(piece.fragment for piece in known))
+        if list(pieces) != [piece.index for f in fragments for piece in self.pieces_of[f]]:
+            raise LayoutError(f"pieces {list(pieces)[:20]} are no whole fragments")
+        return fragments
+
+    def called(self, piece: int) -> str:
+        """What people call the piece: "fragment 2", or "fragment 2, piece 1 of 3"."""
+        p = self.pieces[piece]
+        count, which = len(self.pieces_of[p.fragment]), p.start // self.piece_elements
+        return f"fragment {p.fragment}" + (f", piece {which + 1} of {count}" if count > 1 else "")
+
+    def split(self, fragment: int, vector: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """(name, tensor of the parameter's shape) for each parameter; views of the vector."""
+        f = self.fragments[fragment]
+        for p, offset in zip(f.parameters, f.offsets, strict=True):
+            yield p.name, vector[offset : offset + p.numel].view(p.shape)
+
+    def not_finite(self, fragment: int, vector: Tensor, start: int = 0) -> str | None:
+        """The first parameter whose part of the vector holds infinities or NaN; None if all is finite. vector: the
+        fragment's, from element `start` on."""
+        f = self.fragments[fragment]
+        for p, offset in zip(f.parameters, f.offsets, strict=True):
+            part = vector[max(0, offset - start) : max(0, offset + p.numel - start)]
+            if not bool(part.isfinite().all()):
+                return p.name
+        return None
+
+    def check_slices(self, piece: int, slices: Iterable[StridedSlice]) -> None:
+        """Raises LayoutError when a slice reaches outside the piece, or when together they have more elements than
+        it has: a server allocates by their sum."""
+        size, name = self.pieces[piece].numel, self.fragments[self.pieces[piece].fragment].name
+        total = 0
+        for each in slices:
+            _check(each, size, name)
+            total += each.numel
+        if total > size:
+            raise LayoutError(f"fragment {name!r}: slices of {total} elements overlap, it has {size}")
+
+    def _find(self, parameter: str) -> tuple[int, int, int]:
+        try:
+            return self._place[parameter]
+        except KeyError:
+            raise LayoutError(f"the model has no parameter {parameter!r}") from None
+
+
+def layout_of(run: RunConfig) -> Layout:
+    """The layout of a run's model. Raises UnsupportedModelError; ConfigError, where its weights' file is no good."""
+    if run.model.weights is None:
+        parameters = canonical_parameters(run.architecture)
+    else:
+        parameters = any_parameters(read_shapes(Path(run.model.weights)))
+    return Layout(parameters, run.outer.fragments.layers_per_fragment, run.outer.fragments.piece_elements)
+
+
+def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
+    """The parameters of any model, from name → shape. A name's first number is taken for its layer."""
+    return [
+        Parameter(name, shape, int(found[1]) if (found := _NUMBER.search(name)) else None, "zeros")
+        for name, shape in shapes.items()
+    ]
+
+
+def numel(slices: Iterable[StridedSlice]) -> int:
+    """Elements that the slices name together."""
+    return sum(piece.numel for piece in slices)
+
+
+def joined(slices: Iterable[StridedSlice]) -> tuple[StridedSlice, ...]:
+    """The same elements in the same order, with slices merged where one ends where the next begins. `gather` and
+    `scatter` make one copy for each slice, so fewer are faster."""
+    result: list[StridedSlice] = []
+    for piece in slices:
+        last = result[-1] if result else None
+        if last and last.count == piece.count == 1 and last.stop == piece.start:
+            result[-1] = StridedSlice(last.start, last.length + piece.length)
+        else:
+            result.append(piece)
+    return tuple(result)
+
+
+def gather(vector: Tensor, slices: Sequence[StridedSlice]) -> Tensor:
+    """The elements that the slices name, in order: 1-D, contiguous. One slice of one row gives a view of the vector,
+    which costs no copy; so the result must not be written unless the vector may be."""
+    if len(slices) == 1 and slices[0].count == 1:
+        return vector[slices[0].start : slices[0].stop]
+    out = vector.new_empty(numel(slices))
+    for part, piece in zip(out.split([piece.numel for piece in slices]), slices, strict=True):
+        part.view(piece.count, piece.length).copy_(_view(vector, piece))
+    return out
+
+
+def scatter(values: Tensor, slices: Sequence[StridedSlice], vector: Tensor) -> None:
+    """Write values (1-D, as `gather` orders them) to where the slices point."""
+    for part, piece in zip(values.split([piece.numel for piece in slices]), slices, strict=True):
+        _view(vector, piece).copy_(part.view(piece.count, piece.length))
+
+
+def fragments_due(fragment_count: int, period: int, step: int) -> tuple[int, ...]:
+    """Fragments whose delta leaves after inner step `step` (counted from 1) of a job of `period` steps.
+
+    Fragment p of P leaves when (step − offset) mod period = 0, with offset = ⌈(p + 1) · period / P⌉: evenly spread
+    over the period, the last one at its end. Integers only, so that every rank computes the same schedule.
+    """
+    return tuple(
+        p
+        for p in range(fragment_count)
+        if (step - ((p + 1) * period + fragment_count - 1) // fragment_count) % period == 0
+    )
+
+
+def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | None) -> Iterator[Fragment]:
+    groups: dict[str, list[Parameter]] = {"all": list(parameters)}
+    if layers_per_fragment is not None:
+        layers = 1 + max((p.layer for p in parameters if p.layer is not None), default=-1)
+        if not layers:
+            raise ConfigError(
+                "outer.fragments.layers_per_fragment: no parameter of this model has a number in its name, so it has "
+                "no layers; leave it out: the whole model is one fragment"
+            )
+        count = -(-layers // layers_per_fragment)  # rounded up
+        groups = {f"layers-{i}": [] for i in range(count)}
+        for p in parameters:
+            if p.layer is not None:
+                groups[f"layers-{p.layer % count}"].append(p)
+        first = next(i for i, p in enumerate(parameters) if p.layer is not None)
+        groups |= {"embedding": list(parameters[:first])}
+        groups |= {"head": [p for p in parameters[first:] if p.layer is None]}
+    for index, (name, members) in enumerate((name, members) for name, members in groups.items() if members):
+        *offsets, total = accumulate((p.numel for p in members), initial=0)
+        yield Fragment(index, name, tuple(members), tuple(offsets), total)
+
+
+def _check(piece: StridedSlice, size: int, name: str) -> None:
+    """Slices come over the wire, and a negative stride or a stop beyond the vector would make torch and NumPy raise,
+    or read foreign memory, where nobody expects it."""
+    rows_overlap = piece.count > 1 and piece.stride < piece.length
+    negative = piece.start < 0 or piece.length < 1 or piece.count < 1 or piece.stride < 0
+    if negative or rows_overlap or piece.stop > size:
+        raise LayoutError(f"fragment {name!r}: {piece} does not lie within its {size} elements")
+
+
+def _view(vector: Tensor, piece: StridedSlice) -> Tensor:
+    return vector.as_strided((piece.count, piece.length), (piece.stride, 1), vector.storage_offset() + piece.start)

@@ -1,0 +1,110 @@
+"""A safetensors file of named parameters: what a run's `model.weights` names, for a loop of the user's own.
+
+Names and shapes, and so the layout of a run, are read from the file's header without torch. Only the global server
+reads values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geotrain.common.files import OutputError, make_folder, sync
+from geotrain.config import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DTYPES = ("F32", "BF16", "F16")
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+# What wrappers (DDP, torch.compile, activation checkpointing) put into the names of a model's parameters.
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as the model had it before it was wrapped."""
+    for wrapper in _WRAPPERS[1:]:
+        name = name.replace(wrapper, "")
+    return name.removeprefix(_WRAPPERS[0])
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name → shape of each tensor of the file, in the order in which they lie there. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if not 2 <= size <= _LONGEST_HEADER:
+                raise ValueError("its header has no length")
+            header: dict[str, Any] = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if path.stat().st_size != end:
+                raise ValueError(f"it has {path.stat().st_size} bytes, its header says {end}")
+            ordered = sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0]))
+    except OSError as error:
+        raise ConfigError(f"model.weights: {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"model.weights: {path}: not a whole safetensors file ({error}); write it anew") from None
+    for name, entry in ordered:
+        if entry["dtype"] not in DTYPES:
+            raise ConfigError(f"model.weights: {path}: {name} is stored as {entry['dtype']}; use {', '.join(DTYPES)}")
+    shapes = {name: tuple(map(int, entry["shape"])) for name, entry in ordered if 0 not in entry["shape"]}
+    if not shapes:
+        raise ConfigError(f"model.weights: {path}: holds no parameters")
+    return shapes
+
+
+def read_values(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor as stored) of each parameter, one at a time. Raises ConfigError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in read_shapes(path):
+                yield name, file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model.weights: {path}: cannot be read ({error})") from None
+
+
+def save_parameters(path: str | Path, model: nn.Module | Iterable[tuple[str, Tensor]]) -> None:
+    """Write a model's trainable parameters as the file that a run's `model.weights` names.
+
+    model: a module, or its named parameters, before they are sharded; their values start the run. What does not
+    require a gradient is left out, and so are buffers: neither is trained nor exchanged. A parameter with two names
+    (a tied one) is written once. They are stored in fp32.
+    Raises OutputError: the file cannot be written, and an older one stays as it was; or the parameters are sharded,
+    lack values, or are not of floating point.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    named = model.named_parameters() if isinstance(model, torch.nn.Module) else model
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        if not parameter.is_floating_point() or parameter.is_meta or type(parameter.data) is not torch.Tensor:
+            raise OutputError(
+                f"{path}: parameter {name} is a {type(parameter.data).__name__} of {parameter.dtype} on "
+                f"{parameter.device}: save whole floating-point parameters, before they are sharded"
+            )
+        if parameter.numel():
+            tensors[plain_name(name)] = parameter.detach().to("cpu", torch.float32).contiguous()
+    if not tensors:
+        raise OutputError(f"{path}: the model has no parameter that requires a gradient")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        make_folder(path.parent.absolute())
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None

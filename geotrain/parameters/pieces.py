@@ -1,0 +1,73 @@
+"""Pieces: where a rank's share of a parameter is cut, and which vault of a server has which.
+
+A fragment's vector is cut at fixed places (`Layout.pieces`), which are those of the model and of no rank, so that all
+that is kept by piece (residuals, mirrors, the state's files) stays as it is when ranks are laid out otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from geotrain.parameters.layout import Layout, Piece, StridedSlice, clip_runs
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What lies in one piece of a local tensor.
+
+    piece: its index. slices: the places in the piece's vector, in order. begin, end: the elements of the tensor, read
+    flat. parameter: the first one in it, where parameters were cut.
+    """
+
+    piece: int
+    slices: tuple[StridedSlice, ...]
+    begin: int
+    end: int
+    parameter: str = ""
+
+
+def cut(layout: Layout, runs: Iterable[StridedSlice]) -> Iterator[Cut]:
+    """Cut a local tensor, which these runs of one fragment's parameters describe, at the fragment's pieces."""
+    last: Cut | None = None
+    position = 0
+    for run in runs:
+        fragment = layout.fragment_of(run.parameter)
+        for each in cut_slice(layout, fragment, *layout.slices([run], fragment)):
+            here = replace(each, begin=each.begin + position, end=each.end + position, parameter=run.parameter)
+            if last is not None and last.piece == here.piece:
+                last = replace(last, slices=last.slices + here.slices, end=here.end)
+            else:
+                if last is not None:
+                    yield last
+                last = here
+        position += run.numel
+    if last is not None:
+        yield last
+
+
+def cut_slice(layout: Layout, fragment: int, here: StridedSlice) -> Iterator[Cut]:
+    """Cut a slice of a fragment's vector, which describes a local tensor of as many elements."""
+    for piece in layout.pieces_of[fragment]:
+        low, high = _before(here, piece.start), _before(here, piece.start + piece.numel)
+        if low < high:
+            slices = tuple(replace(s, start=s.start - piece.start) for s in clip_runs([here], low, high))
+            yield Cut(piece.index, slices, low, high)
+
+
+def deal(pieces: Sequence[Piece], vaults: int) -> list[tuple[Piece, ...]]:
+    """The pieces of each of so many vaults: the largest first, each to the vault that has least."""
+    dealt: list[list[Piece]] = [[] for _ in range(vaults)]
+    for piece in sorted(pieces, key=lambda p: (-p.numel, p.index)):
+        min(dealt, key=lambda own: sum(p.numel for p in own)).append(piece)
+    return [tuple(sorted(own, key=lambda p: p.index)) for own in dealt]
+
+
+def _before(here: StridedSlice, address: int) -> int:
+    """How many elements of the slice lie before this address; they are its first ones."""
+    if address <= here.start:
+        return 0
+    if here.count == 1:
+        return min(address - here.start, here.length)
+    row, column = divmod(address - here.start, here.stride)
+    return here.numel if row >= here.count else row * here.length + min(column, here.length)

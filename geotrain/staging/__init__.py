@@ -1,0 +1,1 @@
+"""How a rank's masters and payloads get to where its anchors lie, and back."""

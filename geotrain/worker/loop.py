@@ -1,0 +1,215 @@
+"""One rank's way through a run: ask for a lease, train its H inner steps, send the delta, adopt the answer.
+
+GeoTrain's own trainer (`geotrain.worker.trainer`) and a loop of the user's own (`geotrain.own_loop`) both run on this
+class. It has two sides. The data side, `leases`, may be read ahead by a data loader; the training side, `after_step`,
+goes from step to step, and does everything else when it is due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+
+from geotrain.config import RunConfig
+from geotrain.inner.runtime.shards import OwnedShard
+from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
+from geotrain.outer import exchange
+from geotrain.outer.exchange import Exchange, wait_for
+from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated
+from geotrain.outer.worker import OwnedSlices, WorkerRank
+from geotrain.parameters.layout import Layout, fragments_due
+from geotrain.staging.cuda import staging_for
+from geotrain.worker.schedule import schedule_step
+
+
+class LoopClient(exchange.Client, Protocol):
+    """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
+
+    mirrors: Callable[[], tuple[int, ...]]  # gives the marks of what the rank was last sent, for a join
+
+    def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
+    def global_weights(self, number: int) -> Future[Answer]: ...
+    def validated(self, result: Validated) -> None: ...
+    def leave(self) -> None: ...
+
+
+class LoopRank(exchange.Rank, Protocol):
+    """One rank among the ranks of its worker: an engine, or what stands for a loop of the user's own."""
+
+    @property
+    def is_metrics_rank(self) -> bool:
+        """Whether it reports for the worker."""
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """The most memory that it has held at once."""
+
+    def from_rank_0(self, text: str) -> str:
+        """Rank 0's text, on every rank. A collective."""
+
+    def mean_loss(self, loss: float) -> float:
+        """The worker's loss, from that of this rank's part of the batch. A collective."""
+
+
+class WorkerLoop:
+    """One rank of a worker in the outer loop. All ranks make the same calls, which contain collectives.
+
+    name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns.
+    device: where it trains. workers: that the run has. validate: called with the number of a validation that a lease
+    asks for, before the lease is trained. save: called with a job's number when its own state is to be saved.
+    report: called on the metrics rank after every job, with what `geotrain.monitor.events.JobTrained` has.
+    peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, for the utilization (MFU); None: not
+    known. expect: called with the lease after this one once it is known, in another thread, for data that take long.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        name: str,
+        identity: Identity,
+        layout: Layout,
+        rank: LoopRank,
+        shards: Iterable[OwnedShard],
+        device: torch.device,
+        client: LoopClient,
+        *,
+        workers: int = 1,
+        validate: Callable[[int], None] = lambda number: None,
+        save: Callable[[int], None] = lambda job: None,
+        report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+        expect: Callable[[Lease], None] = lambda lease: None,
+        peak_flops_per_token_s: float | None = None,
+    ) -> None:
+        self.run, self.name, self.identity, self.layout = run, name, identity, layout
+        self.rank, self.client, self.workers = rank, client, workers
+        self.validate, self.save, self.report, self.expect = validate, save, report, expect
+        self.peak_flops_per_token_s = peak_flops_per_token_s
+        clock = time.perf_counter
+        self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
+        pieces = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
+        staging = staging_for(run.outer.state_device, device, [piece.master for piece in pieces])
+        self.weights = WorkerRank(layout, run.outer, pieces, staging)
+        client.mirrors = self.weights.mirrors
+        self.exchange = Exchange(name, run.outer, rank, self.weights, client, layout.piece_numbers, clock)
+        self.finished = False  # whether all was trained and sent, and the worker has left
+        self.lease: Lease | None = None  # in training
+        self.step = 0  # inner steps of it that are trained
+        self._results: list[StepNumbers] = []  # of its steps
+        self._unread: deque[Lease] = deque()  # that the data side has not given out
+        self._untrained: deque[Lease] = deque()  # that the training side has not begun
+        self._following: Future[Lease | Finished] | None = None  # the lease after these; None: there is none
+
+    def start(self) -> None:
+        """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
+        # Names this life of the worker: the time tells it from earlier ones, and all ranks must say the same.
+        incarnation = self.rank.from_rank_0(f"{self.name}-{time.time_ns():x}")
+        job = wait_for(self.exchange.start(self.identity, incarnation))
+        self.laps.restart()
+        self._following = self.client.lease(LeaseRequest(self.name, job))
+        self._last_job = job - 1
+        self._begin_or_finish()
+
+    def leases(self) -> Iterator[Lease]:
+        """The data of the worker's jobs, in the order in which they are to be trained, until none is left."""
+        while self._unread or self._fetch():
+            yield self._unread.popleft()
+
+    def after_step(self, result: StepNumbers) -> None:
+        """An inner step is done: deltas leave, and answers are adopted, when they are due. After a lease's last step
+        the next one begins; after the last of all, everything is sent and the worker leaves."""
+        if self.lease is None:
+            raise RuntimeError("no lease is in training: its steps are over, or the loop was not started")
+        self.laps.lap("compute")
+        self._results.append(result)
+        self.step += 1
+        due = fragments_due(len(self.layout.fragments), self.lease.steps, self.step)
+        wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
+        self.laps.lap("communication")
+        if self.step < self.lease.steps:
+            return
+        metrics = self._metrics()
+        if self.rank.is_metrics_rank:
+            self.report({"job": self.lease.job, "start": self.lease.start, **metrics})
+        self.laps.restart()
+        if self.lease.job % self.run.checkpoint.every_jobs == 0:
+            self.save(self.lease.job)
+            self.laps.lap("checkpoint")
+        self._begin_or_finish()
+
+    @property
+    def schedule_step(self) -> int:
+        """The run's step that is trained now, counted from 0. A learning rate that follows it follows the run's
+        progress and not this worker's: so a worker that joins late begins at the rate of the others."""
+        if self.lease is None:
+            return self.run.total_steps
+        return schedule_step(self.run, self.workers, self.lease, self.step)
+
+    def _fetch(self) -> bool:
+        """Wait for the next lease, and ask for the one after it; False when no data is left for this worker.
+
+        One job ahead, so that no job begins with waiting for a round trip (through the region to the global server).
+        The speed that it tells is that of the job before.
+        """
+        if self._following is None:
+            return False
+        lease = self._following.result()
+        if isinstance(lease, Finished):
+            self._following = None
+            return False
+        self._unread.append(lease)
+        self._untrained.append(lease)
+        self._following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
+        self._following.add_done_callback(self._expect)
+        return True
+
+    def _expect(self, answered: Future[Lease | Finished]) -> None:
+        if not answered.cancelled() and answered.exception() is None:
+            lease = answered.result()
+            if isinstance(lease, Lease):
+                self.expect(lease)
+
+    def _begin_or_finish(self) -> None:
+        if not self._untrained and not self._fetch():
+            # No data is left. Nothing more is expected of a worker that has left, so all it has must be sent before.
+            self.lease = None
+            wait_for(self.exchange.finish())
+            self.save(self._last_job)
+            self.client.leave()
+            self.finished = True
+            return
+        self.lease, self.step, self._results = self._untrained.popleft(), 0, []
+        self._last_job = self.lease.job
+        if self.lease.validate:
+            self.validate(self.lease.validate)
+        self._begin_s = time.perf_counter()
+        self.exchange.begin(self.lease)
+
+    def lent(self, number: int) -> Answer | None:
+        """The global weights that this validation is to evaluate; None, on all ranks, if it is left out. A
+        collective."""
+        answer = self.client.global_weights(number).result()
+        versions = [w.version for w in answer.weights]
+        words = f"{answer.life} {versions}"
+        same = self.rank.from_rank_0(words) == words
+        # Evaluation is a collective: all ranks take part or none. None do if the server was restarted between their
+        # requests and gave them different weights, or has no global weights; then this validation is left out.
+        return answer if self.rank.agree(same and bool(versions)) else None
+
+    def validated(self, number: int, answer: Answer, loss: float, seconds: float) -> None:
+        """Tell the result of a validation. loss: nats a token. seconds: that it took."""
+        if self.rank.is_metrics_rank:
+            version = max(w.version for w in answer.weights)
+            self.client.validated(Validated(self.name, number, version, loss, seconds))
+
+    def _metrics(self) -> dict[str, float]:
+        """Metrics of the job so far. A collective. Where ACCO's last step is still under way, this waits for it: so
+        it is called only where a delta leaves, and at the end of a job."""
+        seconds = time.perf_counter() - self._begin_s
+        numbers = job_metrics(self._results, self.laps, seconds, self.peak_flops_per_token_s)
+        mine = {"waited_s": self.exchange.waited_s, "memory_bytes": self.rank.peak_memory_bytes}
+        return {**numbers, **mine, "loss": self.rank.mean_loss(numbers["loss"])}
