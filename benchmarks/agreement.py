@@ -31,7 +31,7 @@ from geotrain.config import load_cluster, load_run
 from geotrain.emulate import wan
 from geotrain.outer.messages import Message, UpdatePart
 from geotrain.outer.server.server import Handled, Server
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.simulate.clock import Clock
 from geotrain.simulate.spec import world_of_cluster
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -88,7 +88,7 @@ def simulated(files: tuple[Path, Path]) -> list[Applied]:
     paces = {w.name: w.min_step_s for region in cluster.regions for w in region.workers}
     steps = run.data.train_samples // run.samples_per_step
     world = VirtualWorld(
-        world_of_cluster(cluster, paces), timing_task(run.outer, layout_of(run), steps, run.samples_per_step)
+        world_of_cluster(cluster, paces), timing_task(run.outer, parameter_map_of(run), steps, run.samples_per_step)
     )
     applied: list[Applied] = []
     _note("global", world.top.server, world.clock, applied)

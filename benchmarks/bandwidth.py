@@ -18,7 +18,7 @@ from benchmarks.claims.methods import OURS
 from benchmarks.claims.report import replace_block, table
 from benchmarks.common import command_line
 from geotrain.config import FragmentConfig, OuterConfig, OverlapConfig, codec_config, load_run, rule_config
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.simulate.links import LinkSpec, StepShape
 from geotrain.simulate.spec import RegionSpec, RingSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -52,12 +52,12 @@ class ModelShape:
     layers: int
     step_s: float
 
-    def layout(self, layers_per_fragment: int | None) -> Layout:
+    def layout(self, layers_per_fragment: int | None) -> ParameterMap:
         """Layers of equal size between an embedding and a head that weigh next to nothing."""
         each = self.numel // self.layers
         parameters = [Parameter(f"layer.{i}", (each,), i, "normal") for i in range(self.layers)]
         ends = (Parameter("embedding", (1,), None, "normal"), Parameter("head", (1,), None, "normal"))
-        return Layout([ends[0], *parameters, ends[1]], layers_per_fragment)
+        return ParameterMap([ends[0], *parameters, ends[1]], layers_per_fragment)
 
 
 PUBLISHED_SHAPES = (
@@ -123,7 +123,7 @@ def utilization(outer: OuterConfig, model: ModelShape, gbps: float, jobs: int = 
     Flat synchronous runs exchange over a ring, layer by layer; all others over one link from each of two regions,
     a worker in each, to the global server.
     """
-    layout = model.layout(outer.fragments.layers_per_fragment)
+    layout = model.parameter_map(outer.fragments.layers_per_fragment)
     ring = None
     if outer.flat and outer.rule.synchronous:
         layers = tuple(tuple(p.layer for p in f.parameters if p.layer is not None) for f in layout.fragments)
@@ -146,7 +146,7 @@ def freshness(outer: OuterConfig, model: ModelShape, gbps: float, sends: int = 2
     steps = 2 * sends * (outer.rule.updates_per_send or 1) * outer.local_steps
     world = VirtualWorld(
         WorldSpec(_regions(model, gbps)),
-        timing_task(outer, model.layout(outer.fragments.layers_per_fragment), steps, 1),
+        timing_task(outer, model.parameter_map(outer.fragments.layers_per_fragment), steps, 1),
     )
     world.run()
     version = min(fragment.version for fragment in world.top.server.fragments)

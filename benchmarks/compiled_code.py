@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 
 from benchmarks.triton_aot import Launch
-from geotrain.kernels.layout import SCALE_SHIFT
+from geotrain.kernels.payload_format import SCALE_SHIFT
 
 LIMIT = 2**31
 # Arguments of whose elements a thread has several that follow one another.

@@ -29,14 +29,14 @@ from benchmarks.common import command_line
 from benchmarks.learner.optimizers import MuonSettings, QuasiHyperbolicMuonSettings
 from benchmarks.learner.training import Curve, Learning, Study, training_task
 from geotrain.config import OuterConfig, RegionMomentumConfig
-from geotrain.outer.messages import Finished, Lease, LeaseRequest, PieceWeights
+from geotrain.outer.messages import ChunkWeights, Finished, Lease, LeaseRequest
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion
 from geotrain.outer.rules.rule import Told
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Identity
-from geotrain.parameters.layout import Layout
+from geotrain.parameters.parameter_map import ParameterMap
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.worker import Learner
 from geotrain.simulate.world import VirtualWorld
@@ -91,15 +91,15 @@ class Agreeing(AveragingGlobal):
     """Cosine correction, parameter by parameter (after HeLoCo, arXiv 2606.00271): of a delta that points against what
     the global weights did since its sender last saw them, the part along that is left out."""
 
-    def __init__(self, regions: int, layout: Layout) -> None:
+    def __init__(self, regions: int, parameter_map: ParameterMap) -> None:
         super().__init__(regions)
-        self.layout = layout
+        self.parameter_map = parameter_map
 
     def apply(self, state: Vectors, member: str, delta: Tensor, told: Told) -> None:
         name = f"given.{member}"
         if name in state.aux:
             delta, since = delta.clone(), state.aux[name] - state.x
-            parts = zip(self.layout.split(0, delta), self.layout.split(0, since), strict=True)
+            parts = zip(self.parameter_map.split(0, delta), self.parameter_map.split(0, since), strict=True)
             for (_, mine), (_, moved) in parts:
                 along = float((mine * moved).sum())
                 if along < 0:
@@ -132,7 +132,7 @@ def sharing_momenta(make: Callable[[WorkerSpec], Learner]) -> Callable[[WorkerSp
         members.append(mine)
         take = mine.on_weights
 
-        def on_weights(weights: PieceWeights, start: bool = False) -> None:
+        def on_weights(weights: ChunkWeights, start: bool = False) -> None:
             take(weights, start)
             optimizers = [other.optimizer for other in members]
             mine.optimizer.m.copy_(torch.stack([o.m for o in optimizers]).mean(0))
@@ -145,7 +145,7 @@ def sharing_momenta(make: Callable[[WorkerSpec], Learner]) -> Callable[[WorkerSp
 
 
 MakeRegion = Callable[[RegionMomentumConfig, int, float], MomentumRegion]
-MakeGlobal = Callable[[Layout], AveragingGlobal]
+MakeGlobal = Callable[[ParameterMap], AveragingGlobal]
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ TRIALS = {
     "merge_alpha 0.75": trial(ONE, merge_alpha=0.75),
     "gain 0.5, rate 0.032": trial(ONE, momentum_gain=0.5, lr=0.032),
     "look-ahead 0.5": trial(ONE, region=ahead(0.5)),
-    "error-feedback delay correction 0.5": trial(ONE, top=lambda layout: Foreseen(REGIONS, 0.5)),
-    "cosine correction": trial(ONE, top=lambda layout: Agreeing(REGIONS, layout)),
+    "error-feedback delay correction 0.5": trial(ONE, top=lambda parameter_map: Foreseen(REGIONS, 0.5)),
+    "cosine correction": trial(ONE, top=lambda parameter_map: Agreeing(REGIONS, parameter_map)),
     "2 bits, K 1, merge_alpha 0.75": trial(ONE, updates_per_send=1, merge_alpha=0.75, **two_bits()),
     "2 bits, K 1, merge_alpha 1": trial(ONE, updates_per_send=1, merge_alpha=1.0, **two_bits()),
     "2 bits, K 1, look-ahead 0.5": trial(ONE, region=ahead(0.5), updates_per_send=1, **two_bits()),
@@ -224,7 +224,7 @@ class Averaged(Curve):
         self.total, self.count = torch.zeros_like(self.model.flat), 0
 
     def watch(self, world: VirtualWorld) -> None:
-        if world.top.server.book.committed_samples >= (1 - LAST) * world.task.train_samples:
+        if world.top.server.lease_table.committed_samples >= (1 - LAST) * world.task.train_samples:
             self.total += self._flat(world)
             self.count += 1
         super().watch(world)
@@ -262,11 +262,14 @@ def run(trial: Trial, seed: int, steps: int = FULL.steps, size: dict[str, int] |
 def _with_region_rule(make: MakeRegion) -> type[RegionServer]:
     class Server(RegionServer):
         def __init__(
-            self, name: str, identity: Identity, layout: Layout, config: OuterConfig, rule: MomentumRegion,
+            self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig,
+            rule: MomentumRegion,
             workers: tuple[str, ...],
         ) -> None:  # fmt: skip
             assert isinstance(config.rule, RegionMomentumConfig)
-            super().__init__(name, identity, layout, config, make(config.rule, len(workers), rule.decay), workers)
+            super().__init__(
+                name, identity, parameter_map, config, make(config.rule, len(workers), rule.decay), workers
+            )
 
     return Server
 
@@ -275,9 +278,9 @@ def _with_global_rule(make: MakeGlobal) -> type[GlobalServer]:
     class Server(GlobalServer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            self.rule = make(self.layout)
-            for vault in self.vaults.all:
-                vault.rule = self.rule
+            self.rule = make(self.parameter_map)
+            for shard in self.shards.all:
+                shard.rule = self.rule
 
     return Server
 
@@ -296,8 +299,8 @@ def _cooling_down(
 
     class Top(GlobalServer):
         def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
-            if self.book.next_start >= after:
-                self.book.local_steps = local_steps
+            if self.lease_table.next_start >= after:
+                self.lease_table.local_steps = local_steps
             return super()._on_lease_request(request)
 
     return Region, Top

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from benchmarks import DATA
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 
@@ -91,9 +91,9 @@ def synthetic_world(
     )
 
 
-def one_block(numel: int) -> Layout:
+def one_block(numel: int) -> ParameterMap:
     """The layout of a model of which only the size is known."""
-    return Layout([Parameter("model", (numel,), None, "normal")])
+    return ParameterMap([Parameter("model", (numel,), None, "normal")])
 
 
 def with_links(world: WorldSpec, **changes: Any) -> WorldSpec:
@@ -103,8 +103,8 @@ def with_links(world: WorldSpec, **changes: Any) -> WorldSpec:
 
 def dying(world: WorldSpec, deaths_per_s: float, restart_s: float, until_s: float, seed: object) -> WorldSpec:
     """The world with a failure trace for each worker: lives of exponentially distributed length, and restart_s from a
-    death to the next life. The traces follow from the seed and the workers' names, and end with the first one after
-    until_s."""
+    death to the next incarnation. The traces follow from the seed and the workers' names, and end with the first one
+    after until_s."""
 
     def traced(worker: WorkerSpec) -> WorkerSpec:
         random = Random(f"{seed} {worker.name}")

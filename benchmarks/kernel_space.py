@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks import triton_aot
-from geotrain.kernels import AdamStep, OuterStep, layout, triton_ops
+from geotrain.kernels import AdamStep, OuterStep, payload_format, triton_ops
 from geotrain.kernels.dispatch import LOW_PRECISION
-from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_BYTES, Spec
+from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_BYTES, Spec
 from geotrain.kernels.steps import QUINTIC
 
 SMALL, LARGE = 1 << 16, 1 << 35  # elements; the larger ones would take 128 GiB in fp32
@@ -42,14 +42,14 @@ class Case:
 
 def factors() -> dict[str, Settings]:
     """Op → factor → its values."""
-    blocks = [1 << i for i in range(layout.MIN_BLOCK.bit_length() - 1, layout.MAX_BLOCK.bit_length())]
+    blocks = [1 << i for i in range(payload_format.MIN_BLOCK.bit_length() - 1, payload_format.MAX_BLOCK.bit_length())]
     # A tail that is shorter than every block, and none.
     sizes = {"numel": (SMALL, LARGE), "tail": (0, TAIL)}
     given = {"values": LOW_PRECISION, "anchor": FLAG, "residual": FLAG, "stochastic": FLAG}
     dense, coded = tuple(GRIDS), {"block": tuple(blocks), "scale": tuple(SCALE_BYTES)}
     plain = tuple(name for name in FORMATS if name not in GRIDS and name != "topk2")
     # A power of two for each number of low bits that a position can have, and one that is none.
-    densities = (*(2.0**-bits for bits in range(layout.MAX_BLOCK.bit_length())), 0.1)
+    densities = (*(2.0**-bits for bits in range(payload_format.MAX_BLOCK.bit_length())), 0.1)
     sparse = {"density": densities, "block": tuple(blocks), "scale": tuple(SCALE_BYTES), **sizes}
     sides = (16, 32, 64, 128, 512, 1408)
     return {
@@ -135,7 +135,7 @@ def _quantize(spec: Spec, values: torch.dtype, anchor: bool, residual: bool, num
 
 
 def _dequantize(spec: Spec, accumulate: bool, measured: bool, numel: int) -> None:
-    squares = _meta(-(-numel // layout.SQUARES_BLOCK), torch.float64) if measured else None
+    squares = _meta(-(-numel // payload_format.SQUARES_BLOCK), torch.float64) if measured else None
     triton_ops.dequantize(
         _meta(spec.encoded_bytes(numel), torch.uint8), _meta(numel), spec, 0.5 if accumulate else None, squares
     )

@@ -16,7 +16,7 @@ from benchmarks.common import command_line
 from benchmarks.learner.training import Curve, Study, training_task
 from geotrain.commands.simulate import WhatIf, nothing_committed, question
 from geotrain.config import OuterConfig, RunConfig
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.simulate.spec import WorldSpec
 from geotrain.simulate.world import VirtualWorld
 
@@ -48,7 +48,7 @@ def loss_curve(run: RunConfig, outer: OuterConfig, spec: WorldSpec) -> list[dict
     """Points of the curve; the messages have the size of the run's own model. Raises ConfigError."""
     study = Study(steps=STEPS, length=32)
     curve = Curve(study, points=16)
-    world = VirtualWorld(spec, training_task(study, outer, layout_of(run).numel), curve.watch)
+    world = VirtualWorld(spec, training_task(study, outer, parameter_map_of(run).numel), curve.watch)
     trained = world.run()["committed_steps"]
     if not trained:
         raise nothing_committed(run, STEPS, spec, outer)

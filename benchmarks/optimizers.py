@@ -29,7 +29,7 @@ from benchmarks.common import alternate, command_line, report, spread, units_by_
 from geotrain import kernels
 from geotrain.config import architecture_from_hf, read_json
 from geotrain.kernels import QUINTIC, AdamStep
-from geotrain.parameters.layout import Parameter, canonical_parameters
+from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 MODELS = ROOT / "configs" / "models"
 ON_HOST = ("llama-tiny", "llama-70m:1")  # what takes less than a minute or two

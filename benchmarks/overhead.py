@@ -28,7 +28,7 @@ from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import free_ports
 from geotrain.outer.messages import Lease
 from geotrain.outer.server.server import identity_of
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 if TYPE_CHECKING:  # they take seconds to import, and the environment must be set before
     from geotrain.data.loader import LeasedLoader
@@ -132,7 +132,7 @@ def joined(
     from geotrain.net.transport.worker_client import WorkerClient
     from geotrain.worker.trainer import Trainer
 
-    layout, folder = layout_of(run), run.run_folder / "checkpoints"
+    layout, folder = parameter_map_of(run), run.run_folder / "checkpoints"
     identity = identity_of(run, layout)
     with closing(WorkerClient(str(cluster.region("eu").server))) as client:
         trainer = Trainer(run, "eu-0", identity, layout, engine, loader, client, folder, report=report)
@@ -211,7 +211,7 @@ def figures(seconds: dict[bool, list[float]], run: RunConfig, pairs: int) -> dic
         **{name: round(value, 4) for name, value in spread("throughput_ratio", ratios).items()},
         **speeds(seconds, run),
         "local_steps": run.outer.local_steps,
-        "parameters": layout_of(run).numel,
+        "parameters": parameter_map_of(run).numel,
         "pairs": pairs,
     }
 

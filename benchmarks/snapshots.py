@@ -34,9 +34,9 @@ from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import AnswerWanted, Identity, Join, PieceDelta, UpdatePart
+from geotrain.outer.messages import AnswerWanted, ChunkDelta, Identity, Join, UpdatePart
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.staging.interface import to_bytes
 
 REGION, LIFE = "eu", "life-1"
@@ -76,32 +76,34 @@ class Run:
     def __init__(self, folder: Path, layers: int, numel: int) -> None:
         blocks = [Parameter(f"layer.{i}", (numel,), i, "ones") for i in range(layers)]
         ends = [Parameter(name, (1024,), None, "ones") for name in ("embed", "norm")]
-        self.layout = Layout([ends[0], *blocks, ends[1]], 1)
+        self.parameter_map = ParameterMap([ends[0], *blocks, ends[1]], 1)
         self.config = OuterConfig(
             rule=HalosConfig(name="halos"), up=codec_config("bf16"), down=codec_config("int8"),
         )  # fmt: skip
-        self.identity = Identity("snapshots", "config", self.layout.digest, "toy")
+        self.identity = Identity("snapshots", "config", self.parameter_map.digest, "toy")
         self.recovered: Recovered = recover(self._build, self._begin, folder, keep=2)
         codec = make_codec(self.config.up)
-        self.payloads = [to_bytes(codec.encode(1e-3 * torch.randn(f.numel)).payload) for f in self.layout.fragments]
+        self.payloads = [
+            to_bytes(codec.encode(1e-3 * torch.randn(f.numel)).payload) for f in self.parameter_map.fragments
+        ]
         self.sequence = 0
 
     def _build(self) -> GlobalServer:
-        return GlobalServer(self.identity, self.layout, self.config, {REGION: ("w",)}, 1 << 30, 1)
+        return GlobalServer(self.identity, self.parameter_map, self.config, {REGION: ("w",)}, 1 << 30, 1)
 
     def _begin(self, server: Any) -> None:
-        server.set_weights([torch.ones(f.numel) for f in self.layout.fragments])
+        server.set_weights([torch.ones(f.numel) for f in self.parameter_map.fragments])
 
     def next_update(self) -> UpdatePart:
         fragment = self.sequence % len(self.payloads)
         self.sequence += 1
         version = self.recovered.server.versions[fragment]
-        return UpdatePart(REGION, LIFE, self.sequence, 0, (PieceDelta(fragment, version, self.payloads[fragment]),))
+        return UpdatePart(REGION, LIFE, self.sequence, 0, (ChunkDelta(fragment, version, self.payloads[fragment]),))
 
     def join(self) -> Join:
-        whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
+        whole = tuple(self.parameter_map.whole(f.index) for f in self.parameter_map.fragments)
         i = self.identity
-        return Join(i.run, i.config_digest, i.layout_digest, i.model, REGION, LIFE, 0, 1, whole, whole)
+        return Join(i.run, i.config_digest, i.parameter_map_digest, i.model, REGION, LIFE, 0, 1, whole, whole)
 
 
 async def measured(run: Run, snapshots: int, clone: bool) -> dict[str, float]:
@@ -119,7 +121,7 @@ async def measured(run: Run, snapshots: int, clone: bool) -> dict[str, float]:
     def begin() -> tuple[Any, FrozenState]:
         frozen, meta = begin_snapshot(server, store, journal, ended=False)
         if clone:
-            server.vaults.watch(lambda *tensors: None)
+            server.shards.watch(lambda *tensors: None)
             frozen = FrozenState({name: tensor.clone() for name, tensor in server.state()[0].items()})
         return disk.submit(finish_snapshot, store, journal, frozen, meta), frozen
 

@@ -31,7 +31,7 @@ from benchmarks.common import command_line, ratio, report, spread, units_by_endi
 from geotrain.config import LinkConfig, architecture_from_hf
 from geotrain.emulate.wan import cannot_emulate
 from geotrain.launch.check import free_ports
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 4, 2
 DENSE = {
@@ -141,7 +141,7 @@ def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:
     from geotrain.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
     from geotrain.inner.build import build_engine
     from geotrain.parameters.hf_checkpoint import write_checkpoint
-    from geotrain.parameters.layout import canonical_parameters
+    from geotrain.parameters.parameter_map import canonical_parameters
 
     block = {
         "train_batch_size": MICRO_BATCHES * MICRO_BATCH,

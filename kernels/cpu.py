@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geotrain.kernels.layout import FORMATS, GRIDS, SCALE_SHIFT, Spec
+from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_SHIFT, Spec
 from geotrain.kernels.steps import (
     LUCK,
     AdamStep,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geotrain.kernels import cpu, reference, reference_anneal, reference_transport
-from geotrain.kernels.layout import GRIDS, SQUARES_BLOCK, Spec
+from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, Spec
 from geotrain.kernels.steps import (
     MOST_HEAT,
     QUINTIC,

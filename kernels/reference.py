@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import reference_topk
-from geotrain.kernels.layout import GRIDS, SQUARES_BLOCK, SQUARES_LANES, TINY_BITS, Spec
+from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, SQUARES_LANES, TINY_BITS, Spec
 from geotrain.kernels.reference_math import (
     NAN_BITS,
     as_float,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geotrain.kernels.layout import SCALE_BYTES, SCALE_SHIFT
+from geotrain.kernels.payload_format import SCALE_BYTES, SCALE_SHIFT
 
 NAN_BITS = 0x7FC00000
 

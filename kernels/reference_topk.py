@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from geotrain.kernels.layout import TINY_BITS, Spec, TopkRecord
+from geotrain.kernels.payload_format import TINY_BITS, Spec, TopkRecord
 from geotrain.kernels.reference_math import (
     NAN_BITS,
     as_float,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels import triton_topk
-from geotrain.kernels.layout import GRIDS, SCALE_SHIFT, SQUARES_BLOCK, SQUARES_LANES, Spec
+from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, SQUARES_BLOCK, SQUARES_LANES, Spec
 from geotrain.kernels.triton_math import aligned_parts, as_float, as_int, put, to_level
 
 ELEMENTS = 4096  # of one program

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels import triton_topk
-from geotrain.kernels.layout import GRIDS, SCALE_SHIFT, Spec
+from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, Spec
 from geotrain.kernels.triton_math import (
     INFINITY_BITS,
     MAGNITUDE,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geotrain.kernels.layout import SCALE_SHIFT, Spec, TopkRecord
+from geotrain.kernels.payload_format import SCALE_SHIFT, Spec, TopkRecord
 from geotrain.kernels.triton_math import (
     INFINITY_BITS,
     MAGNITUDE,

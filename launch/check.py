@@ -52,10 +52,10 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
             f"samples; use {max(1, samples // round_samples) * round_samples}"
         )
     servers = [("the global server", cluster.global_ssh, cluster.global_server)]
-    servers += [("a vault of the global server", cluster.global_ssh, vault) for vault in cluster.global_vaults]
+    servers += [("a shard of the global server", cluster.global_ssh, shard) for shard in cluster.global_shards]
     for r in cluster.serving:
         servers.append((f"the server of region {r.name!r}", r.ssh, r.server))
-        servers += [(f"a vault of region {r.name!r}", r.ssh, vault) for vault in r.vaults]
+        servers += [(f"a shard of region {r.name!r}", r.ssh, shard) for shard in r.shards]
     for what, ssh, address in servers:
         if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
             raise ConfigError(

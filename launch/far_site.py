@@ -5,8 +5,8 @@ lives on when nobody is connected. What ssh runs is a front, which begins that p
 carries orders there and words back (`geotrain.launch.control`). The site's lock, which the kernel releases however
 its holder ends, sees to it that there is only one.
 
-In the run's folder, `.site-<site>.json` names the launcher's life that the site was begun by or attached to last, and
-how it ended if it has: a launcher whose connection was lost meanwhile is told when it comes back.
+In the run's folder, `.site-<site>.json` names the launcher's incarnation that the site was begun by or attached to
+last, and how it ended if it has: a launcher whose connection was lost meanwhile is told when it comes back.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def keep_site() -> int:
             stack.enter_context(locked(folder, request.sites))
         except RunsAlready:
             return EXIT_HELD
-        # It may have begun in this life of the launcher, which says the same again after each loss of the connection.
+        # It may have begun in this incarnation of the launcher, which says the same again after each loss of the
+        # connection.
         before = _record(folder, site).get("launch") == request.launch
         control = stack.enter_context(ControlSocket(folder, request))
         _note(folder, site, launch=request.launch)

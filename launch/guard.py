@@ -11,8 +11,8 @@ The guard also stops on SIGTERM. A command that ends with 0 while processes that
 lose their parent become children of the guard, which is their "subreaper". So it finds them whatever sessions they
 opened.
 
-If the environment names a job (JOB), there is at most one life of that job on this machine: processes with the same
-name, left over from a connection that broke unnoticed, are ended before the command begins.
+If the environment names a job (JOB), there is at most one incarnation of that job on this machine: processes with the
+same name, left over from a connection that broke unnoticed, are ended before the command begins.
 
 Only the standard library, so that it starts in milliseconds: `python -I -S guard.py`.
 """
@@ -36,7 +36,7 @@ KILL_DEADLINE_S = 5.0  # time after SIGKILL in which a process must be gone
 SETTLE_S = 2.0  # processes that a command started may end this much later than the command
 JOB = "GEOTRAIN_JOB"  # the run's folder and the process's name: descendants inherit it
 EXIT_LEFT_BEHIND = 125
-EXIT_FORMER_LIFE = 126
+EXIT_FORMER_INCARNATION = 126
 EXIT_NOT_FOUND = 127
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -53,9 +53,9 @@ def main(arguments: list[str]) -> int:
         enter_network(int(options["--netns"]))
         os.close(int(options["--netns"]))
     with _wakeups() as wakeups:
-        if not _end(_former_lives, grace_s, wakeups):
-            _say(f"{os.environ[JOB]} has not begun; of an earlier life: {_former_lives()}")
-            return EXIT_FORMER_LIFE
+        if not _end(_former_incarnations, grace_s, wakeups):
+            _say(f"{os.environ[JOB]} has not begun; of an earlier incarnation: {_former_incarnations()}")
+            return EXIT_FORMER_INCARNATION
         try:
             # PDEATHSIG: if the guard itself is killed by SIGKILL, the kernel kills the command.
             child = subprocess.Popen(
@@ -181,7 +181,7 @@ def _descendants() -> list[int]:
     return found
 
 
-def _former_lives() -> list[int]:
+def _former_incarnations() -> list[int]:
     """Other processes of this job that live, known by the job's name in their environment."""
     found = []
     if JOB in os.environ:

@@ -25,8 +25,8 @@ from geotrain.config import (
     config_digest,
     load_cluster,
     load_run,
-    vault_name,
-    vaults_of,
+    shard_name,
+    shards_of,
 )
 from geotrain.emulate import wan
 from geotrain.launch.check import (
@@ -228,29 +228,29 @@ def resolve(
                 return old
         return Address(host=host, port=address.port or next(free))
 
-    def all_at(site: str, vaults: tuple[Address, ...], emulated_host: str | None) -> tuple[Address, ...]:
-        return tuple(at(vault_name(site, i), vault, emulated_host) for i, vault in enumerate(vaults))
+    def all_at(site: str, shards: tuple[Address, ...], emulated_host: str | None) -> tuple[Address, ...]:
+        return tuple(at(shard_name(site, i), shard, emulated_host) for i, shard in enumerate(shards))
 
     def region_at(r: RegionConfig, host: str | None) -> RegionConfig:
-        return r.model_copy(update={"server": at(r.name, r.server, host), "vaults": all_at(r.name, r.vaults, host)})
+        return r.model_copy(update={"server": at(r.name, r.server, host), "shards": all_at(r.name, r.shards, host)})
 
     regions = tuple(region_at(r, links.addresses[r.name] if links else None) for r in cluster.regions)
     host = links.global_address if links else None
-    global_server, vaults = at(GLOBAL, cluster.global_server, host), all_at(GLOBAL, cluster.global_vaults, host)
+    global_server, shards = at(GLOBAL, cluster.global_server, host), all_at(GLOBAL, cluster.global_shards, host)
     if here is None:
         here = tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
-    local = [global_server, *vaults] if GLOBAL in here else []
+    local = [global_server, *shards] if GLOBAL in here else []
     if links is None:  # inside a namespace every port is free
-        local += [each for region in regions if region.name in here for each in (region.server, *region.vaults)]
+        local += [each for region in regions if region.name in here for each in (region.server, *region.shards)]
     check_ports_are_free(local)
-    return cluster.model_copy(update={"global_server": global_server, "global_vaults": vaults, "regions": regions})
+    return cluster.model_copy(update={"global_server": global_server, "global_shards": shards, "regions": regions})
 
 
 def _addresses(cluster: ClusterConfig) -> dict[str, Address]:
-    """Of servers and vaults, by the names of their processes."""
+    """Of servers and shards, by the names of their processes."""
     servers = {GLOBAL: cluster.global_server, **{region.name: region.server for region in cluster.regions}}
-    vaults = {vault_name(site, i): at for site in servers for i, at in enumerate(vaults_of(cluster, site))}
-    return {**servers, **vaults}
+    shards = {shard_name(site, i): at for site in servers for i, at in enumerate(shards_of(cluster, site))}
+    return {**servers, **shards}
 
 
 def _is_finished(run: RunConfig, folder: Path) -> bool:

@@ -21,7 +21,7 @@ from geotrain.config import (
     UnsupportedModelError,
     architecture_from_hf,
     is_loopback,
-    vaults_of,
+    shards_of,
 )
 from geotrain.config.deepspeed import AUTO, COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_LR, completed
 from geotrain.data.dataset import end_of_document, read_manifest
@@ -34,7 +34,7 @@ from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
 from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, load_credentials
 from geotrain.outer.messages import GLOBAL
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 _DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
@@ -70,7 +70,7 @@ def obstacles(
     if cluster.security is not None:
         wanted: list[tuple[Role, str]] = [("operator", OPERATOR)] if shows else []
         wanted += [("global" if s == GLOBAL else "region", s) for s in topology.servers if s in here]
-        wanted += [("vault", s) for s in topology.servers if s in here and vaults_of(cluster, s)]
+        wanted += [("shard", s) for s in topology.servers if s in here and shards_of(cluster, s)]
         wanted += [("worker", name) for name, region in topology.home.items() if region in here]
         checks += [partial(load_credentials, Path(cluster.security.folder), *pair) for pair in wanted]
     checks.append(partial(_check_processes, run, cluster, here))
@@ -88,9 +88,9 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
         if site in here and not cluster.emulate_links
     ]
     wanted += [
-        (f"vault {number} of {site!r}", address)
+        (f"shard {number} of {site!r}", address)
         for site in topology.servers
-        for number, address in enumerate(vaults_of(cluster, site))
+        for number, address in enumerate(shards_of(cluster, site))
         if site in here and not cluster.emulate_links
     ]
     if monitor.enabled and monitor.page_port and GLOBAL in here:

@@ -96,10 +96,10 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
         from geotrain.monitor.utilization import peak_flops, training_flops_per_token
         from geotrain.net.transport.certs import trust_between
-        from geotrain.net.transport.vaulted_link import vaults_above
+        from geotrain.net.transport.sharded_link import shards_above
         from geotrain.net.transport.worker_client import WorkerClient
         from geotrain.outer.server.server import identity_of
-        from geotrain.parameters.layout import layout_of
+        from geotrain.parameters.parameter_map import parameter_map_of
         from geotrain.worker.trainer import Trainer
 
     server, folder = topology.servers[site], run.run_folder
@@ -117,15 +117,15 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         held_out = open_source(run.data.validation, run.data.sequence_length, vocab_size, None, cache_of(run.data))
         sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
         validation = validation_batches(held_out, *sizes)
-    layout = layout_of(run)
-    identity = identity_of(run, layout, training_digest(run.data))
+    parameter_map = parameter_map_of(run)
+    identity = identity_of(run, parameter_map, training_digest(run.data))
     peak = peak_flops(cluster, worker)
     per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
     trust = trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
-    vaults = vaults_above(cluster, layout, "worker", worker.name, site)
+    shards = shards_above(cluster, parameter_map, "worker", worker.name, site)
     log = folder / "events" / f"{worker.name}.jsonl"
     with (
-        closing(WorkerClient(str(server), trust=trust, vaults=vaults)) as client,
+        closing(WorkerClient(str(server), trust=trust, shards=shards)) as client,
         EventLog(log, source=worker.name, enabled=run.monitor.enabled) as events,
     ):
 
@@ -144,7 +144,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             run,
             worker.name,
             identity,
-            layout,
+            parameter_map,
             engine,
             loader,
             client,

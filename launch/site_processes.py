@@ -28,8 +28,8 @@ from geotrain.config import (
     Topology,
     WorkerConfig,
     relocated,
-    vault_name,
-    vaults_of,
+    shard_name,
+    shards_of,
 )
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.launch.check import free_ports
@@ -54,8 +54,8 @@ SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "Ser
 class LaunchRequest:
     """What a machine is asked to start.
 
-    launch: names the launcher's life. launch_id: names the launch, in which a server that has ended stays ended; "":
-    the launcher's life is that.
+    launch: names the launcher's incarnation. launch_id: names the launch, in which a server that has ended stays
+    ended; "": the launcher's incarnation is that.
     """
 
     run: RunConfig
@@ -190,19 +190,19 @@ def path_there(path: str, folder: str | None) -> str:
 
 
 def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) -> list[ProcessSpec]:
-    """The server of a site, and its vaults."""
+    """The server of a site, and its shards."""
 
     launch = request.launch_id or request.launch
 
     def process(name: str, which: tuple[str, ...], above: str, resume: bool) -> ProcessSpec:
-        vault = which[0] == "vault"
-        options = (*(("--resume",) if resume else ()), *(() if vault else ("--launch-id", launch)))
+        shard = which[0] == "shard"
+        options = (*(("--resume",) if resume else ()), *(() if shard else ("--launch-id", launch)))
         command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"), *options)
         return ProcessSpec(
             name,
             guarded(command, netns),
             {JOB: str(folder / name)},
-            role="vault" if vault else "server",
+            role="shard" if shard else "server",
             inherited_fds=() if netns is None else (netns,),
             respawn=lambda: process(name, which, above, True),
             depends_on=above,
@@ -210,10 +210,10 @@ def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) 
 
     which = ("global",) if site == GLOBAL else ("region", site)
     above = "" if site == GLOBAL else _unit_of_global(request.cluster)
-    vaults = range(len(vaults_of(request.cluster, site)))
+    shards = range(len(shards_of(request.cluster, site)))
     return [
         process(site, which, above, request.resume),
-        *(process(vault_name(site, i), ("vault", site, str(i)), site, request.resume) for i in vaults),
+        *(process(shard_name(site, i), ("shard", site, str(i)), site, request.resume) for i in shards),
     ]
 
 
@@ -246,7 +246,7 @@ def _worker(
         master = worker.hosts[0].host
 
     def commands(resume: bool) -> dict[int, LauncherCommand]:
-        # A new free port at every start, because an earlier life of the worker may still occupy its own.
+        # A new free port at every start, because an earlier incarnation of the worker may still occupy its own.
         port = free_ports(1)[0] if whole_here else fixed_port
         place = WorkerPlace(folder, port, devices, threads, resume, master, interface)
         made = worker_commands(place, region, worker)
@@ -256,14 +256,14 @@ def _worker(
             write_whole(folder / name, text)
         return dict(enumerate(mine))
 
-    # All processes of one life of the worker must meet at the same port, but each is respawned by a call of its own.
-    # So the first call makes the commands of all, and those that are not taken yet wait here.
-    next_life: dict[int, LauncherCommand] = {}
+    # All processes of one incarnation of the worker must meet at the same port, but each is respawned by a call of
+    # its own. So the first call makes the commands of all, and those that are not taken yet wait here.
+    next_incarnation: dict[int, LauncherCommand] = {}
 
     def respawn(index: int) -> ProcessSpec:
-        if index not in next_life:
-            next_life.update(commands(True))
-        return process(next_life.pop(index), index)
+        if index not in next_incarnation:
+            next_incarnation.update(commands(True))
+        return process(next_incarnation.pop(index), index)
 
     def process(start: LauncherCommand, index: int) -> ProcessSpec:
         job = str(folder / start.name)

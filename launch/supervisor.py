@@ -30,7 +30,7 @@ from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, T
 from geotrain.outer.events import Event
 
 STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
-LEAF_DRAIN_S = 30.0  # for a worker or vault to end after its server: it has saved all before
+LEAF_DRAIN_S = 30.0  # for a worker or shard to end after its server: it has saved all before
 LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
 LOG_TAIL_BYTES = 16384
 FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
@@ -50,7 +50,7 @@ class ProcessSpec:
     env: overrides the supervisor's environment.
     first_input: written to its standard input, which then stays open.
     role: the run is over when all processes but helpers have ended. A server ends by itself once all workers have, a
-        vault when its server lets it; a helper (which carries emulated links) never ends by itself.
+        shard when its server lets it; a helper (which carries emulated links) never ends by itself.
     inherited_fds: file descriptors that it inherits.
     respawn: gives the process that replaces it after its death; None: its death fails the run.
     front: it only speaks, over a connection, for processes of another machine that live on without it. It stops them
@@ -65,7 +65,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     first_input: bytes = b""
-    role: Literal["worker", "server", "vault", "helper"] = "worker"
+    role: Literal["worker", "server", "shard", "helper"] = "worker"
     inherited_fds: tuple[int, ...] = ()
     respawn: Callable[[], ProcessSpec] | None = None
     front: bool = False
@@ -128,7 +128,7 @@ class RunningProcess:
 
 
 @dataclass
-class RestartUnit:
+class RestartGroup:
     """Processes that live and die together.
 
     specs, running: by the process's name. restart_at_s: the earliest time at which the unit is started again, when
@@ -175,7 +175,7 @@ class Supervisor:
         self.logs = logs
         self.drain_s, self.restart, self.needs_all = drain_s, restart or RestartConfig(), needs_all
         self._on_event = on_event
-        self._units: dict[str, RestartUnit] = {}
+        self._units: dict[str, RestartGroup] = {}
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Supervisor:
@@ -200,7 +200,7 @@ class Supervisor:
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process. Raises LaunchError if its program or its log file cannot be opened."""
-        unit = self._units.setdefault(spec.unit_name, RestartUnit(spec.role, Backoff(self.restart)))
+        unit = self._units.setdefault(spec.unit_name, RestartGroup(spec.role, Backoff(self.restart)))
         if spec.name in unit.running:
             raise ValueError(f"two processes are called {spec.name!r}")
         try:
@@ -262,7 +262,7 @@ class Supervisor:
         """Whether there were units of this role, and all of them have ended."""
         return bool(self._of_role(role)) and not any(unit.active for unit in self._of_role(role))
 
-    def _of_role(self, role: str) -> list[RestartUnit]:
+    def _of_role(self, role: str) -> list[RestartGroup]:
         return [unit for unit in self._units.values() if unit.role == role]
 
     def _wait_until(self, deadline: float, hurry: bool = False) -> None:
@@ -330,7 +330,7 @@ class Supervisor:
         given_up = [unit.given_up for unit in units if unit.given_up]
         return RunOutcome(0, "\n".join(["the others have finished, but", *given_up]) if given_up else "")
 
-    def _is_unneeded(self, unit: RestartUnit) -> bool:
+    def _is_unneeded(self, unit: RestartGroup) -> bool:
         """Whether the server that the unit talks to has ended well, so that nothing is left for it to do."""
         servers = [self._units[s.depends_on] for s in unit.specs.values() if s.depends_on in self._units]
         return bool(servers) and not any(server.active for server in servers)
@@ -408,7 +408,7 @@ class Supervisor:
         reason = f"process {name!r} {how_it_ended(code)}; the end of its log {log}:\n{_quoted(tail(log))}"
         return self._died(process.spec, code, time.monotonic() - process.started_s, reason)
 
-    def _try_again(self, name: str, unit: RestartUnit, lived_s: float) -> None:
+    def _try_again(self, name: str, unit: RestartGroup, lived_s: float) -> None:
         """A front has lost its connection, or has made none: it tries again for as long as the run lasts."""
         pause_s = unit.backoff.next_pause_s(lived_s)
         unit.restart_at_s = time.monotonic() + pause_s

@@ -90,18 +90,18 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
     }
 
 
-def vault_lines(statuses: Mapping[str, Status]) -> list[str]:
-    """A line for each server whose vaults are processes of their own."""
+def shard_lines(statuses: Mapping[str, Status]) -> list[str]:
+    """A line for each server whose shards are processes of their own."""
     found = []
     for site, status in statuses.items():
         words = [
-            f"{v['vault']} {v['orders']:,} orders, {size(v['rss_bytes'])}, snapshot after {v['saved']:,}"
+            f"{v['shard']} {v['orders']:,} orders, {size(v['rss_bytes'])}, snapshot after {v['saved']:,}"
             if v["up"]
-            else f"{v['vault']} DOWN"
-            for v in status.get("vaults", ())
+            else f"{v['shard']} DOWN"
+            for v in status.get("shards", ())
         ]
         if words and status.get("phase") != "ended":
-            found.append(f"vaults of {site}: {'; '.join(words)}")
+            found.append(f"shards of {site}: {'; '.join(words)}")
     return found
 
 
@@ -166,7 +166,7 @@ def draw(title: str, cluster: ClusterConfig, statuses: Mapping[str, Status], lef
     return Group(
         Text(title if left_s is None or at_rest(top) else f"{title}; {clock(left_s)} left"),
         table,
-        *map(Text, vault_lines(statuses)),
+        *map(Text, shard_lines(statuses)),
         *([Text(page_line(cluster, page))] if page else []),
     )
 

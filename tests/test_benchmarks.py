@@ -19,12 +19,12 @@ import benchmarks.acco.__main__ as acco
 from benchmarks import __main__ as bench
 from benchmarks import codec, common
 from benchmarks.goals import PARTS, Goal, Part
-from benchmarks.servers.vaults import PIECES, roles, same
+from benchmarks.servers.shards import PIECES, roles, same
 from benchmarks.servers.world import write_files
-from geotrain.config import load_cluster, load_run, vault_name, vaults_of
+from geotrain.config import load_cluster, load_run, shard_name, shards_of
 from geotrain.outer.codec import make_codec
-from geotrain.parameters.layout import layout_of
-from geotrain.parameters.pieces import deal
+from geotrain.parameters.chunks import deal
+from geotrain.parameters.parameter_map import parameter_map_of
 
 ROOT = Path(__file__).parent.parent
 # Run by hand: they take hours and read kept rows, or need a run's files or a GPU.
@@ -89,15 +89,15 @@ def test_the_table_says_what_was_found_and_what_was_not(monkeypatch: pytest.Monk
     assert bench.row(part, Goal("deep.b.mean"), outcome, kept)[2:] == ("–", "1", "0.5 to 1.5", "3 (2026-11-23)")
 
 
-def test_worlds_with_vaults_divide_every_large_fragment_and_tell_states_apart(tmp_path: Path) -> None:
-    cluster = load_cluster((path := write_files(tmp_path, 2e6, vaults=4, pieces=PIECES)).parent / "cluster.json")
-    assert len(vaults_of(cluster, "global")) == len(vaults_of(cluster, "eu")) == 4
-    layout = layout_of(load_run(path))
+def test_worlds_with_shards_divide_every_large_fragment_and_tell_states_apart(tmp_path: Path) -> None:
+    cluster = load_cluster((path := write_files(tmp_path, 2e6, shards=4, pieces=PIECES)).parent / "cluster.json")
+    assert len(shards_of(cluster, "global")) == len(shards_of(cluster, "eu")) == 4
+    layout = parameter_map_of(load_run(path))
     whole = [f for f in layout.fragments if f.numel > max(g.numel for g in layout.fragments) / 2]
     for own in deal(layout.pieces, 4):
         assert {piece.fragment for piece in own} >= {fragment.index for fragment in whole}
-    names = ["global", "eu", *(vault_name(server, i) for server in ("global", "eu") for i in range(2))]
-    assert roles(dict.fromkeys(names)) == ["global", "eu", "global.vault-1", "eu.vault-1"]  # type: ignore[arg-type]
+    names = ["global", "eu", *(shard_name(server, i) for server in ("global", "eu") for i in range(2))]
+    assert roles(dict.fromkeys(names)) == ["global", "eu", "global.shard-1", "eu.shard-1"]  # type: ignore[arg-type]
     one = {"a": torch.zeros(2)}
     assert same(one, {"a": torch.zeros(2)})
     assert not same(one, {"a": torch.ones(2)}) and not same(one, {**one, "b": torch.zeros(1)})

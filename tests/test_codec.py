@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from geotrain.config import CodecConfig, ConfigError, codec_config, parse
 from geotrain.kernels import reference
-from geotrain.kernels.layout import FORMATS, Spec
+from geotrain.kernels.payload_format import FORMATS, Spec
 from geotrain.outer.codec import CodecError, NonFiniteError, make_codec
 
 LEVELS = {

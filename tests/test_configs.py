@@ -26,7 +26,7 @@ from geotrain.launch.check import check_together, link_to_global
 from geotrain.launch.preflight import schedule_cautions
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.parallelism.checks import accumulates_in_fp32
-from geotrain.parameters.layout import active_parameter_count, layout_of, parameter_count
+from geotrain.parameters.parameter_map import active_parameter_count, parameter_count, parameter_map_of
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.predict import predict
 
@@ -194,7 +194,7 @@ def test_the_dry_run_of_every_pair(run: str, cluster: str) -> None:
 
 def test_the_quickstarts_regions_differ_in_layout() -> None:
     found = dry_run.needs(*pair("quickstart", "local-two-regions"))
-    assert [w.layout for w in found.workers] == [
+    assert [w.parameter_map for w in found.workers] == [
         "TP 2 × PP 1 × DP 1, ZeRO 1",
         "TP 1 × PP 1 × DP 2, ZeRO 1",
     ]
@@ -202,7 +202,7 @@ def test_the_quickstarts_regions_differ_in_layout() -> None:
 
 def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() -> None:
     found = dry_run.needs(*pair("quickstart-moe", "local-two-regions-moe"))
-    assert [w.layout for w in found.workers] == [
+    assert [w.parameter_map for w in found.workers] == [
         "TP 2 + sequence × PP 1 × DP 1, ZeRO 1",
         "TP 1 × PP 1 × DP 2 (EP 2), ZeRO 1",
     ]
@@ -210,7 +210,7 @@ def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() ->
 
 def test_the_dry_run_names_context_ranks() -> None:
     found = dry_run.needs(*pair("long-8b", "four-regions-ssh"))
-    assert {w.layout for w in found.workers} == {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}
+    assert {w.parameter_map for w in found.workers} == {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}
 
 
 def test_bytes_of_an_exchange() -> None:
@@ -232,7 +232,7 @@ def test_shards_that_leave_something_out_are_noticed(monkeypatch: pytest.MonkeyP
     whole = local_parameters.local_parameters
     monkeypatch.setattr(local_parameters, "local_parameters", lambda *a: whole(*a)[1:])
     with pytest.raises(AssertionError, match="the ranks speak for"):
-        dry_run.check_shards(layout_of(run), run, run.parallel)
+        dry_run.check_shards(parameter_map_of(run), run, run.parallel)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("run", RunConfig), ("cluster", ClusterConfig)])

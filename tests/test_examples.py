@@ -18,7 +18,7 @@ from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/run.json"))

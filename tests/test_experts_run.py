@@ -12,7 +12,7 @@ from geotrain.commands.export import export_run
 from geotrain.config import load_run
 from geotrain.parameters.hf_checkpoint import read_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.small_runs import BATCH, LOCAL_STEPS, MODEL, launched, losses, prepare_text, status, write_files
 
 EXPERTS = {
@@ -63,5 +63,5 @@ def test_regions_that_share_a_model_differently_train_it_together(tmp_path: Path
     export_run(tmp_path / "experts", tmp_path / "export", "float32")
     run = load_run(run_file)
     exported = dict(read_checkpoint(tmp_path / "export")[1])
-    for parameter in layout_of(run).parameters:
+    for parameter in parameter_map_of(run).parameters:
         assert not torch.equal(exported[parameter.name], initial_tensor(parameter, run.seed)), parameter.name

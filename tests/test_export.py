@@ -21,7 +21,7 @@ from geotrain.data.loader import open_source
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 BASE = {
     "vocab_size": 264,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from geotrain.families import FAMILIES, architecture_from_hf
-from geotrain.parameters.layout import canonical_parameters, digest
+from geotrain.parameters.parameter_map import canonical_parameters, digest
 
 BASE = {
     "vocab_size": 96,

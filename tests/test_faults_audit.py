@@ -1,4 +1,4 @@
-"""The faults' audit of servers whose vaults are processes of their own: it passes what lives and deaths have left,
+"""The faults' audit of servers whose shards are processes of their own: it passes what lives and deaths have left,
 and finds what was damaged in it afterwards."""
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from benchmarks.faults.replay import ServerReplay, Written
 from benchmarks.faults.runner import FaultyRun
 from benchmarks.faults.world import make_world
 from geotrain.config import codec_config
-from geotrain.net.server.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
-from geotrain.net.server.vault_host import recover_vault
+from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
+from geotrain.net.server.shard_host import recover_shard
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
 from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, Join, UpdatePart
 from geotrain.outer.server.server import identity_of
-from geotrain.outer.server.shard_server import VaultMachine
+from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.shard import Apply, Freeze
-from geotrain.outer.shards.shards import FarVaults, HeldPart
-from geotrain.parameters.layout import layout_of
-from tests.support.far_world import Double, FarVault, FarWorld
+from geotrain.outer.shards.shards import HeldPart, RemoteShards
+from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.outer_configs import outer_config
 from tests.support.recorded_world import thawed
+from tests.support.remote_shards_world import Double, FarShard, FarWorld
 from tests.support.specified_world import REGIONS
 
 Kept = list[tuple[Any, list[Any]]]  # snapshots, each with the journal that follows it
@@ -55,23 +55,23 @@ class Server:
 
     def __init__(self, double: Double) -> None:
         self.double = double
-        self.book: Kept = [(saved, list(journal)) for saved, journal in double.written]
-        self.vaults: list[Kept] = [[(s, list(journal)) for s, journal in v.written] for v in double.processes]
+        self.coordinator: Kept = [(saved, list(journal)) for saved, journal in double.written]
+        self.shards: list[Kept] = [[(s, list(journal)) for s, journal in v.written] for v in double.processes]
 
     def audited(self) -> ServerReplay:
         double, far = self.double, self.double.far
 
         def build() -> Any:
-            vaults = FarVaults(double.world.shape, double.vaults, far.up, far.changes)
-            return double.world.build_with(double.name, vaults)
+            shards = RemoteShards(double.world.shape, double.shards, far.up, far.changes)
+            return double.world.build_with(double.name, shards)
 
-        def build_vault(process: FarVault) -> VaultMachine:
+        def build_shard(process: FarShard) -> ShardServer:
             return process.build()
 
-        vaults = [
-            written(partial(build_vault, v), kept) for v, kept in zip(double.processes, self.vaults, strict=True)
+        shards = [
+            written(partial(build_shard, v), kept) for v, kept in zip(double.processes, self.shards, strict=True)
         ]
-        return ServerReplay(written(build, self.book), vaults)
+        return ServerReplay(written(build, self.coordinator), shards)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def world() -> FarWorld:
     config = outer_config(
         "halos", up=codec_config("int8"), down=codec_config("int4"), local_steps=2, updates_per_send=2
     )
-    world, dice = FarWorld(config, 400, 1, piece_elements=20), random.Random(3)
+    world, dice = FarWorld(config, 400, 1, chunk_elements=20), random.Random(3)
     for name in world.workers:
         world.join(name, anew=True)
     for turn in range(45):
@@ -105,10 +105,12 @@ def world() -> FarWorld:
 def test_what_lives_and_deaths_leave_is_whole(world: FarWorld, site: str) -> None:
     found = Server(world.doubles[site]).audited()
     assert found.mismatches == []
-    assert len(found.book.applied) > 10 and found.book.snapshots > 1 and found.book.recoveries > 0
-    for vault in found.vaults:
-        assert vault.now.orders == len(found.book.orders) > 10
-        assert vault.others and vault.snapshots > 1 and vault.recoveries > 0
+    assert (
+        len(found.coordinator.applied) > 10 and found.coordinator.snapshots > 1 and found.coordinator.recoveries > 0
+    )
+    for shard in found.shards:
+        assert shard.now.commands == len(found.coordinator.commands) > 10
+        assert shard.others and shard.snapshots > 1 and shard.recoveries > 0
 
 
 # --------------------------------------------------------------------------------------------- seeded damage
@@ -121,35 +123,35 @@ def place(kept: Kept, kind: type, number: int = 3, like: Callable[[Any], bool] =
 
 
 def flip_an_element(server: Server) -> None:
-    (tensors, meta), journal = server.vaults[0][2]
+    (tensors, meta), journal = server.shards[0][2]
     name = next(name for name in sorted(tensors) if name.endswith(".x"))
     flipped = tensors[name].clone()
     flipped.view(torch.int32)[0] ^= 1  # the last bit of the first element
-    server.vaults[0][2] = ({**tensors, name: flipped}, meta), journal
+    server.shards[0][2] = ({**tensors, name: flipped}, meta), journal
 
 
 def leave_an_order_out(server: Server) -> None:
-    journal, i = place(server.vaults[0], Apply)
+    journal, i = place(server.shards[0], Apply)
     del journal[i]
 
 
 def give_an_order_twice(server: Server) -> None:
-    journal, i = place(server.vaults[0], Apply)
+    journal, i = place(server.shards[0], Apply)
     journal.insert(i, journal[i])
 
 
 def give_an_order_late(server: Server) -> None:
     """Weights are frozen after the next update, and not before."""
-    journal, i = place(server.vaults[0], Freeze)
-    order = journal.pop(i)
+    journal, i = place(server.shards[0], Freeze)
+    command = journal.pop(i)
     i = next(i for i in range(i, len(journal)) if isinstance(journal[i], Apply))
-    journal.insert(i + 1, order)
+    journal.insert(i + 1, command)
 
 
 def lose_a_payload(server: Server) -> None:
-    at, i = place(server.vaults[0], UpdatePart)
+    at, i = place(server.shards[0], UpdatePart)
     part = at[i]
-    for _, journal in server.vaults[0]:  # a segment may begin with it once more
+    for _, journal in server.shards[0]:  # a segment may begin with it once more
         journal[:] = [
             m
             for m in journal
@@ -161,32 +163,32 @@ def lose_a_payload(server: Server) -> None:
 
 
 def change_a_payload(server: Server) -> None:
-    journal, i = place(server.vaults[0], UpdatePart)
+    journal, i = place(server.shards[0], UpdatePart)
     delta, *others = journal[i].deltas
     payload = bytes([delta.payload[0] ^ 1, *delta.payload[1:]])
     journal[i] = replace(journal[i], deltas=(replace(delta, payload=payload), *others))
 
 
 def lose_an_update(server: Server) -> None:
-    """The book has it no more."""
-    journal, i = place(server.book, HeldPart)
+    """The coordinator has it no more."""
+    journal, i = place(server.coordinator, HeldPart)
     del journal[i]
 
 
 def lack_the_last_orders(server: Server) -> None:
-    """Of a vault that was down at the end; no damage."""
-    journal = server.vaults[0][-1][1]
+    """Of a shard that was down at the end; no damage."""
+    journal = server.shards[0][-1][1]
     while not isinstance(journal[-1], UpdatePart | Answer):
         journal.pop()
 
 
 DAMAGE = {
-    flip_an_element: ("eu", r"^snapshot 3: piece\.\d+\.x$"),
+    flip_an_element: ("eu", r"^snapshot 3: chunk\.\d+\.x$"),
     leave_an_order_out: ("eu", r"^order \d+ is "),
-    give_an_order_twice: (GLOBAL, r"^order \d+ is Apply\(.*, the book gave "),
-    give_an_order_late: ("eu", r"^Freeze of \w after \d+ orders: the book gave it elsewhere, or never$"),
-    lose_a_payload: ("us", r"^no vault has the payload \('c', "),
-    change_a_payload: ("us", r"^no vault has said \('c', "),
+    give_an_order_twice: (GLOBAL, r"^order \d+ is Apply\(.*, the coordinator gave "),
+    give_an_order_late: ("eu", r"^Freeze of \w after \d+ orders: the coordinator gave it elsewhere, or never$"),
+    lose_a_payload: ("us", r"^no shard has the payload \('c', "),
+    change_a_payload: ("us", r"^no shard has said \('c', "),
     lose_an_update: ("eu", r"^snapshot \d+: "),
 }
 
@@ -202,20 +204,20 @@ def test_the_audit_finds(world: FarWorld, damage: Callable[[Server], None]) -> N
 
 def test_an_update_whose_payload_is_lost_counts_as_lost(world: FarWorld) -> None:
     server = Server(world.doubles["us"])
-    whole = server.audited().book.applied
+    whole = server.audited().coordinator.applied
     lose_a_payload(server)
-    left = server.audited().book.applied
+    left = server.audited().coordinator.applied
     assert len(left) == len(whole) - 1
 
 
-def test_what_a_vault_has_not_obeyed_yet_is_given_to_it(world: FarWorld) -> None:
+def test_what_a_shard_has_not_obeyed_yet_is_given_to_it(world: FarWorld) -> None:
     """The payloads are on its disk: it comes to the state of the others."""
     server = Server(world.doubles["us"])
-    whole = server.audited().vaults[0].now.state()
+    whole = server.audited().shards[0].now.state()
     lack_the_last_orders(server)
     found = server.audited()
     assert found.mismatches == [] and found.behind > 0
-    tensors, meta = found.vaults[0].now.state()
+    tensors, meta = found.shards[0].now.state()
     assert meta == whole[1] and all(torch.equal(tensor, tensors[name]) for name, tensor in whole[0].items())
 
 
@@ -223,52 +225,57 @@ def test_what_a_vault_has_not_obeyed_yet_is_given_to_it(world: FarWorld) -> None
 
 
 def written_by_servers(run: FaultyRun) -> None:
-    """Both regions' servers begin a life, and the global one, which one region joins and asks for its weights."""
-    for site, names in run.vaults.items():
+    """Both regions' servers begin a incarnation, and the global one, which one region joins and asks for its
+    weights."""
+    for site, names in run.shards.items():
         folder = run.folder / "servers" / site
-        far = far_vaults(run.run, run.cluster, site)
-        assert isinstance(far, FarVaults)
-        book = recover(partial(built, run, site, far), partial(begin_server, run=run.run), folder, keep=2)
-        finish_snapshot(book.store, book.journal, *begin_snapshot(book.server, book.store, book.journal, ended=False))
-        vaults = []
+        far = remote_shards(run.run, run.cluster, site)
+        assert isinstance(far, RemoteShards)
+        coordinator = recover(partial(built, run, site, far), partial(begin_server, run=run.run), folder, keep=2)
+        finish_snapshot(
+            coordinator.store,
+            coordinator.journal,
+            *begin_snapshot(coordinator.server, coordinator.store, coordinator.journal, ended=False),
+        )
+        shards = []
         for i, name in enumerate(names):
-            machine = vault_machine(run.run, run.cluster, site, i)
-            begin_vault(machine, run.run)
-            store, journal, *_ = recover_vault(machine, folder.with_name(name), keep=2)
+            machine = shard_server(run.run, run.cluster, site, i)
+            begin_shard(machine, run.run)
+            store, journal, *_ = recover_shard(machine, folder.with_name(name), keep=2)
             finish_snapshot(store, journal, *begin_snapshot(machine, store, journal, ended=False))
-            vaults.append((machine, store, journal))
+            shards.append((machine, store, journal))
 
-        def say(message: Any, book: Any = book) -> None:
-            book.journal.append(message)
-            book.server.handle(message)
+        def say(message: Any, coordinator: Any = coordinator) -> None:
+            coordinator.journal.append(message)
+            coordinator.server.handle(message)
 
         said: list[Any] = []
 
-        def order(order: Any, vaults: Any = vaults, said: Any = said) -> None:
-            for machine, _, journal in vaults:
-                journal.append(order)
-                said += [send.message for send in machine.handle(order).sends]
+        def command(command: Any, shards: Any = shards, said: Any = said) -> None:
+            for machine, _, journal in shards:
+                journal.append(command)
+                said += [send.message for send in machine.handle(command).sends]
 
-        far.emit = order
-        far.begin_life("life-1")
+        far.emit = command
+        far.begin_incarnation("life-1")
         if site == GLOBAL:
-            i, layout = identity_of(run.run, book.server.layout), book.server.layout
-            slices = tuple(layout.whole(piece.index) for piece in layout.pieces)
-            say(Join(i.run, i.config_digest, i.layout_digest, i.model, "eu", "eu-1", 0, 1, slices, slices))
+            i, layout = identity_of(run.run, coordinator.server.parameter_map), coordinator.server.parameter_map
+            slices = tuple(layout.whole(chunk.index) for chunk in layout.chunks)
+            say(Join(i.run, i.config_digest, i.parameter_map_digest, i.model, "eu", "eu-1", 0, 1, slices, slices))
             say(AnswerWanted("eu", "eu-1", 0, tuple(range(len(layout.fragments)))))
         for message in said:
             say(message)
-        for machine, store, journal in [*vaults, (book.server, book.store, book.journal)]:
+        for machine, store, journal in [*shards, (coordinator.server, coordinator.store, coordinator.journal)]:
             finish_snapshot(store, journal, *begin_snapshot(machine, store, journal, ended=False))
             journal.close()
 
 
-def built(run: FaultyRun, site: str, far: FarVaults) -> Any:
+def built(run: FaultyRun, site: str, far: RemoteShards) -> Any:
     return any_server(run.run, run.cluster, site, far)
 
 
 def test_what_processes_have_left_on_a_disk_is_read(tmp_path: Path) -> None:
-    run = FaultyRun(*make_world(tmp_path, pace_s=0.0, vaults=2), tmp_path / "archive")
+    run = FaultyRun(*make_world(tmp_path, pace_s=0.0, shards=2), tmp_path / "archive")
     run.folder.mkdir()
     shutil.copy(run.files[0], run.folder / "run.json")
     written_by_servers(run)
@@ -276,15 +283,15 @@ def test_what_processes_have_left_on_a_disk_is_read(tmp_path: Path) -> None:
     shutil.rmtree(run.folder / "servers")
     found = accounts(run)
     assert found["mismatches"] == [] and found["replay_mismatches"] == 0
-    orders = 2 + len(layout_of(run.run).fragments)  # mirrors are forgotten at the join and at its answer
-    assert found["snapshots_compared"] == 6 and found["vaults"] == {
-        "processes": 6, "orders": 2 * orders, "behind": 0, "snapshots_compared": 12, "recoveries_compared": 6,
+    commands = 2 + len(parameter_map_of(run.run).fragments)  # mirrors are forgotten at the join and at its answer
+    assert found["snapshots_compared"] == 6 and found["shards"] == {
+        "processes": 6, "commands": 2 * commands, "behind": 0, "snapshots_compared": 12, "recoveries_compared": 6,
     }  # fmt: skip
-    store = SnapshotStore(run.archive / "global.vault-1" / "snapshots")
+    store = SnapshotStore(run.archive / "global.shard-1" / "snapshots")
     newest, _ = store.load_newest()
     assert newest is not None
     name = next(name for name in newest.tensors if name.startswith("held.eu."))
     newest.tensors[name][0] += 1.0
     shutil.rmtree(store.path(newest.number))
     assert store.save(FrozenState(newest.tensors), newest.meta) == newest.number
-    assert accounts(run)["mismatches"] == [f"global.vault-1: snapshot {newest.number}: {name}"]
+    assert accounts(run)["mismatches"] == [f"global.shard-1: snapshot {newest.number}: {name}"]

@@ -3,7 +3,7 @@ import torch
 
 from geotrain.config import architecture_from_hf
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import Parameter, canonical_parameters
+from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 CONFIG = {
     "model_type": "llama",

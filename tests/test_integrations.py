@@ -18,7 +18,7 @@ from geotrain.data.tokenizer import byte_tokenizer, train_bpe
 from geotrain.data.tokens import DataError
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.small_runs import MODEL
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ import torch
 
 from geotrain import kernels
 from geotrain.kernels import cpu, dispatch
-from geotrain.kernels.layout import Spec
+from geotrain.kernels.payload_format import Spec
 from tests.support.kernel_cases import (
     OUTER_STEPS,
     SIZES,

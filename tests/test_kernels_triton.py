@@ -15,7 +15,7 @@ from benchmarks import aot, compiled_code, kernel_space, triton_aot
 from geotrain.config import codec_config
 from geotrain.inner.acco.prediction import _SPEC
 from geotrain.kernels import triton_ops
-from geotrain.kernels.layout import FORMATS
+from geotrain.kernels.payload_format import FORMATS
 from geotrain.kernels.steps import QUINTIC, AdamStep
 from geotrain.outer.codec import make_codec
 from tests.support.kernel_cases import (

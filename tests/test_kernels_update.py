@@ -9,7 +9,7 @@ import torch
 
 from geotrain import kernels
 from geotrain.kernels import AdamStep, OuterStep, cpu, dispatch, reference
-from geotrain.kernels.layout import Spec
+from geotrain.kernels.payload_format import Spec
 from geotrain.outer.rules.halos import delayed_nesterov
 from geotrain.outer.rules.region_momentum import momentum_average
 from geotrain.outer.rules.rule import average

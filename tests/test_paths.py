@@ -22,7 +22,7 @@ from geotrain.config import (
 from geotrain.config.block import with_paths
 from geotrain.launch.site_processes import LaunchRequest, path_there, remote_site
 from geotrain.net.server.server_process import initial_weights
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.small_runs import MODEL, prepare_text, write_files
 
 # What is text in a run or cluster file and no path: the test below asks of a new key which it is.
@@ -162,7 +162,7 @@ def test_an_export_finds_the_tokenizer_from_anywhere(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     run = load_run(Path("here/run.json"))
     LaunchRequest(run, load_cluster(cluster_file), (), False).write_files(run.run_folder)
-    layout = layout_of(run)
+    layout = parameter_map_of(run)
     tensors = {n: t for f, v in zip(layout.fragments, initial_weights(run, layout), strict=True)
                for n, t in layout.split(f.index, v)}  # fmt: skip
     monkeypatch.setattr("geotrain.commands.export.read_weights", lambda folder, layout: tensors.items())

@@ -17,7 +17,7 @@ from geotrain.families import UnsupportedModelError
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.memory import memory_per_rank
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.checkpoints import load, save
 from tests.support.expert_models import transformers_experts
 from tests.support.inner_worlds import (
@@ -55,7 +55,7 @@ from pydantic import Field
 
 from geotrain.config import PluggedCodec, PluggedRule
 from geotrain.families.qwen2 import Qwen2
-from geotrain.kernels.layout import Spec
+from geotrain.kernels.payload_format import Spec
 from geotrain.outer.codec import Codec, CodecError, EncodedDelta
 from geotrain.outer.rules import AsyncRegion, AveragingGlobal, average
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer

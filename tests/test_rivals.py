@@ -16,7 +16,7 @@ from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, new_mode
 from geotrain.config import RunConfig
 from geotrain.config.block import parse
 from geotrain.outer.messages import Lease, LeaseRequest
-from geotrain.outer.server.leases import LeaseBook
+from geotrain.outer.server.leases import LeaseTable
 from geotrain.worker.schedule import schedule_step
 
 ROUNDS = 3
@@ -27,11 +27,11 @@ def test_rivals_train_what_our_rounds_deal_at_the_same_place_of_the_schedule() -
     data = {"train_samples": steps * len(REGIONS) * BATCH, "samples_per_step": BATCH}
     outer = {"local_steps": LOCAL_STEPS, **OUTER["ours-blocking"]}
     run = parse(RunConfig, {"name": "r", "model": {"weights": "w"}, "data": data, "outer": outer}, "run")
-    book = LeaseBook(run.data.train_samples, BATCH, LOCAL_STEPS, rounds=REGIONS)
+    coordinator = LeaseTable(run.data.train_samples, BATCH, LOCAL_STEPS, rounds=REGIONS)
     for worker, region in enumerate(REGIONS):
         theirs = list(samples_of(worker, steps))
         for job in range(ROUNDS):
-            lease = book.grant(LeaseRequest(region, job + 1))
+            lease = coordinator.grant(LeaseRequest(region, job + 1))
             assert isinstance(lease, Lease)
             mine = range(job * LOCAL_STEPS, (job + 1) * LOCAL_STEPS)
             assert (theirs[mine.start].start, theirs[mine.stop - 1].stop) == (

@@ -1,4 +1,4 @@
-"""Where workers' steps stand in the run's schedule: leases as the global server's book deals them."""
+"""Where workers' steps stand in the run's schedule: leases as the global server's coordinator deals them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from geotrain.config import RunConfig
 from geotrain.config.block import parse
 from geotrain.outer.messages import Lease, LeaseRequest
-from geotrain.outer.server.leases import LeaseBook
+from geotrain.outer.server.leases import LeaseTable
 from geotrain.worker.schedule import schedule_step
 
 H, BATCH, JOBS = 4, 2, 3
@@ -20,13 +20,13 @@ def run_of(**outer: Any) -> RunConfig:
     return parse(RunConfig, raw, "run")
 
 
-def book_of(run: RunConfig) -> LeaseBook:
+def book_of(run: RunConfig) -> LeaseTable:
     rounds = NAMES if run.outer.rule.synchronous else None
-    return LeaseBook(run.data.train_samples, BATCH, H, run.outer.scale_local_steps, rounds)
+    return LeaseTable(run.data.train_samples, BATCH, H, run.outer.scale_local_steps, rounds)
 
 
-def granted(book: LeaseBook, worker: str, job: int) -> Lease:
-    lease = book.grant(LeaseRequest(worker, job))
+def granted(coordinator: LeaseTable, worker: str, job: int) -> Lease:
+    lease = coordinator.grant(LeaseRequest(worker, job))
     assert isinstance(lease, Lease)
     return lease
 
@@ -39,20 +39,20 @@ def steps_of(run: RunConfig, lease: Lease) -> list[int]:
 def test_all_workers_of_a_synchronous_run_pass_through_one_schedule(order: tuple[str, ...]) -> None:
     """That of DiLoCo, where each counts its own steps, over the run's total."""
     run = run_of(rule={"name": "sync"})
-    book = book_of(run)
+    coordinator = book_of(run)
     for job in range(1, JOBS + 1):
         expected = [len(NAMES) * ((job - 1) * H + step) for step in range(H)]
-        assert [steps_of(run, granted(book, name, job)) for name in order] == [expected] * len(NAMES)
+        assert [steps_of(run, granted(coordinator, name, job)) for name in order] == [expected] * len(NAMES)
     assert expected[-1] + len(NAMES) == run.total_steps
 
 
 def test_first_jobs_of_an_asynchronous_run_begin_together() -> None:
     run = run_of(rule={"name": "region_momentum"})
-    book = book_of(run)
-    first = [steps_of(run, granted(book, name, 1)) for name in NAMES]
+    coordinator = book_of(run)
+    first = [steps_of(run, granted(coordinator, name, 1)) for name in NAMES]
     assert first == [[0, 3, 6, 9]] * len(NAMES)
-    assert steps_of(run, granted(book, "b", 2)) == [12, 13, 14, 15]
-    assert steps_of(run, granted(book, "d", 1)) == [16, 17, 18, 19]  # joins late: at the rate of the others
+    assert steps_of(run, granted(coordinator, "b", 2)) == [12, 13, 14, 15]
+    assert steps_of(run, granted(coordinator, "d", 1)) == [16, 17, 18, 19]  # joins late: at the rate of the others
 
 
 def test_a_worker_alone_counts_its_steps() -> None:
@@ -64,7 +64,7 @@ def test_a_worker_alone_counts_its_steps() -> None:
 
 def test_with_scaled_steps_leases_keep_their_own_places() -> None:
     run = run_of(rule={"name": "sync"}, scale_local_steps=True)
-    book = book_of(run)
-    book.note_speed("a", 1.0)
-    book.note_speed("b", 2.0)
-    assert [steps_of(run, granted(book, name, 1)) for name in NAMES] == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    coordinator = book_of(run)
+    coordinator.note_speed("a", 1.0)
+    coordinator.note_speed("b", 2.0)
+    assert [steps_of(run, granted(coordinator, name, 1)) for name in NAMES] == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]

@@ -10,14 +10,14 @@ import torch
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
 from geotrain.outer.codec import NonFiniteError, make_codec
 from geotrain.outer.downlink import WeightsSender
-from geotrain.outer.messages import PieceDelta, PieceWeights
+from geotrain.outer.messages import ChunkDelta, ChunkWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 from geotrain.staging import cuda as cuda_staging
 from geotrain.staging.cuda import CudaStaging, HostStaging, staging_for
 from geotrain.staging.interface import Ready, Staging, SynchronousStaging, from_bytes, to_bytes
 from tests.support.cuda_stand_in import Cuda
-from tests.support.outer_world import layout
+from tests.support.outer_world import parameter_map
 
 CPU = torch.device("cpu")
 CODECS = ("fp32", "bf16", "int4", "topk2")
@@ -26,14 +26,14 @@ CODECS = ("fp32", "bf16", "int4", "topk2")
 def rank(staging: Staging, codec: str = "int8") -> tuple[WorkerRank, torch.Tensor]:
     matrix = torch.zeros(16, device=staging.device)
     config = OuterConfig(local=codec_config(codec), overlap=OverlapConfig(steps=1, adopt="rebase"))
-    pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
-    return WorkerRank(layout(), config, pieces, staging), matrix
+    chunks = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
+    return WorkerRank(parameter_map(), config, chunks, staging), matrix
 
 
-def whole(value: float, codec: str = "int8") -> PieceWeights:
+def whole(value: float, codec: str = "int8") -> ChunkWeights:
     """As a server sends them whose codec is this: a coarse one carries changes only, so that these are fp32."""
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
-    return PieceWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
+    return ChunkWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
 
 
 def test_the_streams_wait_for_each_other_and_the_host_for_neither(monkeypatch):
@@ -105,13 +105,13 @@ def test_a_buffer_is_used_again_after_its_first_payload_was_refused():
 def test_a_rank_that_holds_nothing_of_a_fragment_adopts_it_on_its_device(monkeypatch):
     """Devices do not mix, also where there is no element: "meta" stands for the GPU."""
     meta = torch.device("meta")
-    pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), torch.zeros(16, device=meta), True)]
+    chunks = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), torch.zeros(16, device=meta), True)]
     for overlap in (OverlapConfig(steps=1, adopt="mix"), OverlapConfig(steps=1, adopt="rebase")):
-        worker = WorkerRank(layout(1), OuterConfig(local=codec_config("fp32"), overlap=overlap), pieces)
+        worker = WorkerRank(parameter_map(1), OuterConfig(local=codec_config("fp32"), overlap=overlap), chunks)
         monkeypatch.setattr(worker.downlink, "decode", lambda *_: torch.empty(0, device=meta))  # as it arrives
         empty = next(i for i, holds in enumerate(worker.holds) if not holds)
         for start in (True, False):
-            worker.on_weights(PieceWeights(empty, 1, b""), start)
+            worker.on_weights(ChunkWeights(empty, 1, b""), start)
         assert {shard.anchor.device for shard in worker.shards} == {meta}
 
 
@@ -151,7 +151,7 @@ STATE = ("cpu", "device", "host")
 
 def staging_of(state: str) -> Staging:
     if state == "host":
-        return HostStaging(CPU, Cuda(), piece=5)  # the masters are no multiple of it
+        return HostStaging(CPU, Cuda(), chunk=5)  # the masters are no multiple of it
     return CudaStaging(CPU, Cuda()) if state == "device" else SynchronousStaging(CPU)
 
 
@@ -162,16 +162,16 @@ def test_where_the_state_lies_changes_no_bit(codec, adopt, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     wire, seen = codec_config(codec), []
     config = OuterConfig(levels=1, up=wire, down=wire, overlap=OverlapConfig(steps=1, adopt=adopt))
-    lent = PieceWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    lent = ChunkWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
     for state in STATE:
         generator = torch.Generator().manual_seed(3)
         sender = WeightsSender(wire)
         masters = [torch.zeros(9), torch.zeros(7)]  # the second is another rank's to push
         runs = StridedSlice(0, 9, parameter="layer.0"), StridedSlice(9, 7, parameter="layer.0")
-        pieces = [
+        chunks = [
             OwnedSlices((run,), master, i == 0) for i, (run, master) in enumerate(zip(runs, masters, strict=True))
         ]
-        worker, trace = WorkerRank(layout(), config, pieces, staging_of(state)), []
+        worker, trace = WorkerRank(parameter_map(), config, chunks, staging_of(state)), []
         worker.on_weights(sender.encode(0, 0, torch.randn(16, generator=generator)), start=True)
         for turn in range(1, 4):
             for master in masters:
@@ -191,11 +191,11 @@ def test_where_the_state_lies_changes_no_bit(codec, adopt, monkeypatch):
         seen.append(trace)
     for other in seen[1:]:
         for mine, theirs in zip(seen[0], other, strict=True):
-            assert mine == theirs if isinstance(mine, PieceDelta) else torch.equal(mine, theirs)
+            assert mine == theirs if isinstance(mine, ChunkDelta) else torch.equal(mine, theirs)
 
 
 def test_through_two_pinned_buffers_passes_any_model():
-    staging = HostStaging(CPU, Cuda(), piece=8)
+    staging = HostStaging(CPU, Cuda(), chunk=8)
     masters = [torch.arange(100.0), torch.arange(3.0)]
     vector = torch.empty(103)
     staging.read(masters, vector)

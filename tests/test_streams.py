@@ -11,13 +11,13 @@ import torch
 
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import PieceWeights
+from geotrain.outer.messages import ChunkWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 from geotrain.staging.cuda import CudaStaging, HostStaging
 from geotrain.staging.interface import Ready, to_bytes
 from tests.support.cuda_emulator import Cuda, Event
-from tests.support.outer_world import layout
+from tests.support.outer_world import parameter_map
 
 CPU = torch.device("cpu")
 
@@ -33,18 +33,18 @@ def exchange(
     config = OuterConfig(local=codec_config(codec), overlap=OverlapConfig(steps=int(adopt != "replace"), adopt=adopt))
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
     sent = [
-        PieceWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
+        ChunkWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
     ]  # as a server sends them
-    lent = PieceWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    lent = ChunkWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
     matrix = torch.zeros(16)
-    pieces = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
+    chunks = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
     if host:
-        worker = WorkerRank(layout(), config, pieces, HostStaging(CPU, cuda, piece=6))
+        worker = WorkerRank(parameter_map(), config, chunks, HostStaging(CPU, cuda, chunk=6))
         for shard in worker.shards:
             cuda.on_host(shard.anchor, shard.scratch)
     with cuda.emulated(), mock.patch.object(*omitted) if omitted else nullcontext():
         if not host:
-            worker = WorkerRank(layout(), config, pieces, CudaStaging(CPU, cuda))
+            worker = WorkerRank(parameter_map(), config, chunks, CudaStaging(CPU, cuda))
         worker.on_weights(sent[0], start=True)
         for turn in range(1, 4):
             matrix.add_(0.5)
@@ -140,7 +140,7 @@ def test_a_pinned_buffer_is_neither_read_nor_filled_too_early(of: str, words: st
         with mock.patch.object(Event, "synchronize", read_too_early):
             left(staging, *arguments)
 
-    staging, matrix, vector = HostStaging(CPU, cuda, piece=4), torch.zeros(16), torch.zeros(16)
+    staging, matrix, vector = HostStaging(CPU, cuda, chunk=4), torch.zeros(16), torch.zeros(16)
     cuda.on_host(vector)
     with cuda.emulated(), mock.patch.object(HostStaging, of, without):
         matrix.add_(1.0)

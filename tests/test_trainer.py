@@ -102,14 +102,16 @@ def try_outer_loops() -> dict[str, Any]:
         loader.expect = lambda start, samples, expected=expected: expected.append(start)  # type: ignore[method-assign]
         servers = LocalServers(run)
         if outer is None:  # the same batches with no outer loop at all
-            write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.weights(0))})
+            write(
+                engine, {name: view.clone() for name, view in servers.parameter_map.split(0, servers.top.weights(0))}
+            )
             for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
                 engine.train_step(batch, step)
         else:
             reports: list[dict[str, float]] = []
             with tempfile.TemporaryDirectory() as folder:
                 client, validation = LocalClient(servers), next(iter(loader.steps(0, BATCH))).own
-                parts = (run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
+                parts = (run, "w", servers.identity, servers.parameter_map, engine, loader, client, Path(folder))
                 trainer = Trainer(*parts, validation=validation, report=reports.append)
                 checked = check_validations(engine, servers, client, validation)
                 trainer.train(resume=False)
@@ -152,7 +154,7 @@ def try_acco(form: Any) -> dict[str, Any]:
     loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
 
     engine = start(LLAMA, ParallelConfig(), block, acco=acco)
-    write(engine, {name: view.clone() for name, view in servers.layout.split(0, servers.top.weights(0))})
+    write(engine, {name: view.clone() for name, view in servers.parameter_map.split(0, servers.top.weights(0))})
     losses, kept = [], []
     for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
         losses.append(engine.train_step(batch, step).loss)
@@ -178,7 +180,7 @@ def try_acco(form: Any) -> dict[str, Any]:
     engine.train_step = watched
     with tempfile.TemporaryDirectory() as folder:
         client = LocalClient(servers)
-        trainer = Trainer(run, "w", servers.identity, servers.layout, engine, loader, client, Path(folder))
+        trainer = Trainer(run, "w", servers.identity, servers.parameter_map, engine, loader, client, Path(folder))
         trainer.loop._metrics = lambda: {}  # reading a loss waits for its step, and would hide who does not wait
         trainer.train(resume=False)
     ours = [result.loss for result in results], torch.cat([shard.master for shard in engine.shards()])
@@ -194,8 +196,8 @@ def check_validations(engine: Any, servers: LocalServers, client: LocalClient, b
     def validated(result: Any) -> None:
         own = [shard.master.clone() for shard in engine.shards()]
         assert servers.region.frozen is not None
-        weights = servers.region.vaults.all[0].copy[0].float()
-        write(engine, {name: view.clone() for name, view in servers.layout.split(0, weights)})
+        weights = servers.region.shards.all[0].copy[0].float()
+        write(engine, {name: view.clone() for name, view in servers.parameter_map.split(0, weights)})
         found.append((result.number, result.loss, engine.evaluate(batches)))
         for shard, values in zip(engine.shards(), own, strict=True):
             shard.master.copy_(values)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 
 VOCABULARY = 256
 WARM = 1  # steps of a block before its clock starts
@@ -146,7 +146,7 @@ class Rank:
         from geotrain.parallelism.acco_forms import FORMS
         from geotrain.parallelism.checks import reduction_bucket
         from geotrain.parallelism.optimizer_settings import AdamWSettings
-        from geotrain.parameters.layout import parameter_count
+        from geotrain.parameters.parameter_map import parameter_count
 
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
         settings = AdamWSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -447,7 +447,7 @@ def write(engine: Any, seed: int) -> None:
     import torch
 
     from geotrain.parameters.initial import initial_tensor
-    from geotrain.parameters.layout import canonical_parameters
+    from geotrain.parameters.parameter_map import canonical_parameters
 
     whole = {p.name: initial_tensor(p, seed).view(-1) for p in canonical_parameters(engine.architecture)}
     for shard in engine.shards():

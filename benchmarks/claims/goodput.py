@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.claims.methods import METHODS, OURS
 from benchmarks.environments import dying, one_block, synthetic_world
 from geotrain.config import OuterConfig
-from geotrain.parameters.layout import Layout
+from geotrain.parameters.parameter_map import ParameterMap
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -27,7 +27,7 @@ PUBLISHED_ELASTIC, PUBLISHED_QUORUM, LEARNERS = 0.58, 0.88, 8
 @dataclass(frozen=True)
 class Failures:
     """device_mtbf_s: mean time between a device's failures. devices: of the whole run. restart_s: from a worker's
-    death to its next life. seed: of the trace."""
+    death to its next incarnation. seed: of the trace."""
 
     devices: int
     device_mtbf_s: float = YEAR_S
@@ -73,7 +73,9 @@ def pause_for(failures: Failures, goodput: float) -> float:
     return mtbf_s * (1 / goodput - 1)
 
 
-def ours(outer: OuterConfig, model: Layout, world: WorldSpec, failures: Failures, until_s: float) -> dict[str, float]:
+def ours(
+    outer: OuterConfig, model: ParameterMap, world: WorldSpec, failures: Failures, until_s: float
+) -> dict[str, float]:
     """Our loop in that world, each worker dying by its share of the devices. Returns goodput and its losses."""
     deaths_per_s = 1 / (failures.device_mtbf_s * len(world.workers) / failures.devices)
     world = dying(world, deaths_per_s, failures.restart_s, until_s, failures.seed)

@@ -62,7 +62,7 @@ class Job:
         holds the `repr` of dataclasses: their names and fields cannot change without losing all rows."""
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json")
-        outer["fragments"].pop("piece_elements")  # models of studies are smaller than a piece
+        outer["fragments"].pop("chunk_elements")  # models of studies are smaller than a piece
         for key in ("state_device", "mirrors"):  # which change no bit
             outer.pop(key)
         if outer["server_state"] == "fp32":  # as all was before there was a choice
@@ -174,7 +174,7 @@ def run(
         "curve": [],
         "seconds": world.clock.now,
         **measured,
-        "numel": world.task.layout.numel,
+        "numel": world.task.parameter_map.numel,
         "cpu_s": spent.cpu_s,
         "wall_s": spent.wall_s,
         "hardware": "; ".join(spent.hardware),

@@ -5,7 +5,7 @@
     python -m benchmarks.crash_points --quick    # some of them, in some seconds
     python -m benchmarks.crash_points --only checkpoint
 
-A life of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
+A incarnation of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
 repeated, and at each of its calls that change a file (writes, opens that create, renames, deletions, fsyncs, …)
 
     before    the process ends before the call (and so after the one before it)
@@ -14,16 +14,17 @@ repeated, and at each of its calls that change a file (writes, opens that create
     full      this call and all later ones find the disk full
     broken    this call alone gives EIO
 
-The same for a second life, which begins with what a first one left that ended in the middle. Then a new process reads
-the folder: it must come up, with everything that was acknowledged and nothing twice, bit for bit. With a full disk
-the life itself must not end by any other error.
+The same for a second incarnation, which begins with what a first one left that ended in the middle. Then a new
+process reads the folder: it must come up, with everything that was acknowledged and nothing twice, bit for bit. With
+a full disk the incarnation itself must not end by any other error.
 
-A life is played once for the first three kinds: what the disk holds is kept at each of its calls. For the other two
-it is played at each. States that are alike are looked at once. As many processes work as there are processors.
+A incarnation is played once for the first three kinds: what the disk holds is kept at each of its calls. For the
+other two it is played at each. States that are alike are looked at once. As many processes work as there are
+processors.
 
-The last line is JSON: `points` tried, `broken` ones among them (the first of each life are told on standard error),
-`all` that there are, `states` that were looked at, and the same by life. At last, power is cut with all syncs
-forgotten, until something is found broken: `noticed` is 1 then, and what was found is told as well.
+The last line is JSON: `points` tried, `broken` ones among them (the first of each incarnation are told on standard
+error), `all` that there are, `states` that were looked at, and the same by incarnation. At last, power is cut with
+all syncs forgotten, until something is found broken: `noticed` is 1 then, and what was found is told as well.
 """
 
 from __future__ import annotations
@@ -50,16 +51,18 @@ MEMORY = Path("/dev/shm")  # where inode numbers are not used again, and a sync 
 QUICK_S, LONGEST_S = 8.0, 540.0
 SHOWN = 5
 SUBJECTS = ("region", "global", "checkpoint", "export", "prepare")
-LIVED = ("full", "broken")  # at each call of these the life is played anew, since it may go on
+LIVED = ("full", "broken")  # at each call of these the incarnation is played anew, since it may go on
 
 
 class Explorer:
-    """All points of one life. prepare: puts what the life begins with into its folder, and returns how many
-    acknowledgements were given for it."""
+    """All points of one incarnation. prepare: puts what the incarnation begins with into its folder, and returns how
+    many acknowledgements were given for it."""
 
-    def __init__(self, name: str, subject: Any, life: str, scratch: Path, prepare: Callable[[Path], int]) -> None:
+    def __init__(
+        self, name: str, subject: Any, incarnation: str, scratch: Path, prepare: Callable[[Path], int]
+    ) -> None:
         self.name, self.subject, self.scratch, self.prepare = name, subject, scratch, prepare
-        self.life = getattr(subject, life)
+        self.incarnation = getattr(subject, incarnation)
         how, said = self.live("before", 0)[:2]
         assert how == "ended", f"{name} does not even live where nothing goes wrong: {how}"
         self.calls: str = said[-1]  # their kinds
@@ -70,16 +73,16 @@ class Explorer:
             yield from ((how, at) for at, kind in enumerate(self.calls, 1) if kind in kinds)
 
     def keep_states(self) -> None:
-        """Play the life once, for all points at which it ends."""
+        """Play the incarnation once, for all points at which it ends."""
         folder, before = self._begin()
         kept = self.scratch / "states" / self.name
         shutil.rmtree(kept, ignore_errors=True)
-        for how, at, said, name in states(folder, lambda say: self.life(folder, say), kept):
+        for how, at, said, name in states(folder, lambda say: self.incarnation(folder, say), kept):
             self.states[how, at] = said or before, kept / name
 
     def live(self, how: str, at: int) -> tuple[str, list[Any], Path, int]:
         folder, before = self._begin()
-        ended, said = attempt(folder, lambda say: self.life(folder, say), how, at)
+        ended, said = attempt(folder, lambda say: self.incarnation(folder, say), how, at)
         return ended, said, folder, before
 
     def explore(self, how: str, at: int, known: dict[tuple[Any, str], tuple[str, Any]]) -> str:
@@ -125,7 +128,7 @@ def explorers(scratch: Path, only: Sequence[str]) -> list[Explorer]:
     }
     for name in only:
         subject = subjects[name]()
-        first = Explorer(f"{name}, first life", subject, "live", scratch, lambda folder: 0)
+        first = Explorer(f"{name}, first incarnation", subject, "live", scratch, lambda folder: 0)
         left = scratch / f"left-{name}"
         _, said, folder, _ = first.live("before", len(first.calls) * 2 // 3)
         shutil.copytree(folder, left)
@@ -135,7 +138,7 @@ def explorers(scratch: Path, only: Sequence[str]) -> list[Explorer]:
             shutil.copytree(left, folder, dirs_exist_ok=True)
             return acknowledged
 
-        made += [first, Explorer(f"{name}, second life", subject, "again", scratch, prepare)]
+        made += [first, Explorer(f"{name}, second incarnation", subject, "again", scratch, prepare)]
     return made
 
 
@@ -165,16 +168,16 @@ def _explore(todo: list[tuple[Explorer, str, int]], results: Path, end_s: float,
     """What one process does of it: of states that are alike, all."""
     known: dict[tuple[Any, str], tuple[str, Any]] = {}
     lines = os.open(results, os.O_WRONLY | os.O_APPEND)
-    for life in {life for life, _, _ in todo}:
-        life.scratch /= str(process)
-    for number, (life, how, at) in enumerate(todo):
-        whose = number if how in LIVED else int(life.states[how, at][1].name, 16)
+    for incarnation in {incarnation for incarnation, _, _ in todo}:
+        incarnation.scratch /= str(process)
+    for number, (incarnation, how, at) in enumerate(todo):
+        whose = number if how in LIVED else int(incarnation.states[how, at][1].name, 16)
         if whose % processes != process:
             continue
         if time.monotonic() > end_s:
             break
-        fault = life.explore(how, at, known)
-        os.write(lines, json.dumps([life.name, how, at, fault]).encode() + b"\n")
+        fault = incarnation.explore(how, at, known)
+        os.write(lines, json.dumps([incarnation.name, how, at, fault]).encode() + b"\n")
     return len(known)
 
 
@@ -182,11 +185,11 @@ def notices(lives: list[Explorer]) -> int:
     """Whether power cuts are found to break something if no sync reaches the disk: 1 as soon as one is, else 0."""
     Durable.forgets = True
     try:
-        for life in lives:
-            life.keep_states()
-            for how, at in life.points():
-                if how == "power" and (fault := life.explore(how, at, {})):
-                    print(f"noticed: {life.name}: power at call {at}: {fault}", file=sys.stderr)
+        for incarnation in lives:
+            incarnation.keep_states()
+            for how, at in incarnation.points():
+                if how == "power" and (fault := incarnation.explore(how, at, {})):
+                    print(f"noticed: {incarnation.name}: power at call {at}: {fault}", file=sys.stderr)
                     return 1
         return 0
     finally:
@@ -195,7 +198,7 @@ def notices(lives: list[Explorer]) -> int:
 
 def begun(results: Path, lives: list[Explorer]) -> dict[tuple[str, str, int], str]:
     """The results of earlier runs in this file, which is begun if there is none."""
-    head = json.dumps({life.name: life.calls for life in lives})
+    head = json.dumps({incarnation.name: incarnation.calls for incarnation in lives})
     if not results.exists():
         results.write_text(head + "\n")
     first, *lines = results.read_text().splitlines()
@@ -221,10 +224,12 @@ def main() -> None:
         lives = explorers(scratch, options.only)
         results = options.kept or scratch / "results"
         before = begun(results, lives)
-        points = [(life, how, at) for life in lives for how, at in life.points()]
-        todo = [(life, how, at) for life, how, at in points if (life.name, how, at) not in before]
-        for life in lives:
-            life.keep_states()
+        points = [(incarnation, how, at) for incarnation in lives for how, at in incarnation.points()]
+        todo = [
+            (incarnation, how, at) for incarnation, how, at in points if (incarnation.name, how, at) not in before
+        ]
+        for incarnation in lives:
+            incarnation.keep_states()
         random.Random(options.seed).shuffle(todo)  # so that what the time allows is spread over all of them
         looked = explored(todo, results, inf if options.all else time.monotonic() + options.seconds)
         found = begun(results, lives)
@@ -237,14 +242,14 @@ def main() -> None:
         if fault and shown[name] <= SHOWN:
             print(f"{name}: {how} at call {at}: {fault}", file=sys.stderr, flush=True)
     by_life = {
-        life.name: {
-            "calls": len(life.calls),
-            "points": sum(name == life.name for name, _, _ in found),
-            "broken": shown[life.name],
+        incarnation.name: {
+            "calls": len(incarnation.calls),
+            "points": sum(name == incarnation.name for name, _, _ in found),
+            "broken": shown[incarnation.name],
         }
-        for life in lives
+        for incarnation in lives
     }
-    totals = {key: sum(life[key] for life in by_life.values()) for key in ("points", "broken")}
+    totals = {key: sum(incarnation[key] for incarnation in by_life.values()) for key in ("points", "broken")}
     all_of_it = {"all": len(points), "states": looked, "noticed": noticed, "lives": by_life}
     report("crash_points", {**totals, **all_of_it}, options, units_by_ending({}, "count"), timed=False)
 

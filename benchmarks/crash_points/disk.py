@@ -38,26 +38,28 @@ def preloaded(folder: Path) -> None:
 Say = Callable[[Any], None]
 
 
-def attempt(folder: Path, life: Callable[[Say], None], how: str = "before", at: int = 0) -> tuple[str, list[Any]]:
-    """Run `life` in a process of its own, whose `at`-th change of a file below the folder goes wrong as `how` says
-    (0: none does). Returns how it ended ("crashed", "ended", or a traceback), and what it said.
+def attempt(
+    folder: Path, incarnation: Callable[[Say], None], how: str = "before", at: int = 0
+) -> tuple[str, list[Any]]:
+    """Run `incarnation` in a process of its own, whose `at`-th change of a file below the folder goes wrong as `how`
+    says (0: none does). Returns how it ended ("crashed", "ended", or a traceback), and what it said.
 
-    life: gets a function to say things with. The last thing said, if it ended, is the kinds of its calls, as disk.c
-    names them.
+    incarnation: gets a function to say things with. The last thing said, if it ended, is the kinds of its calls, as
+    disk.c names them.
     """
 
     def lived(say: Say) -> None:
         _shim().crash_arm(str(folder).encode(), at, HOW[how])
-        life(say)
+        incarnation(say)
         say(_shim().crash_kinds().decode())
 
     return _apart(lived)
 
 
-def states(folder: Path, life: Callable[[Say], None], kept: Path) -> list[tuple[str, int, int, str]]:
-    """Run `life` in a process of its own, where nothing goes wrong, and keep what the disk would hold if it ended at
-    any call that changes a file: before it ("before"), after half of a write ("half"), or after it, with all gone
-    that was not synced ("power").
+def states(folder: Path, incarnation: Callable[[Say], None], kept: Path) -> list[tuple[str, int, int, str]]:
+    """Run `incarnation` in a process of its own, where nothing goes wrong, and keep what the disk would hold if it
+    ended at any call that changes a file: before it ("before"), after half of a write ("half"), or after it, with all
+    gone that was not synced ("power").
 
     Returns (which of these, number of the call, last thing said, name of the state, which is a folder in `kept`) for
     each. States that are alike have one name.
@@ -95,7 +97,7 @@ def states(folder: Path, life: Callable[[Say], None], kept: Path) -> list[tuple[
         _shim().crash_arm(str(folder).encode(), 0, HOW["before"])
         _shim().crash_watch(watcher)
         with durable.watching():
-            life(heard)
+            incarnation(heard)
         _shim().crash_watch(None)
         if faults:
             raise AssertionError(faults[0])
@@ -106,7 +108,7 @@ def states(folder: Path, life: Callable[[Say], None], kept: Path) -> list[tuple[
     return [tuple(each) for each in told[-1]]
 
 
-def _apart(life: Callable[[Say], None]) -> tuple[str, list[Any]]:
+def _apart(incarnation: Callable[[Say], None]) -> tuple[str, list[Any]]:
     """Run it in a process of its own: (how it ended, what it said)."""
     read, write = os.pipe()
     child = os.fork()
@@ -121,7 +123,7 @@ def _apart(life: Callable[[Say], None]) -> tuple[str, list[Any]]:
 
         try:
             signal.alarm(DEADLINE_S)
-            life(say)
+            incarnation(say)
             code = 0
         except BaseException:
             _shim().crash_arm(b"", 0, 0)

@@ -37,7 +37,7 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.hf_checkpoint import read_checkpoint, write_checkpoint
-from geotrain.parameters.layout import Layout, StridedSlice, canonical_parameters
+from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
 
 Say = Callable[[Any], None]
 UPDATES = 3
@@ -46,9 +46,9 @@ WRITES = 3  # of a whole folder
 
 
 class Subject(Protocol):
-    """live: a life in a folder, which says a number for each thing that it has acknowledged. again: a life that
-    begins with what an earlier one left, and acknowledges nothing new. look: says what the folder gives, as a digest.
-    right: whether that is right after so many acknowledgements."""
+    """live: a incarnation in a folder, which says a number for each thing that it has acknowledged. again: a
+    incarnation that begins with what an earlier one left, and acknowledges nothing new. look: says what the folder
+    gives, as a digest. right: whether that is right after so many acknowledgements."""
 
     def live(self, folder: Path, say: Say) -> None: ...
     def again(self, folder: Path, say: Say) -> None: ...
@@ -109,18 +109,18 @@ class ServerSubject:
                 raise
 
     def _build(self) -> Any:
-        layout, config = toy_layout(), outer_config()
+        parameter_map, config = toy_layout(), outer_config()
         identity = _identity()
         if self.which == GLOBAL:
-            return GlobalServer(identity, layout, config, {"eu": ("a", "b")}, 64, 2)
+            return GlobalServer(identity, parameter_map, config, {"eu": ("a", "b")}, 64, 2)
         rule = region_rule(config.rule, ("a", "b"), 16.0)
-        region = RegionServer(self.which, identity, layout, config, rule, ("a", "b"))
+        region = RegionServer(self.which, identity, parameter_map, config, rule, ("a", "b"))
         region.incarnation = "1"
         return region
 
     def _begin(self, server: Server) -> None:
         if self.which == GLOBAL:
-            server.set_weights([torch.ones(f.numel) for f in server.layout.fragments])
+            server.set_weights([torch.ones(f.numel) for f in server.parameter_map.fragments])
 
 
 def _identity() -> Any:
@@ -143,12 +143,12 @@ def _messages(which: str) -> list[Any]:
     with patch.object(GlobalServer, "handle", noting(GLOBAL)), patch.object(RegionServer, "handle", noting("eu")):
         servers = Servers()
         for number in range(2, 2 + UPDATES):
-            update = servers.update("a", number, {f.index: 0.01 * number for f in servers.layout.fragments})
+            update = servers.update("a", number, {f.index: 0.01 * number for f in servers.parameter_map.fragments})
             with suppress(Refused):
                 sends = servers.region.handle(replace(update, job=number, leases=())).sends
                 for message in (send.message for send in sends if isinstance(send.message, UpdatePart)):
                     servers.top.handle(message)
-                    fragments = servers.layout.fragments_of([delta.piece for delta in message.deltas])
+                    fragments = servers.parameter_map.fragments_of([delta.chunk for delta in message.deltas])
                     answer = servers.top.answer("eu", "1", 0, message.sequence, fragments)
                     if answer is not None:
                         servers.region.handle(answer)
@@ -312,8 +312,8 @@ class ExportSubject(FolderSubject):
     kind = "export"
 
     def write(self, folder: Path, version: int) -> None:
-        layout = Layout(canonical_parameters(architecture_from_hf(MODEL)))
-        tensors = ((p.name, torch.full(p.shape, float(version))) for p in layout.parameters)
+        parameter_map = ParameterMap(canonical_parameters(architecture_from_hf(MODEL)))
+        tensors = ((p.name, torch.full(p.shape, float(version))) for p in parameter_map.parameters)
         write_checkpoint(tensors, MODEL, folder, dtype="float32", max_shard_bytes=8192)
 
     def version(self, folder: Path) -> int:

@@ -12,7 +12,7 @@ from benchmarks.claims.methods import OURS
 from benchmarks.environments import one_block, synthetic_world
 from benchmarks.servers.world import ServerProcess, start_worker, write_files
 from geotrain.config import OverlapConfig, load_run
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
 
@@ -28,7 +28,7 @@ def real(folder: Path, numel: int, regions: int, workers: int, rounds: int) -> d
     folder.mkdir(parents=True)
     names = {f"r{r}": [f"r{r}w{i}" for i in range(workers)] for r in range(regions)}
     run_path = write_files(folder, numel, names)
-    layout = layout_of(load_run(run_path))
+    parameter_map = parameter_map_of(load_run(run_path))
     with ExitStack() as open_:
         servers = [ServerProcess(run_path, name) for name in ("global", *names)]
         for server in servers:
@@ -44,12 +44,15 @@ def real(folder: Path, numel: int, regions: int, workers: int, rounds: int) -> d
         for number in range(rounds + 1):
             if number == 1:  # the first warms up
                 before_s, took = sum(server.cpu_s() for server in servers), []
-            took.append(sum(_updated(pipes, fragment) for fragment in range(len(layout.fragments))))
+            took.append(sum(_updated(pipes, fragment) for fragment in range(len(parameter_map.fragments))))
         spent_s = sum(server.cpu_s() for server in servers) - before_s
         for pipe in pipes:
             pipe.send(None)
     updates = rounds * len(pipes)
-    return {"exchange": 1e9 * median(took) / layout.numel, "server": 1e9 * spent_s / updates / layout.numel}
+    return {
+        "exchange": 1e9 * median(took) / parameter_map.numel,
+        "server": 1e9 * spent_s / updates / parameter_map.numel,
+    }
 
 
 def _updated(pipes: list[Connection], fragment: int) -> float:

@@ -15,9 +15,9 @@ from benchmarks.servers.worker import Worker
 from benchmarks.servers.world import REGION, ServerProcess, write_files
 from geotrain.config import OuterConfig, codec_config
 from geotrain.net.transport import wire
-from geotrain.outer.messages import PieceDelta, UpdatePart
+from geotrain.outer.messages import ChunkDelta, UpdatePart
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 
 STAGES = ("read", "code", "copy", "frame")
 WORKER_BYTES = 18  # masters, anchor, scratch, residual, and what is in work, a parameter
@@ -29,10 +29,12 @@ def of_a_worker(numel: int, codec: str, rounds: int) -> dict[str, float]:
 
     read: the masters are copied; code: the delta is coded, with what earlier ones left; copy: the payload to bytes,
     and the masters that were sent into the anchor; frame: checksums and headers of what goes over the wire."""
-    layout = one_block(numel)
+    parameter_map = one_block(numel)
     masters = torch.zeros(numel)
     outer = OuterConfig(levels=1, up=codec_config(codec))
-    rank = WorkerRank(layout, outer, [OwnedSlices((StridedSlice(0, numel, parameter="model"),), masters, True)])
+    rank = WorkerRank(
+        parameter_map, outer, [OwnedSlices((StridedSlice(0, numel, parameter="model"),), masters, True)]
+    )
     spent: list[dict[str, float]] = []
 
     @contextmanager
@@ -43,7 +45,7 @@ def of_a_worker(numel: int, codec: str, rounds: int) -> dict[str, float]:
 
     for number in range(rounds + 1):
         spent.append(dict.fromkeys(STAGES, 0.0))
-        for piece, shard in enumerate(rank.shards):
+        for chunk, shard in enumerate(rank.shards):
             for master in shard.masters:  # as after a job: each weight has moved a little
                 master.add_(1e-3)
             if rank.codec.error_feedback and shard.residual is None:
@@ -55,7 +57,7 @@ def of_a_worker(numel: int, codec: str, rounds: int) -> dict[str, float]:
             with stage("copy"):
                 shard.anchor.copy_(now)
                 data = payload.cpu().numpy().tobytes()
-            part = UpdatePart("w", "1", number, 0, (PieceDelta(piece, 0, data),))
+            part = UpdatePart("w", "1", number, 0, (ChunkDelta(chunk, 0, data),))
             with stage("frame"):
                 for _ in wire.frames(part):
                     pass

@@ -3,12 +3,12 @@ clocks stepped; then its accounts.
 
 Two regions of two workers each, linked by TLS. Nothing that was acknowledged may be missing or counted twice, no
 sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
-journal gives. With vaults, the journals of a server's book and vaults are replayed side by side, by orders.
+journal gives. With shards, the journals of a server's coordinator and shards are replayed side by side, by orders.
 
     python -m benchmarks.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
-    python -m benchmarks.faults --vaults 2            # each server's vaults are that many processes, killed as well
+    python -m benchmarks.faults --shards 2            # each server's shards are that many processes, killed as well
     python -m benchmarks.faults --seconds 600 --every 20
-    python -m benchmarks.faults --kills-at-end 60     # so long after `stop`, servers and vaults are killed every 3 s
+    python -m benchmarks.faults --kills-at-end 60     # so long after `stop`, servers and shards are killed every 3 s
     python -m benchmarks.faults --again FOLDER        # the accounts of a run that was kept with --folder FOLDER
 
 short: one of each burden and kills of servers, in 12 s; minutes, the default: 5 minutes; hour: also the growth
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     every = "mean seconds between faults of processes and links, and between those of packets; default: the profile's"
     parser.add_argument("--every", type=float, help=every)
-    parser.add_argument("--vaults", type=int, default=0, help="of each server, in processes of their own")
+    parser.add_argument("--shards", type=int, default=0, help="of each server, in processes of their own")
     parser.add_argument("--kills-at-end", type=float, default=0.0, help="seconds after the run was told to stop")
     parser.add_argument("--pace", type=float, default=0.3, help="least seconds of an inner step")
     parser.add_argument(
@@ -86,20 +86,20 @@ def main() -> int:
             shutil.copytree(folder / "left", disk, dirs_exist_ok=True)
         else:
             clocks = Clocks(disk / "clocks")
-            files = make_world(disk, args.pace, clocks=clocks, vaults=args.vaults)
+            files = make_world(disk, args.pace, clocks=clocks, shards=args.shards)
             faulty(files, disk, clocks, args.seed, seconds, every_s, args.kills_at_end)
             if args.folder is not None:  # before anything is counted, which may fail
                 ignored = shutil.ignore_patterns(WAN_CONTROL)
                 shutil.copytree(disk, folder / "left", ignore=ignored, dirs_exist_ok=True)
         print("the run has ended; its journals are replayed", flush=True)
         result = counted(FaultyRun.kept(disk))
-        seconds, vaults = result["seconds"], "vaults" in result
+        seconds, shards = result["seconds"], "shards" in result
     if args.folder is None and args.again is None:
         shutil.rmtree(folder)
     note = f"{args.profile}, {seconds:g} s; seed {args.seed}; pace {args.pace:g} s"
     note += f"; kills for {args.kills_at_end:g} s at the end" if args.kills_at_end else ""
     report(
-        "faults_vaults" if vaults else "faults",
+        "faults_shards" if shards else "faults",
         result,
         args,
         units_by_ending({"_s": "s", "_tokens": "tokens"}),
@@ -138,7 +138,7 @@ def faulty(
         if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")
         print(f"every worker trains; faults for {seconds:g} s, seed {seed}", flush=True)
-        them = run.regions, len(run.vaults[GLOBAL])
+        them = run.regions, len(run.shards[GLOBAL])
         faults = random_faults(seed, seconds, every_s, *them) if every_s else short_faults(*them)
         run.play(faults, seconds, lambda text: print(text, flush=True))
         before = {worker: run.jobs_of(worker) for names in run.regions.values() for worker in names}

@@ -13,37 +13,39 @@ from typing import Any, cast
 
 from benchmarks.faults.replay import ServerReplay, Written
 from benchmarks.faults.runner import FaultyRun
-from geotrain.config import load_run, vault_name
-from geotrain.net.server.server_process import any_server, begin_server, begin_vault, far_vaults, vault_machine
-from geotrain.net.server.vault_host import JOURNALED
+from geotrain.config import load_run, shard_name
+from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
+from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.storage.snapshots import META, Snapshot, SnapshotStore, checked_meta
 from geotrain.outer.messages import GLOBAL
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 
 def replayed(run: FaultyRun, site: str) -> ServerReplay:
-    """A server, with its vaults."""
+    """A server, with its shards."""
     config, cluster = load_run(run.folder / "run.json"), run.cluster  # as launched: with the data's digest
 
     def build() -> Server:
         """As `geotrain serve` makes it, without state."""
-        return any_server(config, cluster, site, far_vaults(config, cluster, site))
+        return any_server(config, cluster, site, remote_shards(config, cluster, site))
 
-    book = Written(build, partial(begin_server, run=config), _segments(run, site, KINDS), _snapshots(run, site))
-    vaults = [
+    coordinator = Written(
+        build, partial(begin_server, run=config), _segments(run, site, KINDS), _snapshots(run, site)
+    )
+    shards = [
         Written(
-            partial(vault_machine, config, cluster, site, index),
-            partial(begin_vault, run=config),
+            partial(shard_server, config, cluster, site, index),
+            partial(begin_shard, run=config),
             _segments(run, name, JOURNALED),
             _snapshots(run, name),
         )
-        for index, name in enumerate(run.vaults[site])
+        for index, name in enumerate(run.shards[site])
     ]
-    return ServerReplay(book, vaults)
+    return ServerReplay(coordinator, shards)
 
 
 def _segments(run: FaultyRun, name: str, kinds: tuple[type, ...]) -> Iterator[tuple[int, Iterator[Any]]]:
@@ -52,7 +54,7 @@ def _segments(run: FaultyRun, name: str, kinds: tuple[type, ...]) -> Iterator[tu
     may drop it before it was linked into the archive.
     """
     folder = run.archive / name / "journal"
-    limit_bytes = 8 * layout_of(run.run).numel + 65536
+    limit_bytes = 8 * parameter_map_of(run.run).numel + 65536
     paths = sorted(folder.glob("*.journal"))
     numbers = [int(path.stem) for path in paths]
     if not numbers or numbers[0] > 2 or numbers != list(range(numbers[0], numbers[-1] + 1)):
@@ -93,28 +95,28 @@ def _read(snapshot: Path) -> Snapshot:
 def accounts(run: FaultyRun) -> dict[str, Any]:
     """The figures of a run that has ended."""
     servers = {site: replayed(run, site) for site in (GLOBAL, *run.regions)}
-    books = {site: server.book for site, server in servers.items()}
-    top = books[GLOBAL]
+    coordinators = {site: server.coordinator for site, server in servers.items()}
+    top = coordinators[GLOBAL]
     acknowledged = lost = twice = 0
     for region, workers in run.regions.items():
-        below = books[region]
-        told = {(w, e["life"], e["sequence"]) for w in workers for e in _acknowledgements(run, w)}
-        lost += len(told - {(m, life, sequence) for m, life, sequence, _ in below.applied})
+        below = coordinators[region]
+        told = {(w, e["incarnation"], e["sequence"]) for w in workers for e in _acknowledgements(run, w)}
+        lost += len(told - {(m, incarnation, sequence) for m, incarnation, sequence, _ in below.applied})
         told_up = {e["sequence"] for e in _acknowledgements(run, region)}
         lost += len(told_up - {sequence for m, _, sequence, _ in top.applied if m == region})
         lost += below.now.lost_updates
         acknowledged += len(told) + len(told_up)
-    for history in books.values():
+    for history in coordinators.values():
         numbers = Counter((member, sequence) for member, _, sequence, _ in history.applied)
         contents = Counter((member, digest) for member, _, _, digest in history.applied)
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
-    leases = cast(GlobalServer, top.now).book
+    leases = cast(GlobalServer, top.now).coordinator
     out = [(lease.start, lease.samples) for lease in leases.open.values()]
     once, overlapping = coverage([*top.committed, *leases.pool, *out])
     wrong = [
-        f"{site if vault is None else vault_name(site, vault)}: {text}"
+        f"{site if shard is None else shard_name(site, shard)}: {text}"
         for site, server in servers.items()
-        for vault, text in server.mismatches
+        for shard, text in server.mismatches
     ]
     return {
         "acknowledged_updates": acknowledged,
@@ -122,26 +124,26 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         "applied_twice": twice,
         "replay_mismatches": len(wrong),
         "mismatches": wrong[:10],
-        "server_deaths": sum(book.recoveries for book in books.values()),
-        "snapshots_compared": sum(book.snapshots for book in books.values()),
+        "server_deaths": sum(coordinator.recoveries for coordinator in coordinators.values()),
+        "snapshots_compared": sum(coordinator.snapshots for coordinator in coordinators.values()),
         "samples_skipped": leases.next_start - once,
         "samples_twice_uncounted": overlapping,
         "committed_samples": leases.committed_samples,
-        **_of_vaults(list(servers.values())),
+        **_of_shards(list(servers.values())),
     }
 
 
-def _of_vaults(servers: list[ServerReplay]) -> dict[str, Any]:
-    """Nothing, where no server has vaults in processes of their own."""
-    vaults = [vault for server in servers for vault in server.vaults]
+def _of_shards(servers: list[ServerReplay]) -> dict[str, Any]:
+    """Nothing, where no server has shards in processes of their own."""
+    shards = [shard for server in servers for shard in server.shards]
     figures = {
-        "processes": len(vaults),
-        "orders": sum(len(vault.orders) for vault in vaults),
+        "processes": len(shards),
+        "orders": sum(len(shard.orders) for shard in shards),
         "behind": sum(server.behind for server in servers),
-        "snapshots_compared": sum(vault.snapshots for vault in vaults),
-        "recoveries_compared": sum(vault.recoveries for vault in vaults),
+        "snapshots_compared": sum(shard.snapshots for shard in shards),
+        "recoveries_compared": sum(shard.recoveries for shard in shards),
     }
-    return {"vaults": figures} if vaults else {}
+    return {"shards": figures} if shards else {}
 
 
 def coverage(ranges: list[tuple[int, int]]) -> tuple[int, int]:

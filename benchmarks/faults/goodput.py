@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.faults.liar import LIAR
 from benchmarks.faults.runner import FaultyRun
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,31 @@ def goodput(run: FaultyRun, committed_samples: int, end_s: float) -> dict[str, A
     lives = {w: _lives(run, region, w, end_s) for region, workers in run.regions.items() for w in workers}
     could = could_all = 0.0
     for mine in lives.values():
-        jobs = [job for life in mine for job in life.jobs]
+        jobs = [job for incarnation in mine for job in incarnation.jobs]
         if jobs:
             rate = _rate(jobs)
-            could += sum(life.seconds * (_rate(life.jobs) if life.jobs else rate) for life in mine)
+            could += sum(
+                incarnation.seconds * (_rate(incarnation.jobs) if incarnation.jobs else rate) for incarnation in mine
+            )
             could_all += rate * (end_s - mine[0].begin_s)
     tokens = committed_samples * run.run.data.sequence_length
-    every = [life for mine in lives.values() for life in mine]
-    jobs_s = [_training_s(job) for life in every for job in life.jobs]
-    fragments = len(layout_of(run.run).fragments)
-    lost_s = sum(life.died for life in every) * (0.5 + (fragments - 1) / fragments) * fmean(jobs_s or [0.0])
-    stalls = [_longest_stall(life) for life in every]
+    every = [incarnation for mine in lives.values() for incarnation in mine]
+    jobs_s = [_training_s(job) for incarnation in every for job in incarnation.jobs]
+    fragments = len(parameter_map_of(run.run).fragments)
+    lost_s = (
+        sum(incarnation.died for incarnation in every) * (0.5 + (fragments - 1) / fragments) * fmean(jobs_s or [0.0])
+    )
+    stalls = [_longest_stall(incarnation) for incarnation in every]
     return {
         "committed_tokens": tokens,
         "goodput": round(tokens / could, 4) if could else 0.0,
-        "goodput_bound": round(1 - lost_s / max(1e-9, sum(life.seconds for life in every)), 4),
-        "deaths_of_workers": sum(life.died for life in every),
+        "goodput_bound": round(1 - lost_s / max(1e-9, sum(incarnation.seconds for incarnation in every)), 4),
+        "deaths_of_workers": sum(incarnation.died for incarnation in every),
         "goodput_of_all": round(tokens / could_all, 4) if could_all else 0.0,
         "longest_stall_s": round(max(stalls, default=0.0), 2),
         "worker_lives": sum(len(mine) for mine in lives.values()),
         "surviving_share": round(
-            sum(life.seconds for life in every)
+            sum(incarnation.seconds for incarnation in every)
             / max(1e-9, sum(end_s - mine[0].begin_s for mine in lives.values() if mine)),
             4,
         ),
@@ -101,8 +105,9 @@ def _rate(jobs: Any) -> float:
     return float(sum(job["tokens"] for job in jobs) / sum(map(_training_s, jobs)))
 
 
-def _longest_stall(life: Life) -> float:
+def _longest_stall(incarnation: Life) -> float:
     """Seconds between two jobs' ends in which it did not train."""
-    ends = [life.begin_s, *(job["time_s"] for job in life.jobs)]
-    return max((end - before - _training_s(job) for before, end, job in zip(ends, ends[1:], life.jobs, strict=False)),
+    ends = [incarnation.begin_s, *(job["time_s"] for job in incarnation.jobs)]
+    return max((end - before - _training_s(job) for before, end, job in zip(ends, ends[1:], incarnation.jobs,
+    strict=False)),
                default=0.0)  # fmt: skip

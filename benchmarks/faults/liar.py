@@ -19,22 +19,22 @@ import torch
 from geotrain.config import load_cluster, load_run
 from geotrain.net.transport.certs import Trust, identity, load_credentials
 from geotrain.net.transport.grpc_client import Unreachable
-from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.net.transport.sharded_link import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import Join, PieceDelta, Refused, UpdatePart
+from geotrain.outer.messages import ChunkDelta, Join, Refused, UpdatePart
 from geotrain.outer.server.server import identity_of
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.staging.interface import to_bytes
 
 WAIT_S = 20.0
-LIAR = "liar-"  # so begins the name of its life
-NOWHERE = 99  # a piece that no model here has
+LIAR = "liar-"  # so begins the name of its incarnation
+NOWHERE = 99  # a chunk that no model here has
 BELIEVED = 3  # not 1, which an exception gives
 
 
 def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
-    """true: an update of zeros of all pieces, as a worker that has trained nothing would send it."""
+    """true: an update of zeros of all chunks, as a worker that has trained nothing would send it."""
     delta, *others = true.deltas
 
     def instead(**changes: object) -> UpdatePart:
@@ -43,19 +43,19 @@ def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
     yield "not finite", instead(payload=b"\xff" * len(delta.payload))
     yield "too short", instead(payload=delta.payload[:-1])
     yield "of a version that was never given", instead(anchor_version=1 << 40)
-    yield "of a piece that is not there", instead(piece=NOWHERE)
+    yield "of a chunk that is not there", instead(chunk=NOWHERE)
     yield "for a thousand workers", replace(true, weight=1000)
 
 
 def main() -> int:
     run, cluster = load_run(Path(sys.argv[1])), load_cluster(Path(sys.argv[2]))
     region, worker, listening = sys.argv[3], sys.argv[4], Path(sys.argv[5])
-    layout, life = layout_of(run), f"{LIAR}{uuid.uuid4().hex}"
+    parameter_map, incarnation = parameter_map_of(run), f"{LIAR}{uuid.uuid4().hex}"
     assert cluster.security is not None
     trust = Trust(load_credentials(Path(cluster.security.folder), "worker", worker), identity("region", region))
-    whole = tuple(layout.whole(piece.index) for piece in layout.pieces)
-    i = identity_of(run, layout)
-    join = Join(i.run, i.config_digest, i.layout_digest, i.model, worker, life, 0, 1, whole, whole)
+    whole = tuple(parameter_map.whole(chunk.index) for chunk in parameter_map.chunks)
+    i = identity_of(run, parameter_map)
+    join = Join(i.run, i.config_digest, i.parameter_map_digest, i.model, worker, incarnation, 0, 1, whole, whole)
     up, _ = run.outer.worker_codecs
     codec = make_codec(up)
     try:
@@ -63,17 +63,19 @@ def main() -> int:
     except (OSError, ValueError) as error:  # of a server that is just started again, or cannot write
         print(f"the server is not there: {error}")
         return 0
-    above = vaults_above(cluster, layout, "worker", worker, region)
-    if above is not None:  # the first vault is told of a piece that is not there
+    above = shards_above(cluster, parameter_map, "worker", worker, region)
+    if above is not None:  # the first shard is told of a chunk that is not there
         above = replace(above, owner=(*above.owner, *[0] * NOWHERE), fragments=(*above.fragments, *[0] * NOWHERE))
-    with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust, vaults=above)) as client:
+    with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust, shards=above)) as client:
         try:
             sequence = client.join(join).sequence
         except (Refused, Unreachable, TimeoutError) as error:
             print(f"the join was refused: {error}")
             return 0
-        zeros = (PieceDelta(p.index, 0, to_bytes(codec.encode(torch.zeros(p.numel)).payload)) for p in layout.pieces)
-        true = UpdatePart(worker, life, sequence, 0, tuple(zeros), job=1)
+        zeros = (
+            ChunkDelta(p.index, 0, to_bytes(codec.encode(torch.zeros(p.numel)).payload)) for p in parameter_map.chunks
+        )
+        true = UpdatePart(worker, incarnation, sequence, 0, tuple(zeros), job=1)
         for what, lie in lies(true):
             try:
                 client.push(lie).result(WAIT_S)

@@ -1,11 +1,11 @@
 """What a server's processes have written down in all their lives, replayed without an interruption, and held against
 each snapshot that they wrote and each state that a recovery had. Bit for bit. Pure.
 
-A server of one process is replayed by its journal. Where vaults are processes of their own, the journals of its book
-and of each vault are replayed side by side and compared by orders. Those that count have a number: each vault must
-have obeyed what the book gave, all of it, in that sequence. The others must stand where the book gave them, between
-two that count. What the book took from vaults (sizes, sums of squares, marks) they must have said, and the payload of
-each update that it took must be in a vault's journal.
+A server of one process is replayed by its journal. Where shards are processes of their own, the journals of its
+coordinator and of each shard are replayed side by side and compared by orders. Those that count have a number: each
+shard must have obeyed what the coordinator gave, all of it, in that sequence. The others must stand where the
+coordinator gave them, between two that count. What the coordinator took from shards (sizes, sums of squares, marks)
+they must have said, and the payload of each update that it took must be in a shard's journal.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from geotrain.net.storage.recovery import Dismissed, Restarted, Stopped, end_lives, restarted
+from geotrain.net.storage.recovery import Dismissed, Restarted, Stopped, end_incarnations, restarted
 from geotrain.net.storage.snapshots import Snapshot
 from geotrain.net.transport import wire
 from geotrain.outer.messages import Join, Refused, UpdatePart
 from geotrain.outer.server.server import Server
-from geotrain.outer.server.shard_server import PayloadLost, VaultMachine
+from geotrain.outer.server.shard_server import PayloadLost, ShardServer
 from geotrain.outer.shards.shard import Forget, Freeze
-from geotrain.outer.shards.shards import FarVaults, Froze, HeldAnswer, HeldPart, NewLife, VaultOrder, counts
+from geotrain.outer.shards.shards import (
+    Froze,
+    HeldAnswer,
+    HeldPart,
+    NewIncarnation,
+    RemoteShards,
+    ShardCommand,
+    counts,
+)
 
-Payload = tuple[str, str, int, int, int]  # member, incarnation, sequence, part, piece
-Machine = TypeVar("Machine", Server, VaultMachine)
+Payload = tuple[str, str, int, int, int]  # member, incarnation, sequence, part, chunk
+Machine = TypeVar("Machine", Server, ShardServer)
 
 
 @dataclass(frozen=True)
@@ -89,12 +97,12 @@ class Replay(ABC, Generic[Machine]):
 
 
 class BookReplay(Replay[Server]):
-    """Of a server's process, with or without vaults in it.
+    """Of a server's process, with or without shards in it.
 
     applied: (member, incarnation, sequence, digest of its payloads) of each update. committed: ranges of samples
-    (global server). orders: to vaults elsewhere, those that count. others: the rest, packed, and how many that count
+    (global server). orders: to shards elsewhere, those that count. others: the rest, packed, and how many that count
     came before. saved_after: how many had come at each snapshot.
-    payloads: digests of what the vaults have. said: what those have said, as `facts` gives it.
+    payloads: digests of what the shards have. said: what those have said, as `facts` gives it.
     """
 
     def __init__(
@@ -103,7 +111,7 @@ class BookReplay(Replay[Server]):
         super().__init__(written)
         self.applied: list[tuple[str, str, int, str]] = []
         self.committed: list[tuple[int, int]] = []
-        self.orders: list[VaultOrder] = []
+        self.commands: list[ShardCommand] = []
         self.others: set[tuple[int, bytes]] = set()
         self.saved_after: set[int] = set()
         self._payloads, self._said = payloads or {}, said
@@ -113,18 +121,18 @@ class BookReplay(Replay[Server]):
 
     def _live_on(self, server: Server) -> None:
         self.now = server
-        if isinstance(server.vaults, FarVaults):
-            server.vaults.emit = self._give
+        if isinstance(server.shards, RemoteShards):
+            server.shards.emit = self._give
 
-    def _give(self, order: VaultOrder | Join) -> None:
-        if counts(order, cast(FarVaults, self.now.vaults).changes):
-            self.orders.append(cast(VaultOrder, order))
+    def _give(self, command: ShardCommand | Join) -> None:
+        if counts(command, cast(RemoteShards, self.now.shards).changes):
+            self.commands.append(cast(ShardCommand, command))
         else:
-            self.others.add((len(self.orders), wire.pack(order)))
+            self.others.add((len(self.commands), wire.pack(command)))
 
     def _meet(self, saved: Snapshot) -> None:
         super()._meet(saved)
-        self.saved_after.add(len(self.orders))
+        self.saved_after.add(len(self.commands))
 
     def _take(self, message: Any) -> None:
         shadow = self._shadow
@@ -134,7 +142,7 @@ class BookReplay(Replay[Server]):
             self._shadow = None if shadow is None else restarted(self.build, shadow)
         elif isinstance(message, Stopped):
             for server in (self.now, *([] if shadow is None else [shadow])):
-                end_lives(server)
+                end_incarnations(server)
         elif not isinstance(message, Dismissed):  # that changes no state
             if shadow is not None:
                 _tell(shadow, message)
@@ -142,46 +150,46 @@ class BookReplay(Replay[Server]):
 
     def _recovered(self) -> None:
         super()._recovered()
-        far = None if self._shadow is None else self._shadow.vaults
-        if isinstance(far, FarVaults) and list(far.kept) != self.orders[len(self.orders) - len(far.kept) :]:
+        far = None if self._shadow is None else self._shadow.shards
+        if isinstance(far, RemoteShards) and list(far.kept) != self.commands[len(self.commands) - len(far.kept) :]:
             self.mismatches.append(f"recovery {self.recoveries}: the orders that it would give again")
 
     def _note(self, message: Any) -> None:
-        leases = getattr(self.now, "book", None)  # the global server's
+        leases = getattr(self.now, "coordinator", None)  # the global server's
         before = dict(leases.open) if leases else {}
         reply = _tell(self.now, message)
         if isinstance(message, HeldPart | HeldAnswer | Froze):
-            self.mismatches += [f"no vault has said {fact}" for fact in facts(message) if fact not in self._said]
+            self.mismatches += [f"no shard has said {fact}" for fact in facts(message) if fact not in self._said]
         if not isinstance(message, UpdatePart | HeldPart):
             return
         part, content = self._content(message)
         key = part.member, part.sequence
         self._digests[key] = hashlib.sha256(self._digests.get(key, "").encode() + (content or b"")).hexdigest()
-        if reply and content is not None:  # else it is lost, whatever the book has
+        if reply and content is not None:  # else it is lost, whatever the coordinator has
             self.applied.append((part.member, part.incarnation, part.sequence, self._digests[key]))
         if reply and leases:
             done = [before[n] for n in part.leases if n in before and n not in leases.open]
             self.committed += [(lease.start, lease.samples) for lease in done]
 
     def _content(self, message: UpdatePart | HeldPart) -> tuple[UpdatePart, bytes | None]:
-        """The part, and its payloads or their digests; None: not all of them are in a vault's journal."""
+        """The part, and its payloads or their digests; None: not all of them are in a shard's journal."""
         if isinstance(message, UpdatePart):
             return message, b"".join(bytes(delta.payload) for delta in message.deltas)
         part = message.part
-        keys = [_payload(part, delta.piece) for delta in part.deltas]
+        keys = [_payload(part, delta.chunk) for delta in part.deltas]
         lost = [key for key in keys if key not in self._payloads]
-        self.mismatches += [f"no vault has the payload {key}" for key in lost]
+        self.mismatches += [f"no shard has the payload {key}" for key in lost]
         return part, None if lost else "".join(self._payloads[key] for key in keys).encode()
 
 
-class VaultReplay(Replay[VaultMachine]):
-    """Of a vault's process. orders: those that count, as it has obeyed them. others: the rest, and how many that
+class ShardReplay(Replay[ShardServer]):
+    """Of a shard's process. orders: those that count, as it has obeyed them. others: the rest, and how many that
     count came before. saved_after: how many had come at each snapshot. payloads: digests of what members sent. said:
-    what it has said to its book, as `facts` gives it."""
+    what it has said to its coordinator, as `facts` gives it."""
 
-    def __init__(self, written: Written[VaultMachine]) -> None:
+    def __init__(self, written: Written[ShardServer]) -> None:
         super().__init__(written)
-        self.orders: list[VaultOrder] = []
+        self.commands: list[ShardCommand] = []
         self.others: list[tuple[int, Join | Forget | Freeze]] = []
         self.saved_after: set[int] = set()
         self.payloads: dict[Payload, str] = {}
@@ -192,98 +200,102 @@ class VaultReplay(Replay[VaultMachine]):
     def _meet(self, saved: Snapshot) -> None:
         if not self._stopped:
             super()._meet(saved)
-            self.saved_after.add(self.now.orders)
+            self.saved_after.add(self.now.commands)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, UpdatePart):
             for delta in message.deltas:
-                self.payloads[_payload(message, delta.piece)] = hashlib.sha256(delta.payload).hexdigest()
+                self.payloads[_payload(message, delta.chunk)] = hashlib.sha256(delta.payload).hexdigest()
         try:
             if not self._stopped:
                 self._follow(message)
         except PayloadLost as lost:
             self._stopped = True
-            self.mismatches.append(f"after {self.now.orders} orders: {lost}")
+            self.mismatches.append(f"after {self.now.commands} orders: {lost}")
 
     def _follow(self, message: Any) -> None:
-        if isinstance(message, NewLife):  # it follows every death: the vault's own, its book's or another vault's
+        # it follows every death: the shard's own, its coordinator's or another shard's
+        if isinstance(message, NewIncarnation):
             self._recovered()
         if self._shadow is not None:
             with suppress(Refused):
                 self._shadow.handle(message)
         if counts(message, self.now.changes):
-            self.orders.append(message)
+            self.commands.append(message)
         elif isinstance(message, Forget | Freeze) or (isinstance(message, Join) and not self._has_heard(message)):
-            self.others.append((self.now.orders, message))
-        self.obey(message)
+            self.others.append((self.now.commands, message))
+        self.execute(message)
 
     def _has_heard(self, join: Join) -> bool:
         """It is said again at the beginning of a segment."""
-        known = self.now.vault.members.get(join.member)
+        known = self.now.shard.members.get(join.member)
         return known is not None and known.joins.get(join.part) == join
 
-    def obey(self, message: Any) -> None:
+    def execute(self, message: Any) -> None:
         with suppress(Refused):
             for send in self.now.handle(message).sends:
                 self.said.update(facts(send.message))
 
 
 class ServerReplay:
-    """Of a server's book, and of its vaults where they are processes of their own. behind: how many orders they have
-    not obeyed; they were, in the replay."""
+    """Of a server's coordinator, and of its shards where they are processes of their own. behind: how many orders
+    they have not obeyed; they were, in the replay."""
 
-    def __init__(self, book: Written[Server], vaults: Sequence[Written[VaultMachine]] = ()) -> None:
-        self.vaults = [VaultReplay(written) for written in vaults]
-        payloads = {key: digest for vault in self.vaults for key, digest in vault.payloads.items()}
-        self.book = BookReplay(book, payloads, frozenset().union(*(vault.said for vault in self.vaults)))
-        self.behind = sum(max(0, len(self.book.orders) - vault.now.orders) for vault in self.vaults)
-        for vault in self.vaults:
-            vault.mismatches += hold_together(self.book, vault)
+    def __init__(self, coordinator: Written[Server], shards: Sequence[Written[ShardServer]] = ()) -> None:
+        self.shards = [ShardReplay(written) for written in shards]
+        payloads = {key: digest for shard in self.shards for key, digest in shard.payloads.items()}
+        self.coordinator = BookReplay(
+            coordinator, payloads, frozenset().union(*(shard.said for shard in self.shards))
+        )
+        self.behind = sum(max(0, len(self.coordinator.commands) - shard.now.commands) for shard in self.shards)
+        for shard in self.shards:
+            shard.mismatches += hold_together(self.coordinator, shard)
 
     @property
     def mismatches(self) -> list[tuple[int | None, str]]:
-        """Each with its vault; None: of the book."""
-        of_vaults = [(i, text) for i, vault in enumerate(self.vaults) for text in vault.mismatches]
-        return [(None, text) for text in self.book.mismatches] + of_vaults
+        """Each with its shard; None: of the coordinator."""
+        of_shards = [(i, text) for i, shard in enumerate(self.shards) for text in shard.mismatches]
+        return [(None, text) for text in self.coordinator.mismatches] + of_shards
 
 
-def hold_together(book: BookReplay, vault: VaultReplay) -> list[str]:
-    """What is wrong with the vault's orders. It then obeys those that it lacks."""
-    for number, (obeyed, given) in enumerate(zip(vault.orders, book.orders, strict=False), 1):
-        if obeyed != given:
-            return [f"order {number} is {obeyed}, the book gave {given}"]
-    if len(vault.orders) > len(book.orders):
-        return [f"it has obeyed {len(vault.orders)} orders, the book gave {len(book.orders)}"]
+def hold_together(coordinator: BookReplay, shard: ShardReplay) -> list[str]:
+    """What is wrong with the shard's orders. It then obeys those that it lacks."""
+    for number, (executed, given) in enumerate(zip(shard.commands, coordinator.commands, strict=False), 1):
+        if executed != given:
+            return [f"order {number} is {executed}, the coordinator gave {given}"]
+    if len(shard.commands) > len(coordinator.commands):
+        return [f"it has obeyed {len(shard.commands)} orders, the coordinator gave {len(coordinator.commands)}"]
     wrong = [
-        f"{type(order).__name__} of {order.member} after {at} orders: the book gave it elsewhere, or never"
-        for at, order in vault.others
-        if (at, wire.pack(order)) not in book.others
+        f"{type(command).__name__} of {command.member} after {at} orders: the coordinator gave it elsewhere, or never"
+        for at, command in shard.others
+        if (at, wire.pack(command)) not in coordinator.others
     ]
-    lacking = sorted(book.saved_after - vault.saved_after)
-    wrong += [f"it has no snapshot after {orders} orders, as its book has" for orders in lacking]
+    lacking = sorted(coordinator.saved_after - shard.saved_after)
+    wrong += [f"it has no snapshot after {commands} orders, as its coordinator has" for commands in lacking]
     try:
-        for order in book.orders[len(vault.orders) :]:
-            vault.obey(order)
+        for command in coordinator.commands[len(shard.commands) :]:
+            shard.execute(command)
     except PayloadLost as lost:
-        wrong.append(f"after {vault.now.orders} orders, at one that it lacked: {lost}")
+        wrong.append(f"after {shard.now.commands} orders, at one that it lacked: {lost}")
     return wrong
 
 
 def facts(said: Any) -> Iterator[tuple[Any, ...]]:
-    """What vaults tell a book, and the book has from them, in parts that may come to it in other messages."""
+    """What shards tell a coordinator, and the coordinator has from them, in parts that may come to it in other
+    messages."""
     match said:
         case HeldPart(part):
             for measured in said.measured:
                 yield part.member, part.incarnation, part.sequence, part.part, measured
         case HeldAnswer(answer):
             for checked in said.checked:
-                yield answer.sequence, answer.life, checked
+                yield answer.sequence, answer.incarnation, checked
         case Froze():
             yield (said,)
 
 
-def _payload(part: UpdatePart, piece: int) -> Payload:
-    return part.member, part.incarnation, part.sequence, part.part, piece
+def _payload(part: UpdatePart, chunk: int) -> Payload:
+    return part.member, part.incarnation, part.sequence, part.part, chunk
 
 
 def _tell(server: Server, message: Any) -> Any:
@@ -293,7 +305,7 @@ def _tell(server: Server, message: Any) -> Any:
 
 
 def _paths(one: Any, other: Any, at: str = "") -> Iterator[str]:
-    """Where two pieces of plain data differ."""
+    """Where two chunks of plain data differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in one.keys() | other.keys():
             yield from _paths(one.get(key), other.get(key), f"{at}.{key}" if at else key)

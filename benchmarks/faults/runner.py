@@ -27,7 +27,7 @@ from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.liar import BELIEVED
 from benchmarks.faults.scenario import Event, Fault
 from geotrain.commands.operate import LiveRun
-from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, vault_name, vaults_of
+from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, shard_name, shards_of
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, checked_meta
@@ -47,7 +47,7 @@ FINISH_S = 180.0  # for an orderly end
 
 @dataclass(frozen=True)
 class Found:
-    """A process of the run. kind: as in `Fault`; of: its worker, server or vault."""
+    """A process of the run. kind: as in `Fault`; of: its worker, server or shard."""
 
     pid: int
     kind: str
@@ -82,11 +82,11 @@ class FaultyRun:
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **(clocks.env(SERVERS) if clocks else {})}
         self.began_s = time.time()
         self.regions = {region.name: [w.name for w in region.workers] for region in self.cluster.regions}
-        self.vaults = {
-            site: tuple(vault_name(site, i) for i in range(len(vaults_of(self.cluster, site))))
+        self.shards = {
+            site: tuple(shard_name(site, i) for i in range(len(shards_of(self.cluster, site))))
             for site in (GLOBAL, *self.regions)
         }
-        self.servers = [name for site, vaults in self.vaults.items() for name in (site, *vaults)]
+        self.servers = [name for site, shards in self.shards.items() for name in (site, *shards)]
         self.done: list[tuple[float, Fault]] = []  # (Unix time, what was done)
         self.samples: dict[int, Samples] = {}
         self.liars: list[subprocess.Popen[str]] = []
@@ -168,8 +168,8 @@ class FaultyRun:
         guarded = any(word.endswith("launch/guard.py") for word in words[:5])
         if "serve" in words:
             which = words[words.index("serve") + 1 : words.index("--run")]
-            kind = {"global": "global", "region": "server", "vault": "vault"}[which[0]]
-            of = vault_name(which[1], int(which[2])) if kind == "vault" else which[-1]
+            kind = {"global": "global", "region": "server", "shard": "shard"}[which[0]]
+            of = shard_name(which[1], int(which[2])) if kind == "shard" else which[-1]
             return Found(pid, "guard-of-server" if guarded else kind, of)
         if "--worker" in words:
             worker = words[words.index("--worker") + 1]
@@ -185,10 +185,10 @@ class FaultyRun:
         return None
 
     def pids(self, kind: str, of: str) -> list[int]:
-        """kind "region": all processes of its server, of that's vaults, and of its workers."""
+        """kind "region": all processes of its server, of that's shards, and of its workers."""
         found = self.processes()
         if kind == "region":
-            return [f.pid for f in found if f.of in (of, *self.vaults[of], *self.regions[of])]
+            return [f.pid for f in found if f.of in (of, *self.shards[of], *self.regions[of])]
         return [f.pid for f in found if (f.kind, f.of) == (kind, of)]
 
     # -- what happened
@@ -216,7 +216,7 @@ class FaultyRun:
         return True
 
     def impaired_packets(self) -> dict[str, int]:
-        """What befell packets, by kind, as each life of the pump told at its end."""
+        """What befell packets, by kind, as each incarnation of the pump told at its end."""
         counts = Counter[str]()
         for line in (self.folder / "logs/wan.log").read_text().splitlines():
             with suppress(ValueError, KeyError):
@@ -289,20 +289,20 @@ class FaultyRun:
         return True
 
     def _listening(self, server: str) -> int | None:
-        """The process that listens as this server or vault."""
+        """The process that listens as this server or shard."""
         with suppress(OSError, ValueError, KeyError):
             return int(json.loads((self.folder / "servers" / server / "listening.json").read_text())["pid"])
         return None
 
     def _lie(self, fault: Fault) -> bool:
-        """A liar, which has the worker's certificate, joins its region's server as a new life of it."""
+        """A liar, which has the worker's certificate, joins its region's server as a new incarnation of it."""
         region = next(name for name, workers in self.regions.items() if fault.of in workers)
         servers = self.pids("server", region)
         listening = self.folder / "servers" / region / "listening.json"
         if not servers or not listening.exists():
             return False
         inside = ["nsenter", f"--net=/proc/{servers[-1]}/ns/net"]
-        # As launched: there are the vaults' addresses.
+        # As launched: there are the shards' addresses.
         files = [str(self.folder / name) for name in ("run.json", "cluster.json")]
         words = [*files, region, fault.of, str(listening)]
         with self.log.open("ab") as log:
@@ -347,7 +347,7 @@ class FaultyRun:
         self.keep_journals()
 
     def keep_journals(self) -> None:
-        """Links to what servers and vaults have written; a segment that still grows is the same file."""
+        """Links to what servers and shards have written; a segment that still grows is the same file."""
         for server in self.servers:
             here, there = self.folder / "servers" / server, self.archive / server
             for name in ("journal", "snapshots"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from geotrain.config import vault_name
+from geotrain.config import shard_name
 from geotrain.outer.messages import GLOBAL
 
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
@@ -35,10 +35,10 @@ class Fault:
     what is no update; step the wall clock of the machine that launches, or of a region's workers, and later back.
 
     kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
-    GeoTrain's launcher), "server" (a region's), "global", "vault" (of either), "region" (all its processes at once),
+    GeoTrain's launcher), "server" (a region's), "global", "shard" (of either), "region" (all its processes at once),
     "launcher": of the whole run, which is then launched again with --resume. Of clocks: "servers" (and the launcher)
     or "workers".
-    of: a worker, a region or a vault. when: seconds from the beginning, or an event, and after_s after that.
+    of: a worker, a region or a shard. when: seconds from the beginning, or an event, and after_s after that.
     for_s: how long it lasts.
     rate, seed, amount: of packets, as in `geotrain.emulate.impairments`; the amount of a clock's step: seconds.
     """
@@ -71,40 +71,40 @@ class Fault:
 
 
 def random_faults(
-    seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]], vaults: int = 0
+    seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]], shards: int = 0
 ) -> list[Fault]:
     """Faults at random times, none in the last 20 s (nobody would recover from it).
 
     About one each `every_s` befalls processes and whole links: every kind of process is killed once before any is
     killed again, with cuts, slow links and stops in between. About as many befall packets, and half as many are
-    burdens of servers, independently: so they also meet what recovers. regions: region → its workers. vaults: of each
+    burdens of servers, independently: so they also meet what recovers. regions: region → its workers. shards: of each
     server, in processes of their own; of every server one is killed as often as any kind of process.
     """
     dice = random.Random(seed)
-    victims = [*KILLS, *([f"kill of {site}" for site in (GLOBAL, *regions)] if vaults else [])]
-    processes = [*victims, *victims, "rank", "cut", "slow", "stop", *(["stop of vault"] if vaults else [])]
-    burdens = [*BURDENS, *(["starve of vault", "files of vault"] if vaults else [])]
+    victims = [*KILLS, *([f"kill of {site}" for site in (GLOBAL, *regions)] if shards else [])]
+    processes = [*victims, *victims, "rank", "cut", "slow", "stop", *(["stop of shard"] if shards else [])]
+    burdens = [*BURDENS, *(["starve of shard", "files of shard"] if shards else [])]
     decks = (processes, 1), ([*PACKETS, "corrupt"], 1), (burdens, 2)
     faults = [
-        fault for kinds, rare in decks for fault in _dealt(kinds, dice, seconds, rare * every_s, regions, vaults)
+        fault for kinds, rare in decks for fault in _dealt(kinds, dice, seconds, rare * every_s, regions, shards)
     ]
     return sorted(faults, key=lambda fault: float(fault.when))
 
 
-def short_faults(regions: dict[str, Sequence[str]], vaults: int = 0) -> list[Fault]:
-    """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers. vaults: of
+def short_faults(regions: dict[str, Sequence[str]], shards: int = 0) -> list[Fault]:
+    """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers. shards: of
     each server, in processes of their own: one of each is killed, some are stopped, starved and without files.
 
-    Clocks are stepped both ways, and one server and one rank begin a life while theirs is wrong.
+    Clocks are stepped both ways, and one server and one rank begin a incarnation while theirs is wrong.
     """
     first, last = min(regions), max(regions)
-    of_vaults = [
-        Fault("kill", 2.0, vault_name(first, 0), "vault"),  # it comes back to a full disk
-        Fault("starve", 5.0, vault_name(first, 0), "vault", for_s=2.5),
-        Fault("files", 5.5, vault_name(last, vaults - 1), "vault", for_s=3.0),
-        Fault("kill", 7.0, vault_name(GLOBAL, vaults - 1), "vault"),
-        Fault("stop", 9.5, vault_name(GLOBAL, 0), "vault", for_s=1.5),
-        Fault("kill", 10.5, vault_name(last, 0), "vault"),
+    of_shards = [
+        Fault("kill", 2.0, shard_name(first, 0), "shard"),  # it comes back to a full disk
+        Fault("starve", 5.0, shard_name(first, 0), "shard", for_s=2.5),
+        Fault("files", 5.5, shard_name(last, shards - 1), "shard", for_s=3.0),
+        Fault("kill", 7.0, shard_name(GLOBAL, shards - 1), "shard"),
+        Fault("stop", 9.5, shard_name(GLOBAL, 0), "shard", for_s=1.5),
+        Fault("kill", 10.5, shard_name(last, 0), "shard"),
     ]
     faults = [
         Fault("fill", 0.5, "all", "disk", for_s=2.5),
@@ -119,18 +119,18 @@ def short_faults(regions: dict[str, Sequence[str]], vaults: int = 0) -> list[Fau
         Fault("kill", 8.0, first, "server"),
         Fault("kill", 9.0, regions[first][0], "rank"),
     ]
-    return sorted([*faults, *(of_vaults if vaults else [])], key=lambda fault: float(fault.when))
+    return sorted([*faults, *(of_shards if shards else [])], key=lambda fault: float(fault.when))
 
 
 def kills_at_the_end(
-    seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]], vaults: int = 0
+    seed: int, seconds: float, every_s: float, regions: dict[str, Sequence[str]], shards: int = 0
 ) -> list[Fault]:
-    """Kills of servers and of their vaults, about one each `every_s`: of each once before any is killed again. Then
-    of each once more, within END_S from when its server, or that which it is a vault of, ends: an event ENDS.
+    """Kills of servers and of their shards, about one each `every_s`: of each once before any is killed again. Then
+    of each once more, within END_S from when its server, or that which it is a shard of, ends: an event ENDS.
     Each second one comes at once, and most others soon, since a server may live on for less than a second."""
     dice = random.Random(seed)
     sites = {GLOBAL: "global", **dict.fromkeys(sorted(regions), "server")}
-    victims = [*sites.items(), *((vault_name(site, i), "vault") for site in sites for i in range(vaults))]
+    victims = [*sites.items(), *((shard_name(site, i), "shard") for site in sites for i in range(shards))]
     deck: list[tuple[str, str]] = []
     kills, at_s = [], every_s * dice.uniform(0.2, 1.0)
     while at_s < seconds:
@@ -138,14 +138,14 @@ def kills_at_the_end(
         kills.append(Fault("kill", round(at_s, 2), *deck.pop()))
         at_s += every_s * dice.uniform(0.6, 1.4)
     for number, (of, kind) in enumerate(victims):
-        end = Event(of.partition(".vault-")[0], ENDS)
+        end = Event(of.partition(".shard-")[0], ENDS)
         kills.append(Fault("kill", end, of, kind, after_s=round(number % 2 * END_S * dice.random() ** 3, 2)))
     return kills
 
 
 def _dealt(
     kinds: list[str], dice: random.Random, seconds: float, every_s: float, regions: dict[str, Sequence[str]],
-    vaults: int,
+    shards: int,
 ) -> Iterator[Fault]:  # fmt: skip
     deck: list[str] = []
     at_s = every_s * dice.uniform(0.2, 0.6)
@@ -154,8 +154,8 @@ def _dealt(
             deck = list(kinds)
             dice.shuffle(deck)
         card = deck.pop()
-        made = _of_vault if " of " in card else _fault
-        yield made(card, round(at_s, 2), dice, regions, vaults)
+        made = _of_shard if " of " in card else _fault
+        yield made(card, round(at_s, 2), dice, regions, shards)
         at_s += every_s * dice.uniform(0.6, 1.4)
 
 
@@ -187,10 +187,10 @@ def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Seque
     return Fault("kill", at_s, of, what)
 
 
-def _of_vault(card: str, at_s: float, dice: random.Random, regions: dict[str, Sequence[str]], vaults: int) -> Fault:
-    """card: "kill of <server>", of one of its vaults; others "of vault", of any server."""
+def _of_shard(card: str, at_s: float, dice: random.Random, regions: dict[str, Sequence[str]], shards: int) -> Fault:
+    """card: "kill of <server>", of one of its shards; others "of shard", of any server."""
     what, _, of = card.partition(" of ")
-    site = dice.choice([GLOBAL, *sorted(regions)]) if of == "vault" else of
-    vault = vault_name(site, dice.randrange(vaults))
+    site = dice.choice([GLOBAL, *sorted(regions)]) if of == "shard" else of
+    shard = shard_name(site, dice.randrange(shards))
     for_s = {"kill": 0.0, "stop": dice.uniform(1.0, 4.0)}.get(what, dice.uniform(3.0, 8.0))
-    return Fault(what, at_s, vault, "vault", for_s=round(for_s, 1))
+    return Fault(what, at_s, shard, "shard", for_s=round(for_s, 1))

@@ -11,19 +11,19 @@ from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.config import ClusterConfig
 from geotrain.net.transport.certs import make_certificates
 
-PIECE_ELEMENTS = 4096  # a tenth of the model
+CHUNK_ELEMENTS = 4096  # a tenth of the model
 
 
 def make_world(
-    folder: Path, pace_s: float, samples: int = 4_000_000, clocks: Clocks | None = None, vaults: int = 0, **outer: Any
+    folder: Path, pace_s: float, samples: int = 4_000_000, clocks: Clocks | None = None, shards: int = 0, **outer: Any
 ) -> tuple[Path, Path]:
     """Data, run file and cluster file in the folder. One worker has two ranks: its updates come in halves.
 
-    pace_s: least seconds of an inner step. clocks: each region's workers follow the one of its name. vaults: of each
-    server, in processes of their own; the model is cut into small pieces then, so that each has some. outer: keys of
+    pace_s: least seconds of an inner step. clocks: each region's workers follow the one of its name. shards: of each
+    server, in processes of their own; the model is cut into small chunks then, so that each has some. outer: keys of
     the run's outer block in place of those here.
     """
-    fragments = {"layers_per_fragment": 1, **({"piece_elements": PIECE_ELEMENTS} if vaults else {})}
+    fragments = {"layers_per_fragment": 1, **({"chunk_elements": CHUNK_ELEMENTS} if shards else {})}
     run = run_file(folder, "faults", samples, (4, 2), (50, 20000))
     run["outer"] = {
         "rule": {"name": "halos", "updates_per_send": 3, "region": {"lr_per_update": 0.2, "beta": 0.5, "buffer": 2}},
@@ -39,9 +39,9 @@ def make_world(
         {"eu": (0.2, 30.0), "us": (0.1, 100.0)},
         restart={"limit": 1000, "first_s": 0.5, "longest_s": 4.0},
     )
-    cluster["global_vaults"] = [{}] * vaults
+    cluster["global_shards"] = [{}] * shards
     for region in cluster["regions"]:
-        region["vaults"] = [{}] * vaults
+        region["shards"] = [{}] * shards
         for worker in region["workers"]:
             worker["env"] = clocks.env(region["name"]) if clocks else {}
     make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), folder / "certificates")

@@ -136,7 +136,9 @@ class _Folders(ABC):
     def _build(self) -> RegionServer:
         servers = Servers()
         old = servers.region
-        new = RegionServer("eu", servers.identity, servers.layout, outer_config(), old.rule, tuple(old.members))
+        new = RegionServer(
+            "eu", servers.identity, servers.parameter_map, outer_config(), old.rule, tuple(old.members)
+        )
         new.incarnation = "1"
         return new
 

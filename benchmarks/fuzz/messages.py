@@ -15,6 +15,7 @@ from geotrain.config import OuterConfig, codec_config, rule_config
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import (
+    ChunkDelta,
     Finished,
     Join,
     Lease,
@@ -22,7 +23,6 @@ from geotrain.outer.messages import (
     Leave,
     LiftQuarantine,
     MemberSilent,
-    PieceDelta,
     Recall,
     Refused,
     Release,
@@ -35,7 +35,7 @@ from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Identity
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 
 LIMIT_BYTES = 65536
 NUMBERS = (-1, 0, 1, 2, 63, 2**31, 2**62, -(2**63), 1.5, float("nan"), float("inf"))
@@ -43,9 +43,9 @@ ODD = (*NUMBERS, "", "a", "b", "eu", "x" * 5000, None, True, [], [[]], {}, {"los
 CALLS = (rpc.Pull, rpc.AskLease, rpc.ReleaseLeases, rpc.SayLeave, rpc.Beat, rpc.Resume, rpc.Control)
 
 
-def toy_layout() -> Layout:
+def toy_layout() -> ParameterMap:
     shapes = [("embed", (6, 4), None), ("layer.0", (4, 4), 0), ("layer.1", (4, 4), 1), ("norm", (8,), None)]
-    return Layout([Parameter(name, shape, layer, "normal") for name, shape, layer in shapes], 1)
+    return ParameterMap([Parameter(name, shape, layer, "normal") for name, shape, layer in shapes], 1)
 
 
 def outer_config() -> OuterConfig:
@@ -62,16 +62,16 @@ class Servers:
     """A region server with two workers joined, and the global server above it: fresh ones, always the same."""
 
     def __init__(self) -> None:
-        self.layout, config = toy_layout(), outer_config()
-        self.identity = Identity("fuzz", "config", self.layout.digest, "a toy")
-        self.top = GlobalServer(self.identity, self.layout, config, {"eu": ("a", "b")}, 64, 2)
-        self.top.set_weights([torch.ones(f.numel) for f in self.layout.fragments])
+        self.parameter_map, config = toy_layout(), outer_config()
+        self.identity = Identity("fuzz", "config", self.parameter_map.digest, "a toy")
+        self.top = GlobalServer(self.identity, self.parameter_map, config, {"eu": ("a", "b")}, 64, 2)
+        self.top.set_weights([torch.ones(f.numel) for f in self.parameter_map.fragments])
         self.region = RegionServer(
-            "eu", self.identity, self.layout, config, region_rule(config.rule, ("a", "b"), 16.0), ("a", "b")
+            "eu", self.identity, self.parameter_map, config, region_rule(config.rule, ("a", "b"), 16.0), ("a", "b")
         )
         self.region.incarnation = self.top.incarnation = "1"
         self.region.handle(self.top.handle(self.region.join_message()).reply)
-        everything = tuple(range(len(self.layout.fragments)))
+        everything = tuple(range(len(self.parameter_map.fragments)))
         answer = self.top.answer("eu", "1", 0, 0, everything)
         assert answer is not None
         self.answer = answer
@@ -84,13 +84,13 @@ class Servers:
         self.region.handle(self.update("a", 1, {0: 0.1}))
 
     def join(self, name: str) -> Join:
-        whole = tuple(self.layout.whole(f.index) for f in self.layout.fragments)
+        whole = tuple(self.parameter_map.whole(f.index) for f in self.parameter_map.fragments)
         i = self.identity
-        return Join(i.run, i.config_digest, i.layout_digest, i.model, name, "1", 0, 1, whole, whole)
+        return Join(i.run, i.config_digest, i.parameter_map_digest, i.model, name, "1", 0, 1, whole, whole)
 
     def update(self, name: str, sequence: int, values: dict[int, float]) -> UpdatePart:
         deltas = tuple(
-            PieceDelta(f, 0, torch.full((self.layout.fragments[f].numel,), v).numpy().tobytes())
+            ChunkDelta(f, 0, torch.full((self.parameter_map.fragments[f].numel,), v).numpy().tobytes())
             for f, v in values.items()
         )
         return UpdatePart(name, "1", sequence, 0, deltas, job=1, leases=(1,), metrics={"loss": 1.0})
@@ -105,7 +105,7 @@ def digest(server: Any) -> int:
     for name, member in server.members.items():
         arriving = {s: sorted(parts) for s, parts in member.arriving.items()}
         answers = {s: list(given.items()) for s, given in member.answers.items()}
-        held = sorted(member.joined), arriving, member.awaiting, answers, server.vaults.marks_of(name)
+        held = sorted(member.joined), arriving, member.awaiting, answers, server.shards.fingerprints_of(name)
         crc = zlib.crc32(repr(held).encode(), crc)
     return crc
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.learner.compiled import CompiledLM, library, products, torch_sgemm
 from geotrain.config import Architecture
-from geotrain.parameters.layout import Parameter, canonical_parameters
+from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 EVALUATED = 256  # samples that are evaluated at once, because their logits need memory
 # They lie side by side in the flat vector, and are multiplied as one matrix.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.learner.compiled import AdamWStep, MuonStep, adamw, library, muon
-from geotrain.parameters.layout import Parameter
+from geotrain.parameters.parameter_map import Parameter
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from benchmarks.learner.model import SmallLM, small_architecture
 from benchmarks.learner.optimizers import InnerSettings, optimizer_of
 from benchmarks.learner.text import standard_library
 from geotrain.config import OuterConfig
-from geotrain.outer.messages import Lease, PieceDelta, PieceWeights
+from geotrain.outer.messages import ChunkDelta, ChunkWeights, Lease
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import Layout, StridedSlice, canonical_parameters
+from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.world import VirtualTask, VirtualWorld
@@ -63,19 +63,20 @@ def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devic
     worker trains in one inner step; data parallelism over several devices is simulated as one worker.
     """
     model = study.model()
-    layout = Layout(model.parameters, outer.fragments.layers_per_fragment)
-    share = travelling_numel / layout.numel
+    parameter_map = ParameterMap(model.parameters, outer.fragments.layers_per_fragment)
+    share = travelling_numel / parameter_map.numel
     start = tuple(
-        torch.cat([model.masters[p.name] for p in fragment.parameters]).cpu().clone() for fragment in layout.fragments
+        torch.cat([model.masters[p.name] for p in fragment.parameters]).cpu().clone()
+        for fragment in parameter_map.fragments
     )
     samples = study.batch * devices
     steps = study.steps // devices
 
     shared = Shared(model.gradient, model.decays().to(study.device))
 
-    learner = partial(Learning, study, outer, layout, shared, steps * samples, samples)
-    sizes = Sizes(outer, tuple(max(1, round(f.numel * share)) for f in layout.fragments))
-    return VirtualTask(outer, sizes, layout, start, steps * samples, samples, learner)
+    learner = partial(Learning, study, outer, parameter_map, shared, steps * samples, samples)
+    sizes = Sizes(outer, tuple(max(1, round(f.numel * share)) for f in parameter_map.fragments))
+    return VirtualTask(outer, sizes, parameter_map, start, steps * samples, samples, learner)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Learning:
         self,
         study: Study,
         outer: OuterConfig,
-        layout: Layout,
+        parameter_map: ParameterMap,
         shared: Shared,
         train_samples: int,
         samples: int,
@@ -105,7 +106,7 @@ class Learning:
         self.study, self.train_samples, self.samples = study, train_samples, samples
         self.quarter = study.quarter_of.get(spec.name)
         self.model = study.model(shared.gradient)
-        self.outer, self.layout = outer, layout
+        self.outer, self.parameter_map = outer, parameter_map
         self.jobs = 0
         self.losses: list[float] = []
         self.optimizer = optimizer_of(study.inner, shared.decays, self.model.parameters)
@@ -114,11 +115,11 @@ class Learning:
     def born(self) -> None:
         """The optimizer's state comes from the last checkpoint, the weights from the server."""
         masters = self.model.masters
-        pieces = [
+        chunks = [
             OwnedSlices((StridedSlice(0, master.numel(), parameter=name),), master, True)
             for name, master in masters.items()
         ]
-        self.rank = WorkerRank(self.layout, self.outer, pieces)
+        self.rank = WorkerRank(self.parameter_map, self.outer, chunks)
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
         m, v, steps = self._saved
         self.optimizer.m, self.optimizer.v, self.optimizer.steps = m.clone(), v.clone(), steps
@@ -126,13 +127,13 @@ class Learning:
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
         return self.rank.parameters(fragments)
 
-    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
-        return self.rank.make_delta(piece, seed)
+    def make_delta(self, chunk: int, seed: int) -> Pending[ChunkDelta]:
+        return self.rank.make_delta(chunk, seed)
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         return call()  # virtual time stands still meanwhile: also on a GPU, deltas need no background work
 
-    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
+    def on_weights(self, weights: ChunkWeights, start: bool = False) -> None:
         self.rank.on_weights(weights, start)
 
     def train(self, lease: Lease, first: int, steps: int) -> None:
@@ -195,7 +196,7 @@ class Curve:
     @staticmethod
     def share(world: VirtualWorld) -> float:
         """Of the run's samples, committed."""
-        return world.top.server.book.committed_samples / world.task.train_samples
+        return world.top.server.lease_table.committed_samples / world.task.train_samples
 
     def watch(self, world: VirtualWorld) -> None:
         share = self.share(world)
@@ -224,7 +225,7 @@ class Curve:
     def _flat(self, world: VirtualWorld) -> Tensor:
         named = {
             name: tensor
-            for fragment in range(len(world.task.layout.fragments))
-            for name, tensor in world.task.layout.split(fragment, world.top.server.weights(fragment))
+            for fragment in range(len(world.task.parameter_map.fragments))
+            for name, tensor in world.task.parameter_map.split(fragment, world.top.server.weights(fragment))
         }
         return torch.cat([named[p.name].flatten() for p in self.model.parameters])

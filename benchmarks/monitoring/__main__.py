@@ -36,7 +36,7 @@ from geotrain.monitor.events import EventLog, JobTrained
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 READER = """
 import itertools, json, sys, time, urllib.request
@@ -170,7 +170,7 @@ def _measure(worlds: dict[bool, World], pairs: int) -> dict[str, float]:
         "ratio_of_totals": round(sum(seconds[False][1:]) / sum(seconds[True][1:]), 4),
         **speeds(seconds, run),
         "pairs": len(ratios),
-        "parameters": layout_of(run).numel,
+        "parameters": parameter_map_of(run).numel,
     }
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.small_runs import prepare_text
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.placement.cost import problem_from_links
 from geotrain.plan.placement.search import search
 from geotrain.plan.predict import RunPrediction, predict

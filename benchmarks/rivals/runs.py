@@ -222,7 +222,7 @@ def _steps(folder: Path, region: str) -> int:
 
 
 def _is_back(folder: Path, region: str) -> bool:
-    """Whether a region that was killed has trained a step of its next life."""
+    """Whether a region that was killed has trained a step of its next incarnation."""
     told = [m["what"] for m in marks(folder, region)]
     return told.count("begin") > 1 and told[-1] == "step"
 

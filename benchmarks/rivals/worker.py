@@ -103,7 +103,7 @@ def main(path: str, region: str) -> None:
     folder = Path(task.folder)
     torch.set_num_threads(1)
     marks = Marks(folder, region)
-    again = (folder / f"joined-{region}").exists()  # this is not its first life
+    again = (folder / f"joined-{region}").exists()  # this is not its first incarnation
     trainer = Trainer(task)
     if not again and task.alone_steps:
         alone(trainer, task, marks, "before")

@@ -5,7 +5,7 @@
 One region and a global server as processes (`geotrain serve`), and two workers of two ranks each that push noise:
 bf16 inside the region, int4 up and down, K 2. Each round updates every fragment of each worker, one update after
 another, and waits until what goes up has come down. Between the updates of a round, a vector as long as the fragment
-is copied. No round begins after four minutes. Then the same in small, with vaults as processes. `--rates` writes what
+is copied. No round begins after four minutes. Then the same in small, with shards as processes. `--rates` writes what
 was measured into the product, for `geotrain dry-run` and `simulate`, and renews the table of docs/operations.md. The
 last line printed is one JSON object:
 
@@ -20,14 +20,14 @@ simulated_over_measured
 stall_at_snapshot    the longest update while snapshots of both servers are written, over the median one
 recovery_s_per_gb    of the region's server, killed with -9: seconds until it listens again, less those of a server
                      without a state, over the snapshot's size
-vaults               by their number a server (1: in its process; more: processes), at 17 M parameters: parameters a
+shards               by their number a server (1: in its process; more: processes), at 17 M parameters: parameters a
                      second of updates that come one after another, each until what it sends up has come down; ns a
                      parameter by stage (until it is on disk, until its answer, the way up and down) and of each
-                     role's processor time. book_growth: the region's book's processor time an update, over that at a
-                     quarter of the parameters
-bitwise_equal_over_vaults
+                     role's processor time. book_growth: the region's coordinator's processor time an update, over
+                     that at a quarter of the parameters
+bitwise_equal_over_shards
                      all that both servers hold for good is the same with each number, though a process of each role
-                     was killed with -9 on the way, where vaults are processes
+                     was killed with -9 on the way, where shards are processes
 mirrors              of a global server with four regions, whose mirrors are in memory, and on the disk: the most
                      resident bytes a parameter, a snapshot included; the same with mapped files, which the kernel can
                      take, and with them at rest; ns a parameter of an update
@@ -46,7 +46,7 @@ from statistics import median
 import torch
 
 from benchmarks.common import command_line, report, spread, units_by_ending
-from benchmarks.servers import mirrors, rates, stages, vaults
+from benchmarks.servers import mirrors, rates, shards, stages
 from benchmarks.servers.world import (
     QUIET_S,
     REGION,
@@ -61,7 +61,7 @@ from benchmarks.servers.world import (
 from geotrain.config import load_run
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 UNITS = {
     "_mb_s": "MB/s",
@@ -75,30 +75,30 @@ UNITS = {
     "parameters_per_s": "parameters/s",
 }
 ROUNDS_S = 240.0
-VAULTED_ROUNDS = 2
-QUICK = {"parameters": 4e6, "rounds": 1, "vaults": [1, 2], "vaulted": 1e6, "mirrored": 2e6}
+SHARDED_ROUNDS = 2
+QUICK = {"parameters": 4e6, "rounds": 1, "shards": [1, 2], "sharded": 1e6, "mirrored": 2e6}
 
 
 def main() -> None:
     parser = command_line(__doc__, quick=QUICK)
     parser.add_argument("--parameters", type=float, default=0.5e9)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--vaults", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; 2 among them")
-    parser.add_argument("--vaulted", type=float, default=1.6e7, help="parameters in the worlds with vaults")
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; 2 among them")
+    parser.add_argument("--sharded", type=float, default=1.6e7, help="parameters in the worlds with shards")
     parser.add_argument("--mirrored", type=float, default=4.8e7, help="parameters beside four regions")
     parser.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
-    if 2 not in options.vaults:
-        parser.error("--vaults: 2 must be among them; the book's work is that beside two")
+    if 2 not in options.shards:
+        parser.error("--shards: 2 must be among them; the coordinator's work is that beside two")
     folder = Path(tempfile.mkdtemp(prefix="servers-", dir=options.folder))
     servers: list[ServerProcess] = []
     try:
         figures = measure(folder, options.parameters, options.rounds, servers)
         for server in servers:
             server.kill()
-        figures |= vaults.measure(folder / "vaults", options.vaulted, VAULTED_ROUNDS, options.vaults)
-        figures["mirrors"] = mirrors.measure(folder / "mirrors", options.mirrored, VAULTED_ROUNDS)
+        figures |= shards.measure(folder / "shards", options.sharded, SHARDED_ROUNDS, options.shards)
+        figures["mirrors"] = mirrors.measure(folder / "mirrors", options.mirrored, SHARDED_ROUNDS)
     finally:
         for server in servers:
             server.kill()
@@ -112,9 +112,9 @@ def main() -> None:
 
 def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> dict[str, object]:
     run_path = write_files(folder, parameters)
-    layout = layout_of(load_run(run_path))
-    sizes = [fragment.numel for fragment in layout.fragments]
-    print(f"{layout.numel / 1e6:.1f} M parameters, {len(sizes)} fragments", flush=True)
+    parameter_map = parameter_map_of(load_run(run_path))
+    sizes = [fragment.numel for fragment in parameter_map.fragments]
+    print(f"{parameter_map.numel / 1e6:.1f} M parameters, {len(sizes)} fragments", flush=True)
     top, region = ServerProcess(run_path, "global"), ServerProcess(run_path, REGION)
     servers += [top, region]
     began_s = {server.name: server.start() for server in servers}
@@ -152,7 +152,7 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
             before_s = {server.name: server.cpu_s() for server in servers}
     done = sum(size for *_, size in updates)
     processor = {server.name: (server.cpu_s() - before_s[server.name]) / done * 1e9 for server in servers}
-    at_rest = {server.name: server.resident_bytes() / layout.numel for server in servers}
+    at_rest = {server.name: server.resident_bytes() / parameter_map.numel for server in servers}
 
     usual_s = {size: median(took for took, _, each in updates if each == size) for size in sizes}
     stalls = []
@@ -172,9 +172,9 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
     by_stage = stages.measure(folder, max(sizes))
     end_to_end = median(took / size * 1e9 for took, _, size in updates if size in large)
     return {
-        "parameters": layout.numel,
-        "region_bytes_per_parameter": peak[REGION] / layout.numel,
-        "global_bytes_per_parameter": peak["global"] / layout.numel,
+        "parameters": parameter_map.numel,
+        "region_bytes_per_parameter": peak[REGION] / parameter_map.numel,
+        "global_bytes_per_parameter": peak["global"] / parameter_map.numel,
         "at_rest": {f"{name}_bytes_per_parameter": value for name, value in at_rest.items()},
         **spread("update_vs_memcpy", [took / copied for took, copied, size in updates if size in large]),
         "ns_per_parameter": {
@@ -188,7 +188,7 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
         "stall_at_snapshot": max(stalls),
         "recovery_s_per_gb": recovery,
         "snapshot_gb": size_gb,
-        "first_weights_mb_s": 4 * layout.numel / 1e6 / weights_s,
+        "first_weights_mb_s": 4 * parameter_map.numel / 1e6 / weights_s,
     }
 
 

@@ -14,7 +14,7 @@ from benchmarks.claims.report import replace_block, table
 from benchmarks.common import hardware
 from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig, RunConfig, parse
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_stages
 
@@ -111,14 +111,14 @@ def markdown(rates: ServerRates = product.MEASURED) -> str:
     rows = []
     for model in LARGE:
         run = run_of(model)
-        layout = layout_of(run)
+        parameter_map = parameter_map_of(run)
         places = [place_of("region", run.outer, WORKERS), *(place_of("global", run.outer, n) for n in REGIONS)]
         for place in places:
             needs, on_disk = (
-                server_needs(each, run.outer, layout, run.checkpoint.keep, rates)
+                server_needs(each, run.outer, parameter_map, run.checkpoint.keep, rates)
                 for each in (place, replace(place, on_disk=True))
             )
-            rows.append(_row(model, place.members, needs, on_disk, layout.numel))
+            rows.append(_row(model, place.members, needs, on_disk, parameter_map.numel))
     return f"{table(rows, HEADER)}\n\nRates: {rates.hardware}; {rates.note}."
 
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from geotrain.config import RegionMomentumConfig, codec_config, rule_config
-from geotrain.net.storage.disk_shelf import DiskShelf
+from geotrain.net.storage.disk_mirror_store import DiskMirrorStore
 from geotrain.net.storage.journal import Journal
 from geotrain.net.transport import wire
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsSender
-from geotrain.outer.messages import Answer, Join, PieceDelta, UpdatePart
+from geotrain.outer.messages import Answer, ChunkDelta, Join, UpdatePart
 from geotrain.outer.rules import Counts
 from geotrain.outer.rules.region_momentum import MomentumRegion
-from geotrain.outer.shards.shard import Apply, Decode, Forget, Freeze, Merge, SendUp, Vault
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.outer.shards.shard import Apply, Decode, Forget, Freeze, Merge, SendUp, ServerShard
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.staging.interface import to_bytes
 
 ROUNDS = 3
@@ -41,25 +41,25 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
     local, wide = codec_config("bf16"), codec_config("int4")
     config = rule_config("region_momentum")
     assert isinstance(config, RegionMomentumConfig)
-    layout = Layout([Parameter("a", (numel,), None, "zeros")])
-    whole = (layout.whole(0),)
+    parameter_map = ParameterMap([Parameter("a", (numel,), None, "zeros")])
+    whole = (parameter_map.whole(0),)
     rule, counts = MomentumRegion(config, 1, 0.9), Counts()
-    vault = Vault("eu", layout, layout.pieces, rule, make_codec(local), local, (wide, wide))
-    vault.hear(Join("r", "c", layout.digest, "m", "w", "1", 0, 1, whole, whole))
+    shard = ServerShard("eu", parameter_map, parameter_map.chunks, rule, make_codec(local), local, (wide, wide))
+    shard.receive(Join("r", "c", parameter_map.digest, "m", "w", "1", 0, 1, whole, whole))
     above = WeightsSender(wide)
 
     def heard(version: int, x: Tensor) -> Answer:
         return Answer(version, (above.encode(0, version, x),))
 
-    vault.hear(heard(0, torch.randn(numel)))
-    vault.obey(Merge(0, first=True))
+    shard.receive(heard(0, torch.randn(numel)))
+    shard.execute(Merge(0, first=True))
     rule.start(counts)
     noise = to_bytes(make_codec(local).encode(1e-4 * torch.randn(numel)).payload)
     journal = Journal(folder / "stages", (UpdatePart,), 8 * numel)
     list(journal.replay(1))
-    shelf = DiskShelf(folder, print)
-    mirror = shelf.put(torch.zeros(numel))
-    shelf.back(mirror)
+    mirror_store = DiskMirrorStore(folder, print)
+    mirror = mirror_store.put(torch.zeros(numel))
+    mirror_store.page_out(mirror)
     times: dict[str, list[float]] = {}
 
     @contextmanager
@@ -69,7 +69,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         times.setdefault(name, []).append(time.perf_counter() - begin)
 
     for number in range(1, ROUNDS + 1):
-        part = UpdatePart("w", "1", number, 0, (PieceDelta(0, 0, noise),))
+        part = UpdatePart("w", "1", number, 0, (ChunkDelta(0, 0, noise),))
         frames = list(wire.frames(part))
         with stage("frames_in"):
             _read(frames, 8 * numel)
@@ -77,31 +77,31 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
             journal.append(part)
         with stage("journal_flush"):
             journal.flush()
-        vault.hear(part)
+        shard.receive(part)
         with stage("decode_and_norm"):
-            vault.obey(Decode("w", number, (0,)))
+            shard.execute(Decode("w", number, (0,)))
         with stage("rule"):
             told, _ = rule.on_delta(counts, "w", 1)
-            vault.obey(Apply("w", number, 0, counts.version, told))
+            shard.execute(Apply("w", number, 0, counts.version, told))
         with stage("answer"):
-            vault.obey(Freeze("w", number, 0, counts.version))
-        answer = vault.members["w"].answers[number][0, 0]
+            shard.execute(Freeze("w", number, 0, counts.version))
+        answer = shard.members["w"].answers[number][0, 0]
         with stage("frames_out"):
             list(wire.frames(Answer(number, (answer,))))
-        vault.obey(Forget("w", answers=(number,), updates=(number,)))
+        shard.execute(Forget("w", answers=(number,), updates=(number,)))
         with stage("up_encode"):
-            vault.obey(SendUp(0, number, rule.on_send(counts)[0]))
-        change = heard(number, vault.vectors[0].x + 1e-5)
+            shard.execute(SendUp(0, number, rule.on_send(counts)[0]))
+        change = heard(number, shard.vectors[0].x + 1e-5)
         with stage("merge"):
-            vault.hear(change)
-            vault.obey(Merge(0, first=False))
+            shard.receive(change)
+            shard.execute(Merge(0, first=False))
         rule.on_global_weights(counts)
-        shelf.settle()
+        mirror_store.settle()
         with stage("mirror"):  # read from the disk, changed, and written there again
-            shelf.fetch(mirror)
+            mirror_store.page_in(mirror)
             mirror.neg_()
-            shelf.back(mirror)
-            shelf.settle()
+            mirror_store.page_out(mirror)
+            mirror_store.settle()
     journal.close()
     return times
 

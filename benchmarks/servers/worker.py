@@ -13,39 +13,39 @@ import torch
 
 from benchmarks.servers.world import RANKS
 from geotrain.config import load_cluster, load_run
-from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.net.transport.sharded_link import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import Join, PieceDelta, UpdatePart
+from geotrain.outer.messages import ChunkDelta, Join, UpdatePart
 from geotrain.outer.server.server import identity_of
-from geotrain.parameters.layout import StridedSlice, layout_of
+from geotrain.parameters.parameter_map import StridedSlice, parameter_map_of
 from geotrain.staging.interface import to_bytes
 
 NOISE = 1e-4
 
 
 class Worker:
-    """Ranks divide each piece into equal parts. One payload of noise serves all."""
+    """Ranks divide each chunk into equal parts. One payload of noise serves all."""
 
     def __init__(self, run_path: Path, name: str, address: str) -> None:
         run = load_run(run_path)
-        layout, self.name, self.life = layout_of(run), name, uuid.uuid4().hex
-        self.cuts = [[p.numel * rank // RANKS for rank in range(RANKS + 1)] for p in layout.pieces]
-        self.pieces_of = [[piece.index for piece in pieces] for pieces in layout.pieces_of]
+        parameter_map, self.name, self.incarnation = parameter_map_of(run), name, uuid.uuid4().hex
+        self.cuts = [[p.numel * rank // RANKS for rank in range(RANKS + 1)] for p in parameter_map.chunks]
+        self.chunks_of = [[chunk.index for chunk in chunks] for chunks in parameter_map.chunks_of]
         cluster = load_cluster(run_path.parent / "cluster.json")
         region = next(r.name for r in cluster.regions if any(w.name == name for w in r.workers))
-        vaults = vaults_above(cluster, layout, "worker", name, region)
-        self.clients = [WorkerClient(address, vaults=vaults) for _ in range(RANKS)]
-        i = identity_of(run, layout)
+        shards = shards_above(cluster, parameter_map, "worker", name, region)
+        self.clients = [WorkerClient(address, shards=shards) for _ in range(RANKS)]
+        i = identity_of(run, parameter_map)
         welcome = None
         for rank, client in enumerate(self.clients):
             slices = tuple((StridedSlice(cut[rank], cut[rank + 1] - cut[rank]),) for cut in self.cuts)
-            names = i.run, i.config_digest, i.layout_digest, i.model, name, self.life
+            names = i.run, i.config_digest, i.parameter_map_digest, i.model, name, self.incarnation
             welcome = client.join(Join(*names, rank, RANKS, slices, slices))
         assert welcome is not None
-        self.sequence, self.every = welcome.sequence, tuple(range(len(layout.fragments)))
+        self.sequence, self.every = welcome.sequence, tuple(range(len(parameter_map.fragments)))
         answers = [client.pull(0, self.every) for client in self.clients]
-        self.versions = {w.piece: w.version for w in answers[0].result().weights}
+        self.versions = {w.chunk: w.version for w in answers[0].result().weights}
         answers[1].result()
         codec = make_codec(run.outer.local)
         longest = max(cut[rank + 1] - cut[rank] for cut in self.cuts for rank in range(RANKS))
@@ -59,8 +59,8 @@ class Worker:
         the answer."""
         parts = [
             UpdatePart(
-                self.name, self.life, self.sequence, rank,
-                tuple(self._delta(piece, rank) for piece in self.pieces_of[fragment]),
+                self.name, self.incarnation, self.sequence, rank,
+                tuple(self._delta(chunk, rank) for chunk in self.chunks_of[fragment]),
                 adopted=self.sequence - 1,
             )
             for rank in range(RANKS)
@@ -73,13 +73,13 @@ class Worker:
         pushed_s = time.perf_counter() - begin
         weights = [answer.result(600).weights for answer in answers]
         took_s = time.perf_counter() - begin
-        self.versions |= {w.piece: w.version for w in weights[0]}
+        self.versions |= {w.chunk: w.version for w in weights[0]}
         self.sequence += 1
         return pushed_s, took_s
 
-    def _delta(self, piece: int, rank: int) -> PieceDelta:
-        size = self.cuts[piece][rank + 1] - self.cuts[piece][rank]
-        return PieceDelta(piece, self.versions[piece], bytes(self.noise[: self.width * size]))
+    def _delta(self, chunk: int, rank: int) -> ChunkDelta:
+        size = self.cuts[chunk][rank + 1] - self.cuts[chunk][rank]
+        return ChunkDelta(chunk, self.versions[chunk], bytes(self.noise[: self.width * size]))
 
 
 def main(pipe: Connection, run_path: Path, name: str, address: str) -> None:

@@ -29,13 +29,13 @@ START_S = 600.0  # a server writes its first weights to the disk before it liste
 
 def write_files(
     folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers",
-    vaults: int = 0, pieces: int = 0,
+    shards: int = 0, chunks: int = 0,
 ) -> Path:  # fmt: skip
     """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it;
     momenta and residuals are kept in bf16.
 
-    workers: the names of each region's; None: REGION with WORKERS. vaults: processes beside each server; 0: one
-    in its own. pieces: into how many a fragment of layers is cut; 0: as the product does by default."""
+    workers: the names of each region's; None: REGION with WORKERS. shards: processes beside each server; 0: one
+    in its own. chunks: into how many a fragment of layers is cut; 0: as the product does by default."""
     of_regions = workers or {REGION: WORKERS}
     width = min(WIDTH, 64 * max(1, round((parameters / FRAGMENTS / 16) ** 0.5 / 64)))
     layer_numel = 16 * width**2  # attention's four matrices, and three of four times the width
@@ -45,8 +45,8 @@ def write_files(
         "hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 8, "num_key_value_heads": 8,
     }  # fmt: skip
     fragments = {"layers_per_fragment": layers // FRAGMENTS}
-    if pieces:
-        fragments["piece_elements"] = layers // FRAGMENTS * layer_numel // pieces // 4096 * 4096
+    if chunks:
+        fragments["chunk_elements"] = layers // FRAGMENTS * layer_numel // chunks // 4096 * 4096
     run = {
         "name": name, "folder": str(folder / "run"), "model": {"config": model},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
@@ -62,15 +62,15 @@ def write_files(
         "checkpoint": {"keep": 1, "every_minutes": 1e4},
         "monitor": {"sample_s": 2.0},
     }  # fmt: skip
-    ports = free_ports((1 + len(of_regions)) * (1 + vaults))
+    ports = free_ports((1 + len(of_regions)) * (1 + shards))
     listeners = [{"host": "127.0.0.1", "port": port} for port in ports]
-    of_vaults = [listeners[i : i + vaults] for i in range(1 + len(of_regions), len(ports), vaults or 1)]
+    of_shards = [listeners[i : i + shards] for i in range(1 + len(of_regions), len(ports), shards or 1)]
     hosts = [{"host": "localhost", "slots": RANKS}]
     cluster = {
-        "name": name, "global_server": listeners[0], "global_vaults": of_vaults[0] if vaults else [],
+        "name": name, "global_server": listeners[0], "global_shards": of_shards[0] if shards else [],
         "regions": [
             {
-                "name": region, "server": listeners[i], "vaults": of_vaults[i] if vaults else [],
+                "name": region, "server": listeners[i], "shards": of_shards[i] if shards else [],
                 "workers": [{"name": worker, "hosts": hosts} for worker in names],
             }
             for i, (region, names) in enumerate(of_regions.items(), 1)
@@ -105,7 +105,7 @@ def wait_until_quiet(region: ServerProcess) -> int:
 
 
 class ServerProcess:
-    """`geotrain serve` of one server, or of a vault. name: "global", the region's, or as `vault_name` gives it."""
+    """`geotrain serve` of one server, or of a shard. name: "global", the region's, or as `shard_name` gives it."""
 
     def __init__(self, run_path: Path, name: str) -> None:
         self.run_path, self.name = run_path, name
@@ -115,8 +115,8 @@ class ServerProcess:
     def start(self, resume: bool = False) -> float:
         """Returns the seconds until it listens. Raises RuntimeError if it ends before, or does not within START_S."""
         begin = time.monotonic()
-        server, _, vault = self.name.partition(".vault-")
-        which = ["vault", server, vault] if vault else ["global"] if server == "global" else ["region", server]
+        server, _, shard = self.name.partition(".shard-")
+        which = ["shard", server, shard] if shard else ["global"] if server == "global" else ["region", server]
         options = ["--run", str(self.run_path), *(["--resume"] if resume else [])]
         listening = self.folder / LISTENING
         listening.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ from geotrain.commands.export import export_run
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import load_run
 from geotrain.data.corpus import documents
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 CORPUS_BYTES, PASSAGE_CHARACTERS, VALIDATION_SHARE = 2_000_000, 2000, 0.05
 LOCAL_STEPS, BATCH, SEQUENCE_LENGTH = 128, 4, 64
@@ -173,7 +173,7 @@ def run_file(folder: Path, outer: dict[str, Any], seed: int, rounds: int, local_
 
 
 def parameters(folder: Path) -> int:
-    return layout_of(load_run(folder / "run.json")).numel
+    return parameter_map_of(load_run(folder / "run.json")).numel
 
 
 def figures(

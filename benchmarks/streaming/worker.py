@@ -20,7 +20,7 @@ from geotrain.inner.runtime import parallel
 from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.server.server import identity_of
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.worker.trainer import Trainer
 
 SOCKET = "control"
@@ -61,7 +61,7 @@ class Trained:
         micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
         self.loader = LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
         self.samples = run.samples_per_step
-        layout, folder = layout_of(run), run.run_folder / "checkpoints" / worker
+        parameter_map, folder = parameter_map_of(run), run.run_folder / "checkpoints" / worker
 
         server = str(cluster.region(region).server)
 
@@ -79,8 +79,8 @@ class Trained:
             control.send(("job", now_s, job, links))
 
         with closing(WorkerClient(server)) as client:
-            identity = identity_of(run, layout)
-            parts = (run, worker, identity, layout, self.engine, self.loader, client, folder)
+            identity = identity_of(run, parameter_map)
+            parts = (run, worker, identity, parameter_map, self.engine, self.loader, client, folder)
             Trainer(*parts, workers=len(cluster.regions), report=report).train(resume=False)
 
     def alone(self, seconds: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ from geotrain.common.files import make_folder, out_of_room, sync
 T = TypeVar("T")
 FORMAT = 2
 _MANIFEST = "manifest.json"
-_PIECE_BYTES = 16 << 20  # so much is checksummed at once
+_CHUNK_BYTES = 16 << 20  # so much is checksummed at once
 _REPLACED = ".replaced.tmp"  # ends the name of a checkpoint that was moved aside for a newer one of the same tag
 _TIMEOUT_S = 1800.0  # how long a rank that has written its file waits for the others
 
@@ -54,7 +54,7 @@ class RanksOfWorker:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_TIMEOUT_S))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._folders: dict[Path, SharedFolder] = {}  # whether hosts share one does not change within a life
+        self._folders: dict[Path, SharedFolder] = {}  # whether hosts share one does not change within a incarnation
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
@@ -125,8 +125,8 @@ def size_and_checksum(path: Path) -> list[int]:
     """(length in bytes, crc32) of a file. Raises OSError."""
     size = checksum = 0
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+        while chunk := file.read(_CHUNK_BYTES):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
     return [size, checksum]
 
 

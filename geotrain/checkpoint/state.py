@@ -11,7 +11,7 @@ from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.optimizers.muon import Muon
 from geotrain.optimizers.updates import moments
-from geotrain.parameters.layout import canonical_parameters, digest
+from geotrain.parameters.parameter_map import canonical_parameters, digest
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 

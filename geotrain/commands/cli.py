@@ -220,15 +220,15 @@ def serve_region(
     raise typer.Exit(run_server(region, run, cluster, resume, launch=launch_id))
 
 
-@serve.command("vault", epilog="Example: geotrain serve vault eu 0 --run runs/mine/run.json")
-def serve_vault(
+@serve.command("shard", epilog="Example: geotrain serve shard eu 0 --run runs/mine/run.json")
+def serve_shard(
     server: Annotated[str, typer.Argument(help="The server that it belongs to: `global` or a region's name.")],
-    number: Annotated[int, typer.Argument(min=0, help="Its place in that server's `vaults`, from 0.")],
+    number: Annotated[int, typer.Argument(min=0, help="Its place in that server's `shards`, from 0.")],
     run: RunOption,
     cluster: ClusterOption = None,
     resume: Resume = False,
 ) -> None:
-    """Run one vault of a server until that has ended."""
+    """Run one shard of a server until that has ended."""
     with loading():
         from geotrain.commands.serve import run_server
     raise typer.Exit(run_server(None if server == "global" else server, run, cluster, resume, number))

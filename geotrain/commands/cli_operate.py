@@ -99,15 +99,16 @@ def drain(
         print(run.wait(lambda seen: run.has_left(region, seen), wait).headline)
 
 
-@command(epilog="Example: geotrain pardon runs/mine eu-0")
-def pardon(
+@command(epilog="Example: geotrain unban runs/mine eu-0")
+def unban(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
 ) -> None:
-    """End the quarantine of a worker or region whose updates were refused too often; its next life may join."""
+    """End the quarantine of a worker or region whose updates were refused too often; its next incarnation may
+    join."""
     from geotrain.commands.operate import LiveRun
 
-    print(LiveRun(folder).pardon(member))
+    print(LiveRun(folder).unban(member))
 
 
 @command(epilog="Example: geotrain snapshot runs/mine")

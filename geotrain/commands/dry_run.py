@@ -16,7 +16,7 @@ from geotrain.launch.terminal import size, table_of
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import GLOBAL
 from geotrain.parallelism.checks import accumulation_steps
-from geotrain.parameters.layout import Layout, layout_of
+from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
 from geotrain.plan.model.server_rates import MEASURED
@@ -31,7 +31,7 @@ class WorkerNeeds:
 
     name: str
     region: str
-    layout: str
+    parameter_map: str
     ranks: int
     parameters_per_rank: int
     memory: dict[str, int]
@@ -65,15 +65,15 @@ class Needs:
 
 
 def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
-    """Raises ConfigError, UnsupportedModelError, LayoutError when the run cannot be trained on this cluster."""
+    """Raises ConfigError, UnsupportedModelError, ParameterMapError when the run cannot be trained on this cluster."""
     from geotrain.parallelism.checks import zero_stage
 
     check_together(run, cluster)
-    layout, outer = layout_of(run), run.outer
+    parameter_map, outer = parameter_map_of(run), run.outer
 
     def coded_bytes(codec: CodecConfig) -> int:
         """Of one exchange of the whole model."""
-        return sum(make_codec(codec).encoded_bytes(f.numel) for f in layout.fragments)
+        return sum(make_codec(codec).encoded_bytes(f.numel) for f in parameter_map.fragments)
 
     local_up, local_down = outer.worker_codecs
     workers = []
@@ -86,7 +86,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
                 home,
                 f"{parallel.text(worker.ranks)}, ZeRO {zero}",
                 worker.ranks,
-                check_shards(layout, run, parallel),
+                check_shards(parameter_map, run, parallel),
                 rank_memory(run, run.architecture, worker),
                 host_memory(run, run.architecture, worker),
                 coded_bytes(local_up),
@@ -103,13 +103,13 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         gbps = next((link.gbps for link in cluster.links if set(link.regions) == {region.name, "global"}), None)
         seconds = [None if gbps is None else 8 * size_bytes / gbps / 1e9 for size_bytes in (up, down)]
         links.append(LinkNeeds(region.name, up, down, steps, *seconds))
-    fragments = tuple((f.name, f.numel) for f in layout.fragments)
+    fragments = tuple((f.name, f.numel) for f in parameter_map.fragments)
     beside = run.model_copy(update={"outer": outer.model_copy(update={"mirrors": "disk"})})
-    of_servers = servers(run, cluster, layout), servers(beside, cluster, layout)
-    return Needs(layout.numel, fragments, *of_servers, tuple(workers), tuple(links))
+    of_servers = servers(run, cluster, parameter_map), servers(beside, cluster, parameter_map)
+    return Needs(parameter_map.numel, fragments, *of_servers, tuple(workers), tuple(links))
 
 
-def servers(run: RunConfig, cluster: ClusterConfig, layout: Layout) -> dict[str, ServerNeeds]:
+def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap) -> dict[str, ServerNeeds]:
     """What each server of the run needs, by name."""
     outer, regions = run.outer, cluster.serving
     members = sum(len(region.workers) for region in regions) if outer.flat else len(regions)
@@ -117,7 +117,7 @@ def servers(run: RunConfig, cluster: ClusterConfig, layout: Layout) -> dict[str,
     for region in () if outer.flat else regions:
         validates = run.monitor.validate_every_samples is not None
         places[region.name] = place_of("region", outer, len(region.workers), validates)
-    return {name: server_needs(place, outer, layout, run.checkpoint.keep) for name, place in places.items()}
+    return {name: server_needs(place, outer, parameter_map, run.checkpoint.keep) for name, place in places.items()}
 
 
 def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: bool = False) -> bool:
@@ -147,9 +147,9 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
     return not refused and not any(each.refuses for each in wrong)
 
 
-def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> int:
-    """Parameters of the fullest rank. Raises LayoutError unless the ranks' shards lie in the layout and speak for
-    each of its elements exactly once (counted, not located: the large models' elements do not fit here)."""
+def check_shards(parameter_map: ParameterMap, run: RunConfig, parallel: ParallelConfig) -> int:
+    """Parameters of the fullest rank. Raises ParameterMapError unless the ranks' shards lie in the layout and speak
+    for each of its elements exactly once (counted, not located: the large models' elements do not fit here)."""
     from geotrain.parallelism.local_parameters import local_parameters
 
     architecture, spoken_for, fullest = run.architecture, 0, 0
@@ -159,11 +159,11 @@ def check_shards(layout: Layout, run: RunConfig, parallel: ParallelConfig) -> in
                 local = local_parameters(architecture, parallel, rank, stage, part)
                 for parameter in local:
                     for run_ in parameter.runs:
-                        layout.slices((run_,), layout.fragment_of(run_.parameter))
+                        parameter_map.slices((run_,), parameter_map.fragment_of(run_.parameter))
                 spoken_for += sum(p.numel for p in local if p.pushes and (p.expert or part == 0))
                 fullest = max(fullest, sum(p.numel for p in local))
-    if spoken_for != layout.numel:
-        raise AssertionError(f"the ranks speak for {spoken_for} of {layout.numel} elements")
+    if spoken_for != parameter_map.numel:
+        raise AssertionError(f"the ranks speak for {spoken_for} of {parameter_map.numel} elements")
     return fullest
 
 
@@ -171,12 +171,12 @@ def show(found: Needs, console: Console) -> None:
     console.print(f"{found.parameters:,} parameters in {len(found.fragments)} fragment(s)")
     show_servers(found, console)
     memory = [
-        {"worker": w.name, "region": w.region, "ranks": str(w.ranks), "layout": w.layout}
+        {"worker": w.name, "region": w.region, "ranks": str(w.ranks), "parameter_map": w.parameter_map}
         | {"parameters/rank": f"{w.parameters_per_rank:,}"}
         | {part: size(count) for part, count in (*w.memory.items(), ("sum", sum(w.memory.values())))}
         for w in found.workers
     ]
-    text = ("worker", "region", "ranks", "layout", "parameters/rank")
+    text = ("worker", "region", "ranks", "parameter_map", "parameters/rank")
     console.print("\nmemory of the fullest rank", table_of(memory, left=text), sep="\n")
     hosts = [{"worker": w.name} | {part: size(count) for part, count in w.host_memory.items()} for w in found.workers]
     console.print("\nhost memory of that rank", table_of(hosts, left=("worker",)), sep="\n")

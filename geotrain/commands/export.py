@@ -7,20 +7,21 @@ from pathlib import Path
 from geotrain.config import load_run
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.parameters.hf_checkpoint import DType, write_checkpoint, write_parameters
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 
 def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16") -> None:
     """Write the newest global weights of a run, which may be running, resting or finished, as a checkpoint folder. Of
     a model that `model.weights` names, it holds a model.safetensors with the same names.
 
-    Raises ConfigError (no run there), StoreError (no whole snapshot), LayoutError, and what `write_checkpoint` does.
+    Raises ConfigError (no run there), StoreError (no whole snapshot), ParameterMapError, and what `write_checkpoint`
+    does.
     """
     run = load_run(run_folder / "run.json")
-    layout = layout_of(run)
-    tensors = read_weights(run_folder / "servers" / "global", layout)
+    parameter_map = parameter_map_of(run)
+    tensors = read_weights(run_folder / "servers" / "global", parameter_map)
     if run.model.weights is not None:
-        write_parameters(tensors, layout.parameters, output, dtype)
+        write_parameters(tensors, parameter_map.parameters, output, dtype)
         return
     tokenizer = Path(run.data.tokenizer) if run.data.tokenizer else None
     write_checkpoint(tensors, run.model.config, output, tokenizer, dtype)

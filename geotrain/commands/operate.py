@@ -104,10 +104,10 @@ class LiveRun:
             self.cluster.region(region)
         return self._tell(GLOBAL, rpc.Control(what, region), COMMAND_S)
 
-    def pardon(self, member: str) -> str:
+    def unban(self, member: str) -> str:
         """Tell the server that a worker or region speaks to; its answer. Raises as `steer` does."""
         return self._tell(
-            Topology(self.config, self.cluster).server_of(member), rpc.Control("pardon", member), COMMAND_S
+            Topology(self.config, self.cluster).server_of(member), rpc.Control("unban", member), COMMAND_S
         )
 
     def snapshot(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from geotrain.config import RunConfig, architecture_from_hf, load_cluster, load_
 from geotrain.launch.check import check_together, open_links
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.launch.worker_command import WorkerPlace, hostfile_path, worker_commands
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.explain import alternatives, outer_text, reasons
 from geotrain.plan.inventory import Objective, pins_of, task_of
 from geotrain.plan.model.network import GLOBAL
@@ -160,8 +160,8 @@ def tell(found: Plan, console: Console) -> None:
     decided = f"{outer_text(found.setting)}; recompute {found.run.model.recompute}"
     console.print(f"\nglobal server: {found.place.region}; {decided}")
     busiest = max(p.server_busy, key=lambda name: p.server_busy[name])
-    vaults = len(found.cluster.global_vaults)
-    where = f"{vaults} vaults each" if vaults else "vectors in their own processes"
+    shards = len(found.cluster.global_shards)
+    where = f"{shards} shards each" if shards else "vectors in their own processes"
     console.print(f"servers: {where}; the busiest, {busiest}, works {p.server_busy[busiest]:.1%} of the time")
     share = p.tokens_per_s / found.inventory_tokens_per_s
     console.print(

@@ -31,7 +31,7 @@ from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.outer.messages import GLOBAL
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 CORPUS_BYTES = 8_000_000
 PASSAGE_CHARACTERS = 2000  # of a few hundred long files: so that validation text is of many of them
@@ -146,7 +146,7 @@ def summarize(
         "between regions at every inner step, all bytes that cross between regions",
         "wan_reduction": round(all_reduce / max(1, up + down), 2),
         "workers": len(workers),
-        "layouts": {worker.name: worker.layout for worker in needs(run, cluster).workers},
+        "layouts": {worker.name: worker.parameter_map for worker in needs(run, cluster).workers},
         "global_versions": max(top["versions"]),
         "region_versions": {r.name: max(s["versions"]) for r, s in zip(cluster.regions, regions, strict=True)},
         "committed_share": samples / run.data.train_samples,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from geotrain.config import RunConfig, load_cluster, load_run, vault_name
+from geotrain.config import RunConfig, load_cluster, load_run, shard_name
 from geotrain.launch.site_processes import LaunchRequest
-from geotrain.net.server.server_process import serve_global, serve_region, serve_vault
+from geotrain.net.server.server_process import serve_global, serve_region, serve_shard
 from geotrain.outer.messages import GLOBAL
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
@@ -19,22 +19,22 @@ FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], f
 
 
 def run_server(
-    region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, vault: int | None = None,
+    region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, shard: int | None = None,
     launch: str = "",
 ) -> int:  # fmt: skip
-    """The server of a region, or the global one (None); or one of its vaults. Gives the exit code. Raises
+    """The server of a region, or the global one (None); or one of its shards. Gives the exit code. Raises
     ConfigError.
 
-    launch: as `geotrain.net.storage.recovery.recover` takes it; a vault, which ends when its book says so, needs
-    none."""
+    launch: as `geotrain.net.storage.recovery.recover` takes it; a shard, which ends when its coordinator says so,
+    needs none."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
     if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there
         LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
     servers = run.run_folder / "servers"
-    if vault is not None:
+    if shard is not None:
         server = region or GLOBAL
-        return serve_vault(run, cluster, server, vault, servers / vault_name(server, vault), resume)
+        return serve_shard(run, cluster, server, shard, servers / shard_name(server, shard), resume)
     if region is None:
         return serve_global(run, cluster, servers / GLOBAL, resume, final_validation(run), launch)
     cluster.region(region)

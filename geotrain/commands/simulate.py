@@ -16,7 +16,7 @@ from geotrain.config import (
     load_run,
     parse,
 )
-from geotrain.parameters.layout import Layout, active_parameter_count, canonical_parameters
+from geotrain.parameters.parameter_map import ParameterMap, active_parameter_count, canonical_parameters
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.predict import predict
 from geotrain.simulate.spec import WorldSpec, world_of_cluster
@@ -139,7 +139,7 @@ def _timing(
 ) -> dict[str, Any]:
     steps = run.data.train_samples // run.samples_per_step
     share = min(1.0, MAX_JOBS * outer.local_steps / steps)
-    layout = Layout(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
+    layout = ParameterMap(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
     world = VirtualWorld(spec, timing_task(outer, layout, round(steps * share), run.samples_per_step, rates))
     found = world.run()
     trained = found["committed_steps"]

@@ -28,8 +28,8 @@ from geotrain.config.cluster import (
     RestartConfig,
     WorkerConfig,
     load_cluster,
-    vault_name,
-    vaults_of,
+    shard_name,
+    shards_of,
 )
 from geotrain.config.data import DataConfig, DataSet, Phase
 from geotrain.config.outer import (

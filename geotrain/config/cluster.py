@@ -97,8 +97,8 @@ class RegionConfig(Block):
         description="On that host, what the launch's working directory is here: the run's paths below that are below "
         "this there, all others the same. null: all are the same.",
     )
-    vaults: tuple[Address, ...] = Field(
-        (), description="Where this server's vaults listen, each a process; without any they are in the server's own."
+    shards: tuple[Address, ...] = Field(
+        (), description="Where this server's shards listen, each a process; without any they are in the server's own."
     )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
     hosts: tuple[HostConfig, ...] = Field((), description="What `geotrain plan` may use here.")
@@ -129,8 +129,8 @@ class SecurityConfig(Block):
 
 
 class RestartConfig(Block):
-    """When the launcher starts again what died: at once after a life longer than `longest_s`, otherwise after a pause
-    that doubles with each death in a row. A configuration error is never tried again."""
+    """When the launcher starts again what died: at once after a incarnation longer than `longest_s`, otherwise after
+    a pause that doubles with each death in a row. A configuration error is never tried again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
@@ -146,7 +146,7 @@ class ClusterConfig(Block):
 
     name: Name
     global_server: Address = Address()
-    global_vaults: tuple[Address, ...] = Field((), description="As a region's `vaults`, of the global server.")
+    global_shards: tuple[Address, ...] = Field((), description="As a region's `shards`, of the global server.")
     global_ssh: SshHost | None = Field(None, description="Host that runs the global server; None: this machine.")
     global_folder: AbsolutePath | None = Field(None, description="As a region's `folder`, on that host.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
@@ -173,10 +173,10 @@ class ClusterConfig(Block):
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
         for region in self.regions:
-            if region.vaults and len(region.vaults) != len(self.global_vaults):
-                number = len(self.global_vaults)
+            if region.shards and len(region.shards) != len(self.global_shards):
+                number = len(self.global_shards)
                 raise ValueError(
-                    f"region {region.name!r} has {len(region.vaults)} vaults, the global server {number}; a region "
+                    f"region {region.name!r} has {len(region.shards)} shards, the global server {number}; a region "
                     "has none, or as many, since each speaks with its counterpart"
                 )
             for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
@@ -213,14 +213,14 @@ class ClusterConfig(Block):
         )
 
 
-def vaults_of(cluster: ClusterConfig, server: str) -> tuple[Address, ...]:
-    """Where that server's vaults listen; none: they are in its own process. Raises ConfigError."""
-    return cluster.global_vaults if server == "global" else cluster.region(server).vaults
+def shards_of(cluster: ClusterConfig, server: str) -> tuple[Address, ...]:
+    """Where that server's shards listen; none: they are in its own process. Raises ConfigError."""
+    return cluster.global_shards if server == "global" else cluster.region(server).shards
 
 
-def vault_name(server: str, vault: int) -> str:
-    """Of a vault's process, and of its folder beside its server's."""
-    return f"{server}.vault-{vault}"
+def shard_name(server: str, shard: int) -> str:
+    """Of a shard's process, and of its folder beside its server's."""
+    return f"{server}.shard-{shard}"
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:

@@ -137,8 +137,8 @@ class FragmentConfig(Block):
     """How layers are grouped for streaming (arXiv 2501.18512). One fragment means everything at once."""
 
     layers_per_fragment: PositiveInt | None = Field(None, description="None: the whole model is one fragment.")
-    piece_elements: Annotated[int, Field(ge=4096, le=1 << 27, multiple_of=4096)] = Field(
-        1 << 27, description="Fragments are coded, sent and stored in pieces of so many elements."
+    chunk_elements: Annotated[int, Field(ge=4096, le=1 << 27, multiple_of=4096)] = Field(
+        1 << 27, description="Fragments are coded, sent and stored in chunks of so many elements."
     )
 
 
@@ -175,8 +175,8 @@ class LimitsConfig(Block):
         8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
     )
     norm_free_updates: PositiveInt = Field(16, description="Updates a member from which the usual is learned.")
-    offences: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
-    offence_window: PositiveInt = Field(64, description="A member's last ones: so many.")
+    strikes: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
+    strike_window: PositiveInt = Field(64, description="A member's last ones: so many.")
     quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")
 
 

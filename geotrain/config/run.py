@@ -376,8 +376,8 @@ def config_digest(run: RunConfig) -> str:
         shared["data"].pop("samples_per_step")
     if not run.outer.differing("server_state"):
         shared["outer"].pop("server_state")
-    if not run.outer.fragments.differing("piece_elements"):
-        shared["outer"]["fragments"].pop("piece_elements")
+    if not run.outer.fragments.differing("chunk_elements"):
+        shared["outer"]["fragments"].pop("chunk_elements")
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))

@@ -14,7 +14,7 @@ from torch import nn
 from geotrain.config import ParallelConfig, PrecisionConfig, RunConfig
 from geotrain.config.deepspeed import completed
 from geotrain.inner.acco.engine import AccoEngine
-from geotrain.inner.acco.flat_space import FlatLayout
+from geotrain.inner.acco.flat_space import FlatBuffer
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.model.context_parallel import Parts
 from geotrain.inner.model.model import HAS_TRANSFORMER_ENGINE, build_model, placements
@@ -129,7 +129,7 @@ def keep_matrices_whole(groups: list[dict[str, Any]], mesh: RankMesh, acco: bool
     """Arrange the groups of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
     ACCO all groups as one sequence."""
     others = [[p.numel() for p in group["params"]] for group in groups if not group["is_matrices"]]
-    head = FlatLayout(others, 1).numel if acco else 0
+    head = FlatBuffer(others, 1).numel if acco else 0
     for group in groups:
         if group["is_matrices"]:
             sizes = [parameter.numel() for parameter in group["params"]]

@@ -134,10 +134,10 @@ class ServerSampled(Event):
     connected: Annotated[bool, "the link upwards is there"] = True
 
 
-class VaultSampled(Event):
-    """What a server sees of a vault of its own that is another process, now and then."""
+class ShardSampled(Event):
+    """What a server sees of a shard of its own that is another process, now and then."""
 
-    vault: Annotated[int, "its place in the server's vaults"]
+    shard: Annotated[int, "its place in the server's shards"]
     up: Annotated[bool, "it is connected to the server"]
     orders: Annotated[int, "that it has obeyed and has on its disk"]
     behind: Annotated[int, "orders that were given and are not on its disk yet"]
@@ -150,7 +150,7 @@ class Acknowledged(Event):
     """A member was told that its update is safe."""
 
     member: MemberName
-    life: Annotated[str, "of the member, as in Joined"]
+    incarnation: Annotated[str, "of the member, as in Joined"]
     sequence: Annotated[int, "number of the update"]
 
 
@@ -173,7 +173,7 @@ class ProcessStarted(Event):
     """The launcher has started a process."""
 
     process: Annotated[str, "its name, as of its log file"]
-    role: Annotated[str, "worker, server, vault or helper"]
+    role: Annotated[str, "worker, server, shard or helper"]
 
 
 class ProcessEnded(Event):

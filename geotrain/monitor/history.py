@@ -73,8 +73,8 @@ class History:
     that were given out are merged, their numbers are not valid any more: then `epoch` changes, and pages begin anew.
     """
 
-    def __init__(self, facts: Facts, life: str) -> None:
-        self.facts, self._life = facts, life
+    def __init__(self, facts: Facts, incarnation: str) -> None:
+        self.facts, self._life = facts, incarnation
         self._lock = threading.Lock()
         self._compactions = 0
         self._number = 0
@@ -92,7 +92,7 @@ class History:
         self._first_s: float | None = None
         self._phase = "running"  # or "paused", "stopping": as a person last said
         self._server: events.ServerSampled | None = None
-        self._vaults: dict[int, events.VaultSampled] = {}
+        self._shards: dict[int, events.ShardSampled] = {}
 
     def on(self, record: events.Record) -> None:
         with self._lock:
@@ -118,7 +118,7 @@ class History:
                 "tokens_per_s": self._speed(now_s),
                 "versions": self._versions,
                 "server": asdict(self._server) if self._server else None,
-                "vaults": [asdict(self._vaults[i]) for i in sorted(self._vaults)],
+                "shards": [asdict(self._shards[i]) for i in sorted(self._shards)],
                 "members": [self._member_state(name, now_s) for name in self._order],
                 "points": [p for p in self._recent if p[0] > since] if since else [*self._past, *self._recent],
                 "validations": [v for v in self._validations if v[0] > since],
@@ -137,10 +137,10 @@ class History:
                 self._members[event.member].sample, self._members[event.member].sampled_s = event, now_s
             case events.ServerSampled():
                 self._server, self._versions = event, event.versions
-            case events.VaultSampled():
-                self._vaults[event.vault] = event
+            case events.ShardSampled():
+                self._shards[event.shard] = event
             case events.Joined():
-                text = "joined" if event.new else "joined again, in the same life"
+                text = "joined" if event.new else "joined again, in the same incarnation"
                 self._becomes(event.member, "up", now_s, text, event.new)
             case events.Found():
                 self._becomes(event.member, "up", now_s, f"heard of again after {event.silent_s:.0f} s")
@@ -159,8 +159,8 @@ class History:
                 self._mark(now_s, "refused", event.member, event.reason[:200])
             case events.Quarantined():
                 self._mark(now_s, "quarantined", event.member, f"quarantined: {event.reason[:200]}")
-            case events.Pardoned():
-                self._mark(now_s, "pardoned", event.member, "may come back")
+            case events.Unbanned():
+                self._mark(now_s, "unbanned", event.member, "may come back")
             case events.ValidationDone():
                 self._validations.append([self._number, now_s, event.tokens, round(event.loss, 5)])
             case events.Steered():

@@ -73,13 +73,13 @@ class Metrics:
             "open_leases": gauge("open_leases", "Leases given out and not committed"),
             "connected": gauge("connected", "1 while the link upwards is there"),
         }
-        self.of_vault = {  # a field of VaultSampled → its gauge
-            "up": gauge("vault_up", "1 while the vault's process is connected to this server", "vault"),
-            "orders": gauge("vault_orders", "Orders that the vault has on its disk", "vault"),
-            "behind": gauge("vault_orders_behind", "Orders given that it has not", "vault"),
-            "saved": gauge("vault_snapshot_orders", "Orders before its newest snapshot", "vault"),
-            "journal_bytes": gauge("vault_journal_bytes", "Of its journal's open segment", "vault"),
-            "rss_bytes": gauge("vault_memory_bytes", "Resident memory of its process", "vault"),
+        self.of_shard = {  # a field of ShardSampled → its gauge
+            "up": gauge("shard_up", "1 while the shard's process is connected to this server", "shard"),
+            "orders": gauge("shard_orders", "Orders that the shard has on its disk", "shard"),
+            "behind": gauge("shard_orders_behind", "Orders given that it has not", "shard"),
+            "saved": gauge("shard_snapshot_orders", "Orders before its newest snapshot", "shard"),
+            "journal_bytes": gauge("shard_journal_bytes", "Of its journal's open segment", "shard"),
+            "rss_bytes": gauge("shard_memory_bytes", "Resident memory of its process", "shard"),
         }
         self.calls = counter("messages", "Messages taken by the state machine")
         self.flushes = counter("journal_flushes", "Flushes of the journal")
@@ -125,7 +125,7 @@ class Metrics:
                 self._add(self.updates_lost, updates)
             case events.UpdateRefused(member=member):
                 self._add(self.refusals, member=member)
-            case events.Quarantined(member=member) | events.Pardoned(member=member):
+            case events.Quarantined(member=member) | events.Unbanned(member=member):
                 self._set(self.quarantined, isinstance(event, events.Quarantined), member=member)
             case events.ValidationDone(loss=loss):
                 self._set(self.validation, loss)
@@ -147,9 +147,9 @@ class Metrics:
                     self._set(self.said, value, member=member, what=what)
             case events.ServerSampled():
                 self._on_server(event)
-            case events.VaultSampled():
-                for field, gauge in self.of_vault.items():
-                    self._set(gauge, getattr(event, field), vault=str(event.vault))
+            case events.ShardSampled():
+                for field, gauge in self.of_shard.items():
+                    self._set(gauge, getattr(event, field), shard=str(event.shard))
             case events.Recovery():
                 self._set(self.start, record.time_s)
             case events.ProcessStarted(process=process):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from geotrain.config import Architecture, ClusterConfig, WorkerConfig
-from geotrain.parameters.layout import active_parameter_count
+from geotrain.parameters.parameter_map import active_parameter_count
 
 
 class PhaseTimer:

@@ -21,7 +21,7 @@ from geotrain.optimizers.updates import (
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.optimizer_settings import MuonSettings
 from geotrain.parallelism.whole_matrices import Packing, local_matrices
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 
 class Muon(torch.optim.Optimizer):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geotrain import kernels
 from geotrain.config import CodecConfig, PluggedCodec
-from geotrain.kernels.layout import SQUARES_BLOCK, Spec
+from geotrain.kernels.payload_format import SQUARES_BLOCK, Spec
 
 
 class CodecError(ValueError):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, codec_config
 from geotrain.outer.codec import Codec, CodecError, make_codec, rounding_seed
-from geotrain.outer.messages import PieceWeights
-from geotrain.outer.mirror_store import Shelf
+from geotrain.outer.messages import ChunkWeights
+from geotrain.outer.mirror_store import MirrorStore
 from geotrain.staging.interface import from_bytes, on_host, to_bytes
 
 # Takes a payload and a check, runs the check on the payload in host memory, returns it on the device that decodes it.
@@ -27,7 +27,7 @@ Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
 
 # Precise enough to carry weights themselves. Coarser formats spend their few levels on the much smaller changes.
 ABSOLUTE = ("fp32", "bf16")
-MARK_BYTES = 1 << 18  # so much of a payload, spread over it, goes into a mark
+FINGERPRINT_BYTES = 1 << 18  # so much of a payload, spread over it, goes into a mark
 VALIDATION_CODEC = codec_config("bf16")
 
 
@@ -37,67 +37,69 @@ def sends_changes(config: CodecConfig) -> bool:
 
 
 class _Mirror:
-    """What both ends of a way down keep. mirror: piece → fp32 vector that the receiver has of it (empty for codecs
-    that carry whole weights). marks: piece → mark of the mirror."""
+    """What both ends of a way down keep. mirror: chunk → fp32 vector that the receiver has of it (empty for codecs
+    that carry whole weights). marks: chunk → mark of the mirror."""
 
-    def __init__(self, config: CodecConfig, shelf: Shelf | None = None) -> None:
-        self.changes, self.shelf = sends_changes(config), shelf or Shelf()  # the mirror's; callers fetch it
+    def __init__(self, config: CodecConfig, mirror_store: MirrorStore | None = None) -> None:
+        # the mirror's; callers fetch it
+        self.changes, self.mirror_store = sends_changes(config), mirror_store or MirrorStore()
         self.codec = make_codec(config)
         # The first weights go whole, and exactly: there is nothing yet that they could be a change of.
         self.plain = make_codec(codec_config("fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
-        self.marks: dict[int, int] = {}
-        self.before: dict[int, int] = {}  # a sender's: piece → the mark before the last weights of it
+        self.fingerprints: dict[int, int] = {}
+        self.before: dict[int, int] = {}  # a sender's: chunk → the mark before the last weights of it
 
-    def _note(self, weights: PieceWeights) -> PieceWeights:
+    def _note(self, weights: ChunkWeights) -> ChunkWeights:
         """The mirror holds these weights now."""
-        before = self.marks.get(weights.piece, 0) if weights.increment else 0
-        self.marks[weights.piece] = mark(weights, before)
+        before = self.fingerprints.get(weights.chunk, 0) if weights.increment else 0
+        self.fingerprints[weights.chunk] = fingerprint(weights, before)
         return weights
 
 
-def mark(weights: PieceWeights, before: int) -> int:
+def fingerprint(weights: ChunkWeights, before: int) -> int:
     """The mark of a mirror into which these weights have gone. before: its mark before them; 0: it was empty.
 
     It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own."""
-    sample = np.frombuffer(weights.payload, np.uint8)[:: 1 + len(weights.payload) // MARK_BYTES]
+    sample = np.frombuffer(weights.payload, np.uint8)[:: 1 + len(weights.payload) // FINGERPRINT_BYTES]
     return (weights.version + 1 << 32 | zlib.crc32(sample.tobytes(), before & 0xFFFFFFFF)) & (1 << 63) - 1
 
 
 class WeightsSender(_Mirror):
     """The server's end, for one part of one member."""
 
-    def encode(self, piece: int, version: int, held: Tensor) -> PieceWeights:
+    def encode(self, chunk: int, version: int, held: Tensor) -> ChunkWeights:
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
 
-        held: the receiver's elements of the piece, fp32, 1-D. With changes, every message must be delivered, once
+        held: the receiver's elements of the chunk, fp32, 1-D. With changes, every message must be delivered, once
         and in order, or the two mirrors differ; for a member that lost one, `matches` is false.
         """
-        what = f"weights of piece {piece}"
-        was_whole, self.before[piece] = not self.before.get(piece), self.marks.get(piece, 0)
-        if piece in self.mirror:
+        what = f"weights of chunk {chunk}"
+        was_whole, self.before[chunk] = not self.before.get(chunk), self.fingerprints.get(chunk, 0)
+        if chunk in self.mirror:
             if was_whole:  # the mirror is still the memory of that payload
-                self.mirror[piece] = self.shelf.put(self.mirror[piece].clone())
-            mirror, seed = self.mirror[piece], rounding_seed(version, piece)
+                self.mirror[chunk] = self.mirror_store.put(self.mirror[chunk].clone())
+            mirror, seed = self.mirror[chunk], rounding_seed(version, chunk)
             # The codec encodes anchor − values, so this is the change: weights now minus what the receiver has.
             payload = self.codec.encode(mirror, anchor=held, seed=seed, what=what).payload
             self.codec.decode_accumulate(payload, mirror)
-            return self._note(PieceWeights(piece, version, to_bytes(payload), increment=True))
+            return self._note(ChunkWeights(chunk, version, to_bytes(payload), increment=True))
         payload = self.plain.encode(held, what=what).payload
         if not self.changes:
-            return PieceWeights(piece, version, to_bytes(payload))
-        mirror = self.mirror[piece] = self.shelf.put(payload.view(held.dtype))  # not copied before the next change
-        return self._note(PieceWeights(piece, version, to_bytes(mirror.view(payload.dtype))))
+            return ChunkWeights(chunk, version, to_bytes(payload))
+        # not copied before the next change
+        mirror = self.mirror[chunk] = self.mirror_store.put(payload.view(held.dtype))
+        return self._note(ChunkWeights(chunk, version, to_bytes(mirror.view(payload.dtype))))
 
 
 class WeightsReceiver(_Mirror):
     """The member's end."""
 
-    def check(self, weights: PieceWeights, numel: int) -> None:
+    def check(self, weights: ChunkWeights, numel: int) -> None:
         """Raise CodecError if `decode` would refuse these weights. numel: elements that this receiver has of it."""
         self._codec_of(weights).check(from_bytes(weights.payload), numel)
 
-    def decode(self, weights: PieceWeights, numel: int, bring: Bring = on_host) -> Tensor:
+    def decode(self, weights: ChunkWeights, numel: int, bring: Bring = on_host) -> Tensor:
         """Return the weights as fp32, 1-D, on the device to which `bring` takes the payload.
 
         The caller must not write to them: the vector may be the mirror itself, against which the next change is
@@ -106,26 +108,26 @@ class WeightsReceiver(_Mirror):
         codec = self._codec_of(weights)
         payload = bring(weights.payload, lambda host: codec.check(host, numel))
         if weights.increment:
-            mirror = self.mirror[weights.piece]
+            mirror = self.mirror[weights.chunk]
             codec.decode_accumulate(payload, mirror, checked=True)
             self._note(weights)
             return mirror
         vector = codec.decode(payload, numel, checked=True)
         if self.changes:
-            vector = self.mirror[weights.piece] = self.shelf.put(vector)
+            vector = self.mirror[weights.chunk] = self.mirror_store.put(vector)
             self._note(weights)
         return vector
 
-    def marks_of(self, pieces: int) -> tuple[int, ...]:
-        """The marks of all pieces, for a join; 0: nothing is here. Empty where weights travel whole."""
-        return tuple(self.marks.get(i, 0) for i in range(pieces)) if self.changes else ()
+    def fingerprints_of(self, chunks: int) -> tuple[int, ...]:
+        """The marks of all chunks, for a join; 0: nothing is here. Empty where weights travel whole."""
+        return tuple(self.fingerprints.get(i, 0) for i in range(chunks)) if self.changes else ()
 
     def clear(self) -> None:
         """Forget everything: the next weights must be whole."""
         self.mirror.clear()
-        self.marks.clear()
+        self.fingerprints.clear()
 
-    def _codec_of(self, weights: PieceWeights) -> Codec:
-        if weights.increment and (not self.changes or weights.piece not in self.mirror):
-            raise CodecError(f"a change of piece {weights.piece} came, but not what it changes")
+    def _codec_of(self, weights: ChunkWeights) -> Codec:
+        if weights.increment and (not self.changes or weights.chunk not in self.mirror):
+            raise CodecError(f"a change of chunk {weights.chunk} came, but not what it changes")
         return self.codec if weights.increment else self.plain

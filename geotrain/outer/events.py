@@ -29,8 +29,8 @@ class Joined(Event):
 
     member: MemberName
     part: Annotated[int, "its rank"]
-    incarnation: Annotated[str, "names this life of the member"]
-    new: Annotated[bool, "the life is; else another rank of it, or the same one again"] = True
+    incarnation: Annotated[str, "names this incarnation of the member"]
+    new: Annotated[bool, "the incarnation is; else another rank of it, or the same one again"] = True
 
 
 class SentWhole(Event):
@@ -93,7 +93,7 @@ class UpdateRefused(Event):
 
     member: MemberName
     reason: Annotated[str, "why"]
-    offences: Annotated[int, "of its last updates, how many were refused"]
+    strikes: Annotated[int, "of its last updates, how many were refused"]
 
 
 class Quarantined(Event):
@@ -103,8 +103,8 @@ class Quarantined(Event):
     reason: Annotated[str, "why, the last time"]
 
 
-class Pardoned(Event):
-    """A quarantined member may come back, in a new life."""
+class Unbanned(Event):
+    """A quarantined member may come back, in a new incarnation."""
 
     member: MemberName
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import rounding_seed
-from geotrain.outer.messages import Answer, Identity, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Identity, Join, Lease, UpdatePart, Welcome
 from geotrain.staging.interface import Pending
 
 T = TypeVar("T")
@@ -39,9 +39,9 @@ class Weights(Protocol):
     @property
     def holds(self) -> tuple[tuple[Any, ...], ...]: ...
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]: ...
-    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]: ...
+    def make_delta(self, chunk: int, seed: int) -> Pending[ChunkDelta]: ...
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]: ...
-    def on_weights(self, weights: PieceWeights, start: bool = False) -> None: ...
+    def on_weights(self, weights: ChunkWeights, start: bool = False) -> None: ...
 
 
 class Rank(Protocol):
@@ -90,22 +90,22 @@ class _InFlight:
 class Exchange:
     """One rank's exchange with the server above. All ranks of a worker call it with the same steps and fragments.
 
-    name: of the worker. pieces: the pieces of each fragment. clock: a monotonic clock, in seconds; it is handed in
+    name: of the worker. chunks: the chunks of each fragment. clock: a monotonic clock, in seconds; it is handed in
     because the simulator has a virtual one.
     """
 
     def __init__(
         self, name: str, outer: OuterConfig, rank: Rank, weights: Weights, client: Client,
-        pieces: Sequence[Sequence[int]], clock: Callable[[], float],
+        chunks: Sequence[Sequence[int]], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.name, self.overlap, self.clock = name, outer.overlap, clock
         self.in_rounds = outer.rule.synchronous  # the servers wait for every worker's delta: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
-        self.pieces, self.all = pieces, tuple(range(len(pieces)))
+        self.chunks, self.all = chunks, tuple(range(len(chunks)))
         self.incarnation = ""
-        self.server_life = ""  # life of the server that gave the last weights
+        self.server_incarnation = ""  # incarnation of the server that gave the last weights
         self.sequence = 0  # of the next update
-        self.step = 0  # inner steps in this life of the worker
+        self.step = 0  # inner steps in this incarnation of the worker
         self.step_s = 0.0  # seconds of one inner step, exchanges not counted
         self.waited_s = 0.0  # seconds of this job in which training stood still for an answer
         self.in_flight: list[_InFlight] = []
@@ -118,15 +118,15 @@ class Exchange:
     def start(self, identity: Identity, incarnation: str) -> Waiting[int]:
         """Join the server and adopt its weights. Returns the number of the next job.
 
-        identity: of the run, as this worker's configuration has it. incarnation: names this life of the worker; the
-        same on all its ranks, new in every life.
+        identity: of the run, as this worker's configuration has it. incarnation: names this incarnation of the
+        worker; the same on all its ranks, new in every incarnation.
         """
         self.incarnation = incarnation
         i, rank = identity, self.rank
-        names = i.run, i.config_digest, i.layout_digest, i.model, self.name, incarnation
+        names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, incarnation
         slices = self.weights.pushes, self.weights.holds
         welcome = self.client.join(Join(*names, rank.rank, rank.world_size, *slices, data=i.data))
-        self.sequence, self.server_life, self.next_job = welcome.sequence, welcome.life, welcome.job
+        self.sequence, self.server_incarnation, self.next_job = welcome.sequence, welcome.incarnation, welcome.job
         yield from self._adopt((yield self.client.pull(0, self.all)), self.all, start=True)
         return welcome.job
 
@@ -191,8 +191,8 @@ class Exchange:
             yield from self._adopt_answers(wait=True)
         self.rank.settle()  # the delta must contain every step
         stream = self.name, self.rank.rank, self.sequence
-        pieces = [piece for fragment in due for piece in self.pieces[fragment]]
-        deltas = tuple(self.weights.make_delta(piece, rounding_seed(*stream, piece)) for piece in pieces)
+        chunks = [chunk for fragment in due for chunk in self.chunks[fragment]]
+        deltas = tuple(self.weights.make_delta(chunk, rounding_seed(*stream, chunk)) for chunk in chunks)
         for fragments in self.unsent.values():
             fragments.difference_update(due)
         # A lease counts as trained only when the deltas of all fragments contain all its steps.
@@ -231,17 +231,17 @@ class Exchange:
             self.waited_s += self.clock() - begin
 
     def _adopt(self, answer: Answer, fragments: tuple[int, ...], start: bool = False) -> Waiting[None]:
-        """Adopt the answer once all ranks have it from the same life of the server; until then pull it again.
+        """Adopt the answer once all ranks have it from the same incarnation of the server; until then pull it again.
 
         If the server restarts between the pulls of two ranks, it freezes the answer anew, perhaps with newer weights,
         and ranks that hold copies of one parameter would differ.
 
         A rank only knows its own answers, so it compares each with the one before. The ranks pull in rounds, since
-        `agree` waits for all of them. If every rank saw the same life in two successive rounds, all saw the same one:
-        the life that was there when the first round ended and the second began.
+        `agree` waits for all of them. If every rank saw the same incarnation in two successive rounds, all saw the
+        same one: the incarnation that was there when the first round ended and the second began.
         """
-        while not self.rank.agree(answer.life == self.server_life):
-            self.server_life = answer.life
+        while not self.rank.agree(answer.incarnation == self.server_incarnation):
+            self.server_incarnation = answer.incarnation
             answer = yield self.client.pull(answer.sequence, fragments)
         self.rank.settle()
         for weights in answer.weights:

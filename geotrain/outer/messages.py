@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 
 
 class Refused(Exception):
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class NotJoined(Refused):
-    """The server does not know this life of the member: it has not joined with every part, or the server was
+    """The server does not know this incarnation of the member: it has not joined with every part, or the server was
     restarted and has forgotten all joins. The sender joins, then sends the message again."""
 
 
@@ -35,31 +35,32 @@ class NotJoined(Refused):
 class Identity:
     """What both ends of a link must have in common before they exchange weights.
 
-    config_digest, layout_digest: of the run's configuration, and of the parameters' names, shapes and fragments.
+    config_digest, parameter_map_digest: of the run's configuration, and of the parameters' names, shapes and
+    fragments.
     """
 
     run: str
     config_digest: str
-    layout_digest: str
+    parameter_map_digest: str
     model: str  # in words, for error messages
     data: str = ""  # sha256 of the training data, where it is known
 
 
 @dataclass(frozen=True)
 class Join:
-    """A rank of a member introduces itself. It does so in every life of the member and of the server.
+    """A rank of a member introduces itself. It does so in every incarnation of the member and of the server.
 
-    incarnation: names this life of the member; a restarted member has a new one. part, parts: its rank and world
-    size. pushes, holds: for each piece, the slices whose deltas this part sends, and the slices whose weights it
-    needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive.
+    incarnation: names this incarnation of the member; a restarted member has a new one. part, parts: its rank and
+    world size. pushes, holds: for each chunk, the slices whose deltas this part sends, and the slices whose weights
+    it needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive.
     leases: leases that a region server still answers for (granted or trained, not yet committed).
     data: sha256 of the training data; "" when it is not known here.
-    mirrors: marks of what it was last sent of each piece, where weights travel as changes (see `outer.downlink`).
+    mirrors: marks of what it was last sent of each chunk, where weights travel as changes (see `outer.downlink`).
     """
 
     run: str
     config_digest: str
-    layout_digest: str
+    parameter_map_digest: str
     model: str
     member: str
     incarnation: str
@@ -87,12 +88,12 @@ class AnswerWanted:
 class Welcome:
     """Reply to a Join. The member goes on with update `sequence` and job `job`, both one after the last applied.
 
-    life: names the server's present life. versions: of its fragments, now; empty before it has weights.
+    incarnation: names the server's present incarnation. versions: of its fragments, now; empty before it has weights.
     """
 
     sequence: int
     job: int
-    life: str = ""
+    incarnation: str = ""
     versions: tuple[int, ...] = ()
 
 
@@ -110,13 +111,13 @@ class Elsewhere(bytes):
 
 
 @dataclass(frozen=True)
-class PieceDelta:
-    """One rank's encoded delta of one piece.
+class ChunkDelta:
+    """One rank's encoded delta of one chunk.
 
     anchor_version: the version of the server's fragment from which the delta is counted; staleness follows from it.
     """
 
-    piece: int
+    chunk: int
     anchor_version: int
     payload: bytes
 
@@ -125,7 +126,7 @@ class PieceDelta:
 class UpdatePart:
     """One rank's part of its member's update `sequence`. The server applies an update when all parts have arrived.
 
-    deltas: of all pieces of one or several fragments, fragment by fragment.
+    deltas: of all chunks of one or several fragments, fragment by fragment.
     job: the worker's job in which the update was made. weight: how many workers' deltas it stands for.
     leases: the data leases whose training is complete with this update.
     metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them.
@@ -137,7 +138,7 @@ class UpdatePart:
     incarnation: str
     sequence: int
     part: int
-    deltas: tuple[PieceDelta, ...]
+    deltas: tuple[ChunkDelta, ...]
     job: int = 0
     weight: int = 1
     leases: tuple[int, ...] = ()
@@ -146,14 +147,14 @@ class UpdatePart:
 
 
 @dataclass(frozen=True)
-class PieceWeights:
-    """One piece's weights for one part, at `version` of its fragment.
+class ChunkWeights:
+    """One chunk's weights for one part, at `version` of its fragment.
 
     increment: the payload is a change, to be added to what the receiver was last sent, and not the weights
     themselves. payload: on a server also a view of memory that nobody changes.
     """
 
-    piece: int
+    chunk: int
     version: int
     payload: bytes
     increment: bool = False
@@ -164,14 +165,14 @@ class Answer:
     """Weights for one part of a member, in answer to its update `sequence` (0: to its join).
 
     An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it.
-    life: of the server that gives it. One life gives all parts the same versions. A restarted server has lost the
-    answers with whole weights and makes new ones of newer weights, so the ranks of a worker must not mix those of two
-    lives.
+    incarnation: of the server that gives it. One incarnation gives all parts the same versions. A restarted server
+    has lost the answers with whole weights and makes new ones of newer weights, so the ranks of a worker must not mix
+    those of two lives.
     """
 
     sequence: int
-    weights: tuple[PieceWeights, ...]
-    life: str = ""
+    weights: tuple[ChunkWeights, ...]
+    incarnation: str = ""
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ class Leave:
 
 @dataclass(frozen=True)
 class MemberSilent:
-    """Nothing was heard from this life of the member for too long, or it has held its leases for too long and sent
-    nothing: it counts as dead until it says more than that it lives.
+    """Nothing was heard from this incarnation of the member for too long, or it has held its leases for too long and
+    sent nothing: it counts as dead until it says more than that it lives.
 
     A message, because the state machine has no clock and a replay must see the same silence at the same place.
     """
@@ -270,7 +271,7 @@ class OperatorCommand:
 
 @dataclass(frozen=True)
 class UpdateRejected:
-    """An update of this life of the member was refused for good. Refusals may precede the journal, so they are
+    """An update of this incarnation of the member was refused for good. Refusals may precede the journal, so they are
     recorded by this message: a replay then quarantines the same members.
 
     A region server is told so about itself when the global server has refused its update `sequence`.

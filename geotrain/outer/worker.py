@@ -16,9 +16,9 @@ from torch import Tensor
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import NonFiniteError, make_codec, refusal
 from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver
-from geotrain.outer.messages import PieceDelta, PieceWeights
-from geotrain.parameters.layout import Layout, StridedSlice, joined, numel
-from geotrain.parameters.pieces import Cut, cut
+from geotrain.outer.messages import ChunkDelta, ChunkWeights
+from geotrain.parameters.chunks import Cut, cut
+from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, joined, numel
 from geotrain.staging.interface import Made, Pending, Staging, SynchronousStaging, from_bytes
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class OwnedSlices:
-    """A piece of this rank's master weights.
+    """A chunk of this rank's master weights.
 
     runs: the canonical places of its elements, in order. master: 1-D fp32 view of them.
     pushes: whether this rank sends their delta. If not, another rank does, which holds a copy; this one only
@@ -39,9 +39,9 @@ class OwnedSlices:
 
 
 class _Shard:
-    """This rank's part of one piece: the masters, and vectors as long as they are together.
+    """This rank's part of one chunk: the masters, and vectors as long as they are together.
 
-    What it pushes comes first, so that what a delta needs is a prefix of each vector. own: what lies in the piece.
+    What it pushes comes first, so that what a delta needs is a prefix of each vector. own: what lies in the chunk.
     """
 
     def __init__(self, own: Sequence[tuple[OwnedSlices, Cut]], staging: Staging) -> None:
@@ -80,28 +80,32 @@ class _Shard:
 
 
 class WorkerRank:
-    """Anchors and residuals of what one rank holds of the model, piece by piece.
+    """Anchors and residuals of what one rank holds of the model, chunk by chunk.
 
     Memory on the staging's device: 8 bytes for each parameter that the rank owns (anchor and scratch buffer), 4 more
-    with a lossy codec (residual), 4 more where changes come down (mirror). pieces: this rank's masters, each within
+    with a lossy codec (residual), 4 more where changes come down (mirror). chunks: this rank's masters, each within
     one fragment. staging: None: do everything at once, on the masters' device.
     """
 
     def __init__(
-        self, layout: Layout, config: OuterConfig, pieces: Sequence[OwnedSlices], staging: Staging | None = None
+        self,
+        parameter_map: ParameterMap,
+        config: OuterConfig,
+        chunks: Sequence[OwnedSlices],
+        staging: Staging | None = None,
     ) -> None:
         self.overlap = config.overlap
         up, down = config.worker_codecs
         self.codec = make_codec(up)
         self.downlink = WeightsReceiver(down)
-        by_piece: list[list[tuple[OwnedSlices, Cut]]] = [[] for _ in layout.pieces]
-        for owned in pieces:
-            for each in cut(layout, owned.runs):
-                by_piece[each.piece].append((owned, each))
-        device = pieces[0].master.device if pieces else torch.device("cpu")
+        by_chunk: list[list[tuple[OwnedSlices, Cut]]] = [[] for _ in parameter_map.chunks]
+        for owned in chunks:
+            for each in cut(parameter_map, owned.runs):
+                by_chunk[each.chunk].append((owned, each))
+        device = chunks[0].master.device if chunks else torch.device("cpu")
         self.staging: Staging = SynchronousStaging(device) if staging is None else staging
-        self.shards = [_Shard(own, self.staging) for own in by_piece]
-        self._parameters = [[p.name for p in fragment.parameters] for fragment in layout.fragments]
+        self.shards = [_Shard(own, self.staging) for own in by_chunk]
+        self._parameters = [[p.name for p in fragment.parameters] for fragment in parameter_map.fragments]
 
     @property
     def pushes(self) -> tuple[tuple[StridedSlice, ...], ...]:
@@ -115,14 +119,14 @@ class WorkerRank:
         """Names of all parameters in these fragments, whoever holds them."""
         return frozenset(name for fragment in fragments for name in self._parameters[fragment])
 
-    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
+    def make_delta(self, chunk: int, seed: int) -> Pending[ChunkDelta]:
         """Encode anchor − masters for what this rank pushes. seed: of the codec's rounding.
 
         From now until the answer comes, `anchor` holds the masters as they were sent: the progress made meanwhile,
         which `adopt = "rebase"` keeps, is the masters' difference from it. Raises NonFiniteError: at once on a CPU,
         from the result on a GPU.
         """
-        shard = self.shards[piece]
+        shard = self.shards[chunk]
         self.staging.wait(shard.done)  # the last delta may still be read from the scratch buffer, which is filled now
         now = shard.read()  # a copy: training goes on
         version = shard.version  # now: `on_weights` may change it before `build` runs on another thread
@@ -139,24 +143,24 @@ class WorkerRank:
             shard.anchor.copy_(now)
             return encoded.payload, encoded.finite
 
-        def build(payload: bytes, finite: bool) -> PieceDelta:
+        def build(payload: bytes, finite: bool) -> ChunkDelta:
             if not finite:
                 raise shard.refusal(shard.anchor)  # the masters as they were sent
-            return PieceDelta(piece, version, payload)
+            return ChunkDelta(chunk, version, payload)
 
-        fetched, shard.done = self.staging.fetch(piece, make, build)
+        fetched, shard.done = self.staging.fetch(chunk, make, build)
         return fetched
 
     def mirrors(self) -> tuple[int, ...]:
         """Marks of what this rank was last sent, for a join."""
-        return self.downlink.marks_of(len(self.shards))
+        return self.downlink.fingerprints_of(len(self.shards))
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         """The result of `call`, called once all deltas made so far have their results."""
         return self.staging.when_fetched(call)
 
     @contextmanager
-    def lent(self, weights: Sequence[PieceWeights]) -> Iterator[None]:
+    def lent(self, weights: Sequence[ChunkWeights]) -> Iterator[None]:
         """A context in which the masters hold these bf16 weights, to evaluate them. Afterwards they are as before,
         bit for bit; anchors are not touched. Memory: 4 bytes more for each parameter that the rank owns."""
         plain = make_codec(VALIDATION_CODEC)
@@ -164,9 +168,9 @@ class WorkerRank:
             self.staging.wait(shard.done)  # a delta may still be read from the scratch buffer that `read` fills
         kept = [shard.read().clone() for shard in self.shards]
         try:
-            for piece_weights in weights:
-                shard = self.shards[piece_weights.piece]
-                payload = from_bytes(piece_weights.payload).to(shard.anchor.device)
+            for chunk_weights in weights:
+                shard = self.shards[chunk_weights.chunk]
+                payload = from_bytes(chunk_weights.payload).to(shard.anchor.device)
                 shard.write(plain.decode(payload, shard.anchor.numel()))
             yield
         finally:
@@ -174,16 +178,16 @@ class WorkerRank:
                 shard.write(values)
 
     @torch.no_grad()
-    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
+    def on_weights(self, weights: ChunkWeights, start: bool = False) -> None:
         """Adopt the server's weights θ̃ in the masters θ, in place. start: they answer a join and are taken as they
         are.
 
         replace: θ = θ̃.  mix: θ = a·θ + (1−a)·θ̃ (Streaming DiLoCo, arXiv 2501.18512).
         rebase: θ = θ̃ + (θ − θ when sent). The anchor becomes θ̃ in every case.
         """
-        shard = self.shards[weights.piece]
+        shard = self.shards[weights.chunk]
         with self.staging.beside():
-            bring = partial(self.staging.bring, weights.piece)
+            bring = partial(self.staging.bring, weights.chunk)
             theirs = self.downlink.decode(weights, shard.anchor.numel(), bring)
             shard.done = self.staging.mark()
         self.staging.wait(shard.done, theirs)

@@ -19,13 +19,13 @@ from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
 from geotrain.monitor.events import EventLog, JobTrained, Trouble
 from geotrain.net.transport.certs import trust_between
-from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.net.transport.sharded_link import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.server.server import identity_of
 from geotrain.own_loop.masters import Masters
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import StateFiles, Stateful
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.worker.loop import WorkerLoop
 
 
@@ -103,29 +103,29 @@ class OuterLoop:
         if not isinstance(cluster, ClusterConfig):
             cluster = load_cluster(cluster)
         self.run, self.name = run, cluster.worker(region, worker).name
-        topology, layout = Topology(run, cluster), layout_of(run)
+        topology, parameter_map = Topology(run, cluster), parameter_map_of(run)
         site = topology.server_of(self.name)
         address = str(topology.servers[site])
         trust = trust_between(cluster, "worker", self.name, "global" if topology.flat else "region", site)
-        vaults = vaults_above(cluster, layout, "worker", self.name, site)
+        shards = shards_above(cluster, parameter_map, "worker", self.name, site)
         self.rank = TorchRank()
-        self._masters = self.rank.masters = Masters(layout, parameters, self.rank.rank, self.rank.world_size)
+        self._masters = self.rank.masters = Masters(parameter_map, parameters, self.rank.rank, self.rank.world_size)
         self._validate, self._report = validate, report
         self._steps = 0  # how often `after_step` was called
         folder = run.run_folder
         saves = run.checkpoint_folder / self.name
-        self._files = StateFiles(saves, self.rank, state or {}, layout.digest, run.checkpoint.keep)
+        self._files = StateFiles(saves, self.rank, state or {}, parameter_map.digest, run.checkpoint.keep)
         with ExitStack() as opened:
             enabled = run.monitor.enabled and self.rank.is_metrics_rank
             log = folder / "events" / f"{self.name}.jsonl"
             self._events = opened.enter_context(EventLog(log, source=self.name, enabled=enabled))
-            client = WorkerClient(address, trust=trust, connect_s=connect_s, vaults=vaults)
+            client = WorkerClient(address, trust=trust, connect_s=connect_s, shards=shards)
             self._client = opened.enter_context(closing(client))
             self.loop = WorkerLoop(
                 run,
                 self.name,
-                identity_of(run, layout),
-                layout,
+                identity_of(run, parameter_map),
+                parameter_map,
                 self.rank,
                 self._masters.shards,
                 self._masters.device,

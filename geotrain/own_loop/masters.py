@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from geotrain.config import ConfigError
 from geotrain.inner.runtime.shards import OwnedShard, replica_parts
-from geotrain.parameters.layout import Layout, StridedSlice, clip_runs
 from geotrain.parameters.parameter_file import plain_name
+from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, clip_runs
 
 
 class Masters:
@@ -27,10 +27,12 @@ class Masters:
     those of the layout, or there are no fp32 masters that can be reached.
     """
 
-    def __init__(self, layout: Layout, parameters: Any, rank: int, world_size: int) -> None:
+    def __init__(self, parameter_map: ParameterMap, parameters: Any, rank: int, world_size: int) -> None:
         self.engine = parameters if hasattr(parameters, "module") and hasattr(parameters, "optimizer") else None
         self._rank, self._world_size = rank, world_size
-        self.named = self._check_names(layout, _named(parameters if self.engine is None else self.engine.module))
+        self.named = self._check_names(
+            parameter_map, _named(parameters if self.engine is None else self.engine.module)
+        )
         self.shards: list[OwnedShard] = []
         self._views: list[Callable[[], Tensor]] = []  # one for each parameter: its masters, as they lie now
         self._where: list[int] = []  # the address of each at the beginning
@@ -69,9 +71,9 @@ class Masters:
 
     # -- inside
 
-    def _check_names(self, layout: Layout, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def _check_names(self, parameter_map: ParameterMap, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The parameters in the layout's order."""
-        known = {p.name: p.shape for p in layout.parameters}
+        known = {p.name: p.shape for p in parameter_map.parameters}
         for name, parameter in named.items():
             if name not in known and parameter.requires_grad:
                 raise ConfigError(
@@ -85,10 +87,10 @@ class Masters:
                 )
             if (here := _shape(named[name])) != shape:
                 raise ConfigError(f"the model's parameter {name} has shape {list(here)}, the run's {list(shape)}")
-        return {p.name: named[p.name] for p in layout.parameters}
+        return {p.name: named[p.name] for p in parameter_map.parameters}
 
     def _owned(self, name: str, parameter: nn.Parameter) -> Iterator[OwnedShard]:
-        """This rank's pieces of a parameter."""
+        """This rank's chunks of a parameter."""
         if hasattr(parameter, "ds_id"):
             found = self._of_zero_3(name, parameter)
         elif hasattr(parameter, "_hp_mapping"):
@@ -114,8 +116,8 @@ class Masters:
         self._where.append(local.data_ptr())
         flat = local.view(-1)
         for begin, end, mine in replica_parts(flat.numel(), replica, replicas):
-            pieces = tuple(clip_runs(runs, begin, end))
-            yield OwnedShard(pieces, flat[begin:end], mine, parameter, begin)
+            chunks = tuple(clip_runs(runs, begin, end))
+            yield OwnedShard(chunks, flat[begin:end], mine, parameter, begin)
 
     def _of_dtensor(self, name: str, parameter: DTensor) -> Any:
         """FSDP2 and its like: the placements say which box of the parameter lies here."""
@@ -155,7 +157,7 @@ class Masters:
         )
 
     def _of_zero_1_and_2(self, name: str, parameter: nn.Parameter) -> Any:
-        """DeepSpeed links a parameter to its piece of this rank's fp32 partition, if it has one."""
+        """DeepSpeed links a parameter to its chunk of this rank's fp32 partition, if it has one."""
         self._need_engine(name)
         link: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if link is None:

@@ -51,7 +51,7 @@ class StateFiles:
             make_folder(self._folder.absolute())
             try:
                 with temporary.open("wb") as file:
-                    torch.save({"layout": self._digest, "job": job, "state": saved}, file)
+                    torch.save({"parameter_map": self._digest, "job": job, "state": saved}, file)
                     file.flush()
                     os.fsync(file.fileno())
                 temporary.replace(path)
@@ -80,7 +80,7 @@ class StateFiles:
             saved: dict[str, Any] | None = None
             with suppress(OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError):
                 read = torch.load(self._folder / f"job-{job:08d}.pt", map_location="cpu", weights_only=True)
-                saved = read["state"] if read["layout"] == self._digest else None
+                saved = read["state"] if read["parameter_map"] == self._digest else None
             if self._rank.agree(saved is not None and saved.keys() == self._state.keys()):
                 assert saved is not None
                 for name, part in self._state.items():

@@ -15,7 +15,7 @@ from functools import lru_cache
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.families import family_of
 from geotrain.families.weights import Weight
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The model's parameters: names, addresses, pieces; initial values and files."""
+"""The model's parameters: names, addresses, chunks; initial values and files."""

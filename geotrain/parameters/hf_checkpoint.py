@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from geotrain.common.files import whole_folder
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
-from geotrain.parameters.layout import Parameter, canonical_parameters
+from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 << 30

@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 import torch
 
-from geotrain.parameters.layout import Parameter
+from geotrain.parameters.parameter_map import Parameter
 
 
 def initial_tensor(parameter: Parameter, seed: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ def reasons(plan: Plan) -> list[str]:
         f"at most {1 - plan.wish.utilization:.0%} waiting ({1 - s.utilization:.1%}), links stay under "
         f"{BUSY:.0%} (fullest: {s.busy:.0%}) and traffic under {TRAFFIC:.0%} of the accelerators' price"
     )
-    where = "in its own process" if s.vaults == 1 else f"in {s.vaults} vaults, processes beside it"
+    where = "in its own process" if s.shards == 1 else f"in {s.shards} shards, processes beside it"
     found.append(
         f"a server's vectors {where}: the fewest with which every server rests half of the time (busiest: "
         f"{s.server_busy:.0%})"
@@ -81,7 +81,7 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
     """The next best of each decision: layouts, the global server's place, outer settings."""
 
     def predicted(workers: dict[str, Worker], place: str, setting: Setting) -> RunPrediction:
-        run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens, setting.vaults)
+        run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens, setting.shards)
         return predict(run, cluster, plan.task.imbalance)
 
     for names, worker in alike(plan)[:MOST_WORKERS]:

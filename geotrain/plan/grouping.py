@@ -24,7 +24,7 @@ from scipy.cluster.hierarchy import linkage
 
 from geotrain.config import ConfigError
 from geotrain.plan.inventory import Host, PlanTask
-from geotrain.plan.layouts import KEPT, Refusals, WorkerLayout, layouts
+from geotrain.plan.layouts import KEPT, ParallelLayout, Refusals, layouts
 from geotrain.plan.spanning import spanning_layouts
 
 SLACK = 0.05
@@ -36,8 +36,8 @@ NO_LINK_S = 1e12
 class Worker:
     """A worker, and the layouts that came next on the same hosts."""
 
-    layout: WorkerLayout
-    others: tuple[WorkerLayout, ...]
+    layout: ParallelLayout
+    others: tuple[ParallelLayout, ...]
 
     @property
     def regions(self) -> tuple[str, ...]:

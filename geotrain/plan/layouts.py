@@ -14,7 +14,7 @@ from math import gcd
 
 from geotrain.config import Architecture, ConfigError, ParallelConfig, WorkerConfig, codec_config
 from geotrain.families import family_of
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.step import StepTime, step_time
@@ -28,7 +28,7 @@ MOST_MORE_HOSTS = 256  # tried, to say how many are missing
 
 
 @dataclass(frozen=True)
-class WorkerLayout:
+class ParallelLayout:
     """One worker's layout on given hosts, in rank order, and its predicted step."""
 
     hosts: tuple[Host, ...]
@@ -168,7 +168,7 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
     return sum(times) + (m - 1) * max(times)
 
 
-def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[WorkerLayout]:
+def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
     """The fastest few layouts of one worker that uses all these hosts, which are of one kind and region."""
     tried: list[tuple[float, int, ParallelConfig, int]] = []
     speed = max(host.device.tflops * host.device.efficiency for host in hosts) * 1e12
@@ -184,7 +184,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Wo
                     continue
                 bound = least_step_s(task, parallel, replicas, micro, speed)
                 tried.append((bound, slots, parallel, micro))
-    best: dict[tuple[int, ParallelConfig], WorkerLayout] = {}
+    best: dict[tuple[int, ParallelConfig], ParallelLayout] = {}
     for bound, slots, parallel, micro in sorted(tried, key=lambda t: (t[0], -t[3])):
         ranked = sorted(layout.step.step_s for layout in best.values())
         if len(ranked) >= KEPT and bound > ranked[KEPT - 1]:
@@ -200,7 +200,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Wo
 
 def evaluated(
     task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
-) -> WorkerLayout | None:
+) -> ParallelLayout | None:
     """The layout with its step, if it is allowed and fits."""
     need = fitting(task, hosts, slots, parallel, micro, refused)
     if need is None:
@@ -208,7 +208,7 @@ def evaluated(
     worker = worker_of("w", hosts, slots, parallel, micro)
     ranks = task.network.ranks(home_of(hosts), worker)
     step = step_time(work_of(task.run, task.architecture, worker, task.imbalance), ranks, task.network)
-    return WorkerLayout(tuple(hosts), slots, parallel, micro, step, need)
+    return ParallelLayout(tuple(hosts), slots, parallel, micro, step, need)
 
 
 # ------------------------------------------------------------------------- a model that fits nowhere

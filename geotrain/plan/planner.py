@@ -23,7 +23,7 @@ from geotrain.config import (
     WorkerConfig,
     parse,
 )
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.grouping import Worker, Workers, form_workers, speed
 from geotrain.plan.inventory import Host, Objective, PlanError, PlanTask, hosts_of
 from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
@@ -89,7 +89,7 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
     hourly = None if None in prices else sum(p for p in prices if p is not None)
     found_settings = settings(task, workers, place.region, wish.utilization, hourly)
     setting = found_settings[0]
-    run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens, setting.vaults)
+    run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens, setting.shards)
     notes = []
     if setting.misses > 0:
         notes.append(
@@ -167,13 +167,13 @@ def name_workers(task: PlanTask, workers: Workers) -> dict[str, Worker]:
 
 
 def resolve(
-    task: PlanTask, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float, vaults: int = 1
+    task: PlanTask, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float, shards: int = 1
 ) -> tuple[RunConfig, ClusterConfig]:
     """The run and the cluster as planned: regions that neither have a worker nor lend a host to one are left out.
-    vaults: of each server, on its host; 1: in its process."""
+    shards: of each server, on its host; 1: in its process."""
     cluster = _cluster(task, workers, place)
-    if vaults > 1 and len(cluster.global_vaults) != vaults:
-        cluster = _with_vaults(cluster, vaults)
+    if shards > 1 and len(cluster.global_shards) != shards:
+        cluster = _with_shards(cluster, shards)
     return _run(task, workers, outer, tokens), cluster
 
 
@@ -226,7 +226,7 @@ def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> Clust
     return parse(ClusterConfig, raw, "the planned cluster")
 
 
-def _with_vaults(cluster: ClusterConfig, number: int) -> ClusterConfig:
+def _with_shards(cluster: ClusterConfig, number: int) -> ClusterConfig:
     """Each server's stand on its host, at the next ports that nobody has; where it has none yet, they have none."""
     servers = [cluster.global_server, *(region.server for region in cluster.regions)]
     taken = {(server.host, server.port) for server in servers}
@@ -242,8 +242,8 @@ def _with_vaults(cluster: ClusterConfig, number: int) -> ClusterConfig:
         return tuple(found)
 
     top = beside(cluster.global_server)
-    regions = tuple(r.model_copy(update={"vaults": beside(r.server)}) if r.workers else r for r in cluster.regions)
-    raw = cluster.model_copy(update={"global_vaults": top, "regions": regions})
+    regions = tuple(r.model_copy(update={"shards": beside(r.server)}) if r.workers else r for r in cluster.regions)
+    raw = cluster.model_copy(update={"global_shards": top, "regions": regions})
     return parse(ClusterConfig, raw.model_dump(by_alias=True, mode="json"), "the planned cluster")
 
 

@@ -15,9 +15,9 @@ from geotrain.config import (
     RunConfig,
     WorkerConfig,
     WorkerSetup,
-    vaults_of,
+    shards_of,
 )
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, server_times, worker_timing
@@ -90,7 +90,7 @@ class LinkPrediction:
 @dataclass(frozen=True)
 class RunPrediction:
     """The whole run. server_busy: share of the time that each server works (a region's, by name, and "global"), its
-    vaults side by side. bound_tokens_per_s: of the same accelerators if they never waited and computed nothing twice.
+    shards side by side. bound_tokens_per_s: of the same accelerators if they never waited and computed nothing twice.
     usd_per_hour: accelerators and traffic; None without all prices of accelerators."""
 
     workers: dict[str, WorkerPrediction]
@@ -142,10 +142,10 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         homes = {region: [ranks[name] for name, (home, _) in placed.items() if home == region] for region in regions}
         inside = {region: _to_server(region, homes[region], network) for region in regions}
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
-    numels = [f.numel for f in layout_of(run).fragments]
+    numels = [f.numel for f in parameter_map_of(run).fragments]
     sizes = payloads(run.outer, numels)
-    vaults = {region: max(1, len(vaults_of(cluster, region))) for region in regions}
-    servers = server_times(run.outer, numels, sizes, vaults, max(1, len(cluster.global_vaults)))
+    shards = {region: max(1, len(shards_of(cluster, region))) for region in regions}
+    servers = server_times(run.outer, numels, sizes, shards, max(1, len(cluster.global_shards)))
     found = pace(run.outer, sizes, timings, wide, inside, servers)
     workers = {
         name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])

@@ -1,5 +1,5 @@
 """What links and servers can bear: where the global server stands, the outer loop's H, K, codecs and overlap, and how
-many vaults a server has.
+many shards a server has.
 
 The global server goes where the slowest region exchanges the whole model soonest (every region is compared; of
 equals, the one with the least sum of times wins).
@@ -10,7 +10,7 @@ than TRAFFIC of the accelerators' price. Among those the best has the fewest inn
 the global server (the freshest weights; docs/algorithms.md), then the more precise codecs, then less overlap, then
 the smaller H. Where no setting is good enough, the nearest one is taken, and the plan says so.
 
-A server's vaults are as few as keep it at rest for half of the time, since members do not send evenly spread.
+A server's shards are as few as keep it at rest for half of the time, since members do not send evenly spread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import product
 from typing import Any
 
 from geotrain.config import Architecture, ConfigError, FragmentConfig, OuterConfig, OverlapConfig, codec_config
-from geotrain.parameters.layout import Layout, canonical_parameters
+from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
 from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
@@ -37,7 +37,7 @@ WIDE = tuple(codec_config(name) for name in ("bf16", "int8", "int4"))  # the mor
 LOCAL = tuple(codec_config(name) for name in ("fp32", "bf16"))
 OVERLAPS = (0, 1, 2, 4, 8, 16)  # τ; from 1 on, the model is streamed in fragments
 FRAGMENTS = 8
-VAULTS = (1, 2, 4, 8, 16)  # 1: in the server's own process
+SHARDS = (1, 2, 4, 8, 16)  # 1: in the server's own process
 SERVER_BUSY = 0.5  # of its time that a server may work
 
 
@@ -46,10 +46,10 @@ class Setting:
     """An outer block with what it leads to. utilization: the share of its time that the worst worker does not wait.
     busy: of the fullest link. steps: inner steps between two exchanges with the global server, of the region that
     makes most. traffic_usd_per_hour: between regions and the global server. misses: by how much the limits are
-    missed, 0 if they are not. vaults: of each server. server_busy: of the busiest server, the time that it works."""
+    missed, 0 if they are not. shards: of each server. server_busy: of the busiest server, the time that it works."""
 
     outer: OuterConfig
-    vaults: int
+    shards: int
     utilization: float
     busy: float
     server_busy: float
@@ -61,7 +61,7 @@ class Setting:
     def order(self) -> tuple[Any, ...]:
         o = self.outer
         coarse = (WIDE.index(o.up) if o.up in WIDE else 0, o.local != LOCAL[0])
-        return round(self.misses, 6), round(self.steps, 6), coarse, self.vaults, o.overlap.steps, o.local_steps
+        return round(self.misses, 6), round(self.steps, 6), coarse, self.shards, o.overlap.steps, o.local_steps
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def settings(
     for outer in outers(task):
         numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
         sizes = payloads(outer, numels)
-        for vaults in numbers_of_vaults(task, outer, numels):
-            servers = server_times(outer, numels, sizes, dict.fromkeys(homes, vaults), vaults)
+        for shards in numbers_of_shards(task, outer, numels):
+            servers = server_times(outer, numels, sizes, dict.fromkeys(homes, shards), shards)
             paced = pace(outer, sizes, timings, wide, near, servers)
             server_busy = max(paced.global_busy, *(region.server_busy for region in paced.regions.values()))
             if server_busy <= SERVER_BUSY:
@@ -136,16 +136,16 @@ def settings(
         dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
         late = max(0.0, server_busy - SERVER_BUSY)
         misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear + late
-        found.append(Setting(outer, vaults, utilization, busy, server_busy, steps, traffic, misses))
+        found.append(Setting(outer, shards, utilization, busy, server_busy, steps, traffic, misses))
     return sorted(found, key=lambda setting: setting.order)
 
 
-def numbers_of_vaults(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:
+def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:
     """That the servers may have, the smallest first: as the cluster file says, or while each has a whole piece."""
-    if given := len(task.cluster.global_vaults):
+    if given := len(task.cluster.global_shards):
         return [given]
-    pieces = sum(numels) // outer.fragments.piece_elements
-    return [number for number in VAULTS if number <= max(1, pieces)]
+    pieces = sum(numels) // outer.fragments.chunk_elements
+    return [number for number in SHARDS if number <= max(1, pieces)]
 
 
 def outers(task: PlanTask) -> Iterator[OuterConfig]:
@@ -182,4 +182,4 @@ def outers(task: PlanTask) -> Iterator[OuterConfig]:
 @lru_cache(maxsize=64)
 def fragment_sizes(architecture: Architecture, layers_per_fragment: int | None) -> tuple[int, ...]:
     """Elements of each fragment."""
-    return tuple(f.numel for f in Layout(canonical_parameters(architecture), layers_per_fragment).fragments)
+    return tuple(f.numel for f in ParameterMap(canonical_parameters(architecture), layers_per_fragment).fragments)

@@ -19,7 +19,7 @@ from geotrain.config import ParallelConfig
 from geotrain.parallelism.checks import overlaps_reduction, trains_in_bf16
 from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
 from geotrain.plan.inventory import Host, PlanTask
-from geotrain.plan.layouts import Refusals, WorkerLayout, evaluated, fitting, least_step_s, micro_batches, parallels
+from geotrain.plan.layouts import ParallelLayout, Refusals, evaluated, fitting, least_step_s, micro_batches, parallels
 from geotrain.plan.model.network import RankDevice
 from geotrain.plan.model.work import stage_flops
 from geotrain.plan.placement.cost import Floats, Problem, problem_from_links, quick_bound, quick_bound_of_hidden
@@ -51,7 +51,7 @@ class Links:
     gbps: Floats
 
 
-def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[WorkerLayout]:
+def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
     """The fastest few of one worker on some of these hosts, which may be of any kind and region.
 
     Raises ConfigError when a figure of a link between them is missing.
@@ -64,7 +64,7 @@ def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -
         least = least_step_s(task, shape.parallel, shape.replicas, 1, speed)
         bound = quick_bound(problem) if acco is None else quick_bound_of_hidden(problem, acco.balance)
         ranked.append((max(least, bound), len(ranked), shape, problem))
-    found: list[WorkerLayout] = []
+    found: list[ParallelLayout] = []
     for bound, _, shape, problem in sorted(ranked, key=lambda entry: entry[:2])[:MOST_SHAPES]:
         if found and bound > min(layout.step.step_s for layout in found):
             break

@@ -57,7 +57,7 @@ class VirtualClient:
 
     def push(self, part: UpdatePart) -> Promise[None]:
         applied: Promise[None] = Promise()
-        fragments = self.node.server.layout.fragments_of([d.piece for d in part.deltas])
+        fragments = self.node.server.parameter_map.fragments_of([d.chunk for d in part.deltas])
         size_bytes = sum(self.node.sizes.up[f] for f in fragments)
         arrival = self.network.arrival("up", self.clock.now, self.name, size_bytes, fragments)
         self.clock.at(arrival, self._arrived, part, applied)
@@ -143,9 +143,9 @@ class Node:
     def _fragments(self, message: Message) -> tuple[int, ...]:
         match message:
             case UpdatePart():
-                return self.server.layout.fragments_of([delta.piece for delta in message.deltas])
+                return self.server.parameter_map.fragments_of([delta.chunk for delta in message.deltas])
             case Answer():
-                return self.server.layout.fragments_of([weights.piece for weights in message.weights])
+                return self.server.parameter_map.fragments_of([weights.chunk for weights in message.weights])
         return ()
 
     def _handle(self, uplink: VirtualClient | None, message: Message) -> None:
@@ -217,7 +217,7 @@ class RegionNode(Node):
     def start(self) -> None:
         """Join the global server and ask for the weights."""
         self.server.handle(self.uplink.join(self.server.join_message()))
-        self._ask_for_weights(0, tuple(range(len(self.server.layout.fragments))))
+        self._ask_for_weights(0, tuple(range(len(self.server.parameter_map.fragments))))
 
     def send(self, send: Send) -> None:
         message = send.message

@@ -1,5 +1,5 @@
-"""The production's servers without tensors and payloads: all they decide and say, nothing they compute. Their book is
-the production's, the vault behind it holds nothing."""
+"""The production's servers without tensors and payloads: all they decide and say, nothing they compute. Their
+coordinator is the production's, the shard behind it holds nothing."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from geotrain.outer.messages import Answer, Join, UpdatePart
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
-from geotrain.outer.shards.shard import Decoded, Order, Vault
-from geotrain.outer.shards.shards import Vaults
+from geotrain.outer.shards.shard import Command, Decoded, ServerShard
+from geotrain.outer.shards.shards import LocalShards
 
 
-class _EmptyVault(Vault):
-    def answer(self, member: str, sequence: int, part: int, piece: int) -> tuple[bytes, bool]:
+class _EmptyShard(ServerShard):
+    def answer(self, member: str, sequence: int, part: int, chunk: int) -> tuple[bytes, bool]:
         return b"", False
 
 
-class _EmptyVaults(Vaults):
+class _EmptyShards(LocalShards):
     """Orders and payloads go nowhere: a simulated day has millions."""
 
-    def obey(self, order: Order) -> list[Decoded]:
+    def execute(self, command: Command) -> list[Decoded]:
         return []
 
-    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
+    def receive(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
         return []
 
     def hear_update(self, part: UpdatePart) -> UpdatePart:
@@ -50,8 +50,8 @@ class _Timed(Server):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.up = _NoBytes()
-        self.vaults = _EmptyVaults(
-            [_EmptyVault(self.name, self.layout, self.layout.pieces, self.rule, self.up, self.down)]
+        self.shards = _EmptyShards(
+            [_EmptyShard(self.name, self.parameter_map, self.parameter_map.chunks, self.rule, self.up, self.down)]
         )
         self.norms = None  # of nothing
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.outer.exchange import Exchange, Weights
-from geotrain.outer.messages import Finished, Identity, Lease, LeaseRequest, PieceDelta, PieceWeights
-from geotrain.parameters.layout import Layout, fragments_due
+from geotrain.outer.messages import ChunkDelta, ChunkWeights, Finished, Identity, Lease, LeaseRequest
+from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.simulate.clock import Clock, Script, VirtualProcess
 from geotrain.simulate.nodes import VirtualClient
 from geotrain.simulate.spec import WorkerSpec
@@ -24,7 +24,7 @@ class Learner(Weights, Protocol):
     every_step: bool  # whether it matters at which inner step weights are adopted
 
     def born(self) -> None:
-        """A new life begins."""
+        """A new incarnation begins."""
 
     def train(self, lease: Lease, first: int, steps: int) -> None:
         """Inner steps first … first + steps − 1 (counted from 0) of the lease."""
@@ -38,21 +38,21 @@ class Idle:
 
     every_step = False
 
-    def __init__(self, layout: Layout) -> None:
-        self.pushes = self.holds = tuple(layout.whole(piece.index) for piece in layout.pieces)
-        self._versions = [0] * len(layout.pieces)
+    def __init__(self, parameter_map: ParameterMap) -> None:
+        self.pushes = self.holds = tuple(parameter_map.whole(chunk.index) for chunk in parameter_map.chunks)
+        self._versions = [0] * len(parameter_map.chunks)
 
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
         return ()
 
-    def make_delta(self, piece: int, seed: int) -> Pending[PieceDelta]:
-        return Ready(PieceDelta(piece, self._versions[piece], b""))
+    def make_delta(self, chunk: int, seed: int) -> Pending[ChunkDelta]:
+        return Ready(ChunkDelta(chunk, self._versions[chunk], b""))
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         return call()
 
-    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
-        self._versions[weights.piece] = weights.version
+    def on_weights(self, weights: ChunkWeights, start: bool = False) -> None:
+        self._versions[weights.chunk] = weights.version
 
     def born(self) -> None:
         pass
@@ -90,14 +90,14 @@ class SimWorker:
         identity: Identity,
         outer: OuterConfig,
         learner: Learner,
-        pieces: Sequence[Sequence[int]],
+        chunks: Sequence[Sequence[int]],
     ) -> None:
         self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
-        self.learner, self.pieces = learner, pieces
+        self.learner, self.chunks = learner, chunks
         self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
         self.job_starts_s: list[float] = []
         self.left = False
-        # What a life knows is here and not in its script, so that another script can go on with it.
+        # What a incarnation knows is here and not in its script, so that another script can go on with it.
         self.lease: Lease | Finished | None = None
         self._following: Pending[Any] | None = None  # the lease after it
         self._done = 0  # inner steps of the lease
@@ -124,16 +124,16 @@ class SimWorker:
         self._past_s, self._burst_s = self.trained_s, None
 
     def live(self, uplink: VirtualClient) -> VirtualProcess:
-        """A life over this connection."""
+        """A incarnation over this connection."""
         self.lives += 1
         self.learner.born()
         uplink.on_delivered = self._delivered
-        about = self.spec.name, self.outer, OneRank(), self.learner, uplink, self.pieces, self.clock.read
+        about = self.spec.name, self.outer, OneRank(), self.learner, uplink, self.chunks, self.clock.read
         self.uplink, self.exchange = uplink, Exchange(*about)
         return VirtualProcess(self.clock, self._life())
 
     def go_on(self, process: VirtualProcess) -> None:
-        """Go on with a life that was pickled with all around it while inner steps were under way."""
+        """Go on with a incarnation that was pickled with all around it while inner steps were under way."""
         process.go_on(self._jobs())
 
     def _delivered(self, leases: tuple[int, ...]) -> None:
@@ -161,7 +161,7 @@ class SimWorker:
         self.uplink.leave()
 
     def _train_job(self, lease: Lease) -> Script:
-        for step, due in stops(len(self.pieces), lease.steps):
+        for step, due in stops(len(self.chunks), lease.steps):
             while self._done < step:
                 if not self.in_steps:
                     left = step - self._done

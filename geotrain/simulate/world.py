@@ -16,7 +16,7 @@ from geotrain.outer.messages import GLOBAL, Identity
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.parameters.layout import Layout
+from geotrain.parameters.parameter_map import ParameterMap
 from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import place_of
 from geotrain.simulate.clock import Clock, VirtualProcess
@@ -43,7 +43,7 @@ class VirtualTask:
 
     outer: OuterConfig
     sizes: Sizes
-    layout: Layout
+    parameter_map: ParameterMap
     start: tuple[Tensor, ...]
     train_samples: int
     samples_per_step: int
@@ -56,7 +56,11 @@ class VirtualTask:
 
 
 def timing_task(
-    outer: OuterConfig, model: Layout, steps: int, samples_per_step: int, server_rates: ServerRates | None = None
+    outer: OuterConfig,
+    model: ParameterMap,
+    steps: int,
+    samples_per_step: int,
+    server_rates: ServerRates | None = None,
 ) -> VirtualTask:
     """Timing only: a fragment is one number on the servers, and travels with its true size.
 
@@ -78,14 +82,14 @@ def timing_task(
     )
 
 
-def stand_in(model: Layout) -> Layout:
+def stand_in(model: ParameterMap) -> ParameterMap:
     """A layout with as many fragments, of one element each."""
     firsts = [replace(f.parameters[0], shape=(1,)) for f in model.fragments]
     if len(firsts) == 1:
-        return Layout(firsts)
+        return ParameterMap(firsts)
     # What lies before the first layer is one fragment, what lies behind it another.
     ends, layers = [p for p in firsts if p.layer is None], [p for p in firsts if p.layer is not None]
-    return Layout([*ends[:1], *layers, *ends[1:]], layers_per_fragment=1)
+    return ParameterMap([*ends[:1], *layers, *ends[1:]], layers_per_fragment=1)
 
 
 @contextmanager
@@ -113,17 +117,17 @@ class VirtualWorld:
     ) -> None:
         self.spec, self.task, self.watch = spec, task, watch
         self.clock = Clock()
-        self.identity = Identity("simulated", "config", task.layout.digest, "simulated")
+        self.identity = Identity("simulated", "config", task.parameter_map.digest, "simulated")
         names = {r.name: tuple(w.name for w in r.workers) for r in spec.regions}
         samples = task.train_samples, task.samples_per_step
-        server = task.global_server(self.identity, task.layout, task.outer, names, *samples)
+        server = task.global_server(self.identity, task.parameter_map, task.outer, names, *samples)
         server.set_weights([v.clone() for v in task.start])
         # When all have left, the clock forgets the deaths and returns that were still to come.
         members = len(spec.workers) if task.outer.flat else len(spec.regions)
         self.top = GlobalNode(server, task.sizes.wide, self._work("global", members), self._applied, self.clock.end)
         if spec.speeds_known:
             for worker in spec.workers:
-                self.top.server.book.note_speed(worker.name, worker.step_s)
+                self.top.server.lease_table.note_speed(worker.name, worker.step_s)
         self.links = self._links()
         self.local_links: dict[str, Star] = {}
         self.regions: dict[str, RegionNode] = {}
@@ -159,8 +163,8 @@ class VirtualWorld:
     def report(self) -> dict[str, Any]:
         """Plain JSON data."""
         end = max(self.clock.now, 1e-9)
-        book = self.top.server.book
-        committed_steps = book.committed_samples / self.task.samples_per_step
+        lease_table = self.top.server.lease_table
+        committed_steps = lease_table.committed_samples / self.task.samples_per_step
         trained_s = sum(w.trained_s for w in self.workers.values())
         speed = sum(1 / w.step_s for w in self.spec.workers)
         usage = self.links.usage()
@@ -206,7 +210,7 @@ class VirtualWorld:
         samples = task.train_samples, task.samples_per_step
         updates = updates_in_run(*samples, task.outer.local_steps, len(workers), every)
         rule = region_rule(task.outer.rule, workers, updates, task.momentum_decay)
-        server = task.region_server(name, self.identity, task.layout, task.outer, rule, workers)
+        server = task.region_server(name, self.identity, task.parameter_map, task.outer, rule, workers)
         server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
         node = self.regions[name] = RegionNode(server, task.sizes.local, self._work("region", len(workers)), uplink)
@@ -218,19 +222,19 @@ class VirtualWorld:
         above = (self.top, self.links) if task.outer.flat else (self.regions[region], self.local_links[region])
         self._place[spec.name] = above
         self.workers[spec.name] = SimWorker(
-            self.clock, spec, self.identity, task.outer, task.learner(spec), task.layout.piece_numbers
+            self.clock, spec, self.identity, task.outer, task.learner(spec), task.parameter_map.chunk_numbers
         )
         if not spec.away or spec.away[0][0] > 0:  # otherwise it joins late
-            self.clock.at(0.0, self._begin_life, spec.name)
+            self.clock.at(0.0, self._begin_incarnation, spec.name)
         for dies_s, back_s in spec.away:
             if dies_s > 0:
                 self.clock.at(dies_s, self._die, spec.name)
             if back_s != float("inf"):
-                self.clock.at(back_s, self._begin_life, spec.name)
+                self.clock.at(back_s, self._begin_incarnation, spec.name)
 
     # -- what happens
 
-    def _begin_life(self, name: str) -> None:
+    def _begin_incarnation(self, name: str) -> None:
         worker = self.workers[name]
         if worker.left:
             return

@@ -6,7 +6,7 @@ pinned memory can be copied while the host goes on. The two streams wait for eac
 host waits for the exchange's stream on a thread of its own, and never for the stream that trains.
 
 `HostStaging` has them in host memory, where deltas are made and coded, too, by a thread of its own. The masters cross
-in pieces through two pinned buffers, while the host waits: that is its price for the GPU's memory.
+in chunks through two pinned buffers, while the host waits: that is its price for the GPU's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from geotrain.staging.interface import Change, Made, Staging, SynchronousStaging
 
 T = TypeVar("T")
 _ALIGNED = 16  # bytes: where a tensor begins in a buffer
-PIECE = 1 << 24  # elements of a pinned buffer of `HostStaging`, which has two: 64 MiB each
+CHUNK = 1 << 24  # elements of a pinned buffer of `HostStaging`, which has two: 64 MiB each
 
 
 def staging_for(state_device: str, device: torch.device, masters: Sequence[Tensor]) -> Staging:
@@ -204,20 +204,20 @@ class _Pinned:
 
 
 class HostStaging:
-    """One rank's staging in host memory. device: where it trains. cuda: as for `CudaStaging`. piece: elements."""
+    """One rank's staging in host memory. device: where it trains. cuda: as for `CudaStaging`. chunk: elements."""
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda, piece: int = PIECE) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, chunk: int = CHUNK) -> None:
         self.device = torch.device("cpu")
-        self._on, self._cuda, self._piece = device, cuda, piece
+        self._on, self._cuda, self._chunk = device, cuda, chunk
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas")
         self._pinned: deque[_Pinned] = deque()
         self._made: Future[Any] | None = None  # the newest delta
 
     def read(self, masters: Sequence[Tensor], into: Tensor) -> None:
-        """Each piece is copied from its buffer while the next one crosses. The host waits for what training has
+        """Each chunk is copied from its buffer while the next one crosses. The host waits for what training has
         enqueued, and so does all that it enqueues afterwards."""
         under_way: tuple[Tensor, Tensor, Any] | None = None
-        for master, place in self._pieces(masters, into):
+        for master, place in self._chunks(masters, into):
             if master.device != self._on:  # the optimizer was offloaded to the host
                 place.copy_(master)
                 continue
@@ -231,7 +231,7 @@ class HostStaging:
             self._take(*under_way)
 
     def change(self, masters: Sequence[Tensor], how: Change, *vectors: Tensor) -> None:
-        for master, *parts in self._pieces(masters, *vectors):
+        for master, *parts in self._chunks(masters, *vectors):
             there = [part if master.device != self._on else self._over(part) for part in parts]
             how([master], *([part] for part in there))
 
@@ -262,19 +262,19 @@ class HostStaging:
     def when_fetched(self, call: Callable[[], Any]) -> _Chained:
         return _Chained(self._thread.submit(call))
 
-    def _pieces(self, masters: Sequence[Tensor], *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    def _chunks(self, masters: Sequence[Tensor], *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Parts of the masters, with the parts of each vector that lie beside them, none longer than a buffer."""
         begin = 0
         for master in masters:
             beside = [vector[begin : begin + master.numel()] for vector in vectors]
-            yield from zip(master.split(self._piece), *(each.split(self._piece) for each in beside), strict=True)
+            yield from zip(master.split(self._chunk), *(each.split(self._chunk) for each in beside), strict=True)
             begin += master.numel()
 
     def _next(self) -> _Pinned:
         """The buffer that was used longest ago, after waiting for that use's end."""
         if len(self._pinned) < 2:
             pinned = self._on.type == "cuda"
-            self._pinned.append(_Pinned(torch.empty(self._piece, dtype=torch.float32, pin_memory=pinned)))
+            self._pinned.append(_Pinned(torch.empty(self._chunk, dtype=torch.float32, pin_memory=pinned)))
         else:
             self._pinned.rotate()
         buffer = self._pinned[-1]

@@ -22,7 +22,7 @@ from geotrain.outer import exchange
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.parameters.layout import Layout, fragments_due
+from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.staging.cuda import staging_for
 from geotrain.worker.schedule import schedule_step
 
@@ -72,7 +72,7 @@ class WorkerLoop:
         run: RunConfig,
         name: str,
         identity: Identity,
-        layout: Layout,
+        parameter_map: ParameterMap,
         rank: LoopRank,
         shards: Iterable[OwnedShard],
         device: torch.device,
@@ -85,17 +85,17 @@ class WorkerLoop:
         expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
     ) -> None:
-        self.run, self.name, self.identity, self.layout = run, name, identity, layout
+        self.run, self.name, self.identity, self.parameter_map = run, name, identity, parameter_map
         self.rank, self.client, self.workers = rank, client, workers
         self.validate, self.save, self.report, self.expect = validate, save, report, expect
         self.peak_flops_per_token_s = peak_flops_per_token_s
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
-        pieces = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
-        staging = staging_for(run.outer.state_device, device, [piece.master for piece in pieces])
-        self.weights = WorkerRank(layout, run.outer, pieces, staging)
+        chunks = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
+        staging = staging_for(run.outer.state_device, device, [chunk.master for chunk in chunks])
+        self.weights = WorkerRank(parameter_map, run.outer, chunks, staging)
         client.mirrors = self.weights.mirrors
-        self.exchange = Exchange(name, run.outer, rank, self.weights, client, layout.piece_numbers, clock)
+        self.exchange = Exchange(name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock)
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained
@@ -106,7 +106,7 @@ class WorkerLoop:
 
     def start(self) -> None:
         """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
-        # Names this life of the worker: the time tells it from earlier ones, and all ranks must say the same.
+        # Names this incarnation of the worker: the time tells it from earlier ones, and all ranks must say the same.
         incarnation = self.rank.from_rank_0(f"{self.name}-{time.time_ns():x}")
         job = wait_for(self.exchange.start(self.identity, incarnation))
         self.laps.restart()
@@ -127,7 +127,7 @@ class WorkerLoop:
         self.laps.lap("compute")
         self._results.append(result)
         self.step += 1
-        due = fragments_due(len(self.layout.fragments), self.lease.steps, self.step)
+        due = fragments_due(len(self.parameter_map.fragments), self.lease.steps, self.step)
         wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
         self.laps.lap("communication")
         if self.step < self.lease.steps:
@@ -194,7 +194,7 @@ class WorkerLoop:
         collective."""
         answer = self.client.global_weights(number).result()
         versions = [w.version for w in answer.weights]
-        words = f"{answer.life} {versions}"
+        words = f"{answer.incarnation} {versions}"
         same = self.rank.from_rank_0(words) == words
         # Evaluation is a collective: all ranks take part or none. None do if the server was restarted between their
         # requests and gave them different weights, or has no global weights; then this validation is left out.

@@ -15,7 +15,7 @@ from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.outer.messages import Identity, Lease
-from geotrain.parameters.layout import Layout
+from geotrain.parameters.parameter_map import ParameterMap
 from geotrain.worker.loop import LoopClient, WorkerLoop
 
 
@@ -34,7 +34,7 @@ class Trainer:
         run: RunConfig,
         name: str,
         identity: Identity,
-        layout: Layout,
+        parameter_map: ParameterMap,
         engine: GeoEngine,
         loader: LeasedLoader,
         client: LoopClient,
@@ -55,7 +55,7 @@ class Trainer:
             run,
             name,
             identity,
-            layout,
+            parameter_map,
             engine,
             engine.shards(),
             engine.device,

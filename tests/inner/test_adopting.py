@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from geotrain.config import AccoConfig, ParallelConfig
-from geotrain.parameters.layout import Layout, canonical_parameters
+from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
 from tests.support.collectives import watched
 from tests.support.inner_worlds import LLAMA, deepspeed_block, micro_batches, run_world, start, stop, train
 
@@ -27,7 +27,7 @@ LAST_LAYER, SECOND_LAYER = 3, 1
 
 
 def names_of_layer(engine: Any, layer: int) -> set[str]:
-    fragments = Layout(canonical_parameters(engine.architecture), 1).fragments
+    fragments = ParameterMap(canonical_parameters(engine.architecture), 1).fragments
     return {p.name for p in next(f for f in fragments if f.name == f"layers-{layer}").parameters}
 
 

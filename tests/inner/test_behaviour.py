@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from geotrain.config import ConfigError, ParallelConfig
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from tests.support.inner_worlds import (
     BATCH,
     LLAMA,

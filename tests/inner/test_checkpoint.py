@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import ParallelConfig
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.checkpoints import load, save
 from tests.support.inner_worlds import (
     LLAMA,
@@ -32,13 +32,13 @@ from tests.support.inner_worlds import (
 )
 
 FIRST, THEN = range(6), range(6, 12)
-Layout = tuple[int, int, int]  # tensor, pipeline, ZeRO stage
+ParameterMap = tuple[int, int, int]  # tensor, pipeline, ZeRO stage
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "weight_decay": 0.1}}}
 
 
-def engine_for(layout: Layout, model: dict[str, Any] = QWEN, **more: Any) -> Any:
+def engine_for(layout: ParameterMap, model: dict[str, Any] = QWEN, **more: Any) -> Any:
     return start(model, ParallelConfig(tensor=layout[0], pipeline=layout[1]), deepspeed_block(layout[2], **more))
 
 
@@ -69,7 +69,7 @@ def save_and_go_on(folder: str, more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_elsewhere(folder: str, layouts: list[Layout], more: dict[str, Any]) -> list[Any]:
+def load_elsewhere(folder: str, layouts: list[ParameterMap], more: dict[str, Any]) -> list[Any]:
     curves = []
     for layout in layouts:
         engine = engine_for(layout, **more)
@@ -88,7 +88,9 @@ def load_elsewhere(folder: str, layouts: list[Layout], more: dict[str, Any]) -> 
     ],
     ids=["adamw", "muon"],
 )
-def test_it_continues_on_every_layout(tmp_path: Path, more: dict[str, Any], layouts: list[list[Layout]]) -> None:
+def test_it_continues_on_every_layout(
+    tmp_path: Path, more: dict[str, Any], layouts: list[list[ParameterMap]]
+) -> None:
     saved = run_world(2, save_and_go_on, str(tmp_path), more)
     for result in saved:
         assert result["again"] == result["expected"], "the same layout continues bit for bit"

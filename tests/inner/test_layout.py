@@ -13,7 +13,7 @@ from geotrain.config import AccoConfig, ConfigError, ParallelConfig, Unsupported
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import check_layout
 from geotrain.parallelism.local_parameters import local_parameters
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.expert_models import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 

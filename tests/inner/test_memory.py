@@ -14,7 +14,7 @@ from geotrain.config import AccoConfig, ConfigError, ParallelConfig, architectur
 from geotrain.parallelism.acco_forms import scratch_bytes
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank
 from geotrain.parallelism.whole_matrices import shard_size
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from tests.support.expert_models import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,

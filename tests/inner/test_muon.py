@@ -36,7 +36,7 @@ STEPS = range(20)
 MODELS = {"llama": LLAMA, "qwen": QWEN}
 BF16 = {"bf16": {"enabled": True}}
 # model, tensor, pipeline, sequence, ZeRO stage, tp_mode, form of ACCO
-Layout = tuple[str, int, int, bool, int, str, str | None]
+ParameterMap = tuple[str, int, int, bool, int, str, str | None]
 
 
 def muon_block(stage: int, mode: str = "duplicated", **more: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_blockwise_each_tensor_rank_takes_its_own_part_for_a_matrix() -> None:
         torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def try_layouts(layouts: list[Layout]) -> list[Any]:
+def try_layouts(layouts: list[ParameterMap]) -> list[Any]:
     """On each rank, for each layout: (curve, evaluation, pushed at the end)."""
     results = []
     for model, tensor, pipeline, sequence, stage, mode, form in layouts:
@@ -166,8 +166,11 @@ def alone() -> dict[str, Any]:
     return dict(zip(MODELS, results, strict=True))
 
 
-ONE: list[Layout] = [("qwen", 1, 1, False, 1, "duplicated", None), ("llama", 1, 1, False, 1, "duplicated", "none")]
-TWO: list[Layout] = [
+ONE: list[ParameterMap] = [
+    ("qwen", 1, 1, False, 1, "duplicated", None),
+    ("llama", 1, 1, False, 1, "duplicated", "none"),
+]
+TWO: list[ParameterMap] = [
     ("qwen", 2, 1, False, 1, "duplicated", None),
     ("llama", 2, 1, True, 0, "duplicated", None),
     ("qwen", 1, 2, False, 1, "duplicated", None),
@@ -177,7 +180,7 @@ TWO: list[Layout] = [
     ("qwen", 2, 1, False, 1, "duplicated", "int4"),
     ("qwen", 1, 2, False, 1, "duplicated", "stale"),
 ]
-FOUR: list[Layout] = [
+FOUR: list[ParameterMap] = [
     ("qwen", 2, 1, True, 1, "duplicated", None),
     ("llama", 2, 2, False, 1, "duplicated", None),
     ("qwen", 1, 1, False, 1, "duplicated", None),
@@ -187,7 +190,7 @@ FOUR: list[Layout] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layouts"), [(1, ONE), (2, TWO), (4, FOUR)])
-def test_every_layout_trains_as_one_process(alone: dict[str, Any], ranks: int, layouts: list[Layout]) -> None:
+def test_every_layout_trains_as_one_process(alone: dict[str, Any], ranks: int, layouts: list[ParameterMap]) -> None:
     by_rank = run_world(ranks, try_layouts, layouts)
     for i, layout in enumerate(layouts):
         curve, evaluation, after = alone[layout[0]]

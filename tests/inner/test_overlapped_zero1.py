@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from geotrain.config import ParallelConfig
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from tests.support.collectives import replaced, watched
 from tests.support.inner_worlds import LLAMA, deepspeed_block, micro_batches, run_world, start, stop, train
 

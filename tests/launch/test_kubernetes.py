@@ -24,7 +24,7 @@ import yaml
 from geotrain.commands import cli
 from geotrain.commands.configs import copy_configs
 from geotrain.commands.dry_run import needs
-from geotrain.config import EXIT_FOR_GOOD, Topology, load_cluster, load_run, vaults_of
+from geotrain.config import EXIT_FOR_GOOD, Topology, load_cluster, load_run, shards_of
 from geotrain.launch.check import check_together
 from geotrain.launch.guard import GRACE_S, KILL_DEADLINE_S
 from geotrain.launch.host_rules import SHM_BYTES
@@ -186,12 +186,12 @@ def test_who_listens_is_found_under_the_name_and_port_of_the_cluster_file(region
     manifests = everything(region)
     services, workloads = of_kind(manifests, "Service"), of_kind(manifests, "Job", "StatefulSet")
     for site in (GLOBAL, region):
-        server, vaults = workloads.pop(f"geotrain-{site}"), workloads.pop(f"geotrain-{site}-vault")
-        assert vaults["spec"]["replicas"] == len(vaults_of(cluster, site)) > 1
-        assert vaults["spec"]["serviceName"] in services
+        server, shards = workloads.pop(f"geotrain-{site}"), workloads.pop(f"geotrain-{site}-shard")
+        assert shards["spec"]["replicas"] == len(shards_of(cluster, site)) > 1
+        assert shards["spec"]["serviceName"] in services
         for workload, addresses in (
             (server, (Topology(run, cluster).servers[site],)),
-            (vaults, vaults_of(cluster, site)),
+            (shards, shards_of(cluster, site)),
         ):
             (port,) = container(workload)["ports"]
             assert container(workload)["readinessProbe"]["tcpSocket"]["port"] == port["name"]
@@ -200,7 +200,7 @@ def test_who_listens_is_found_under_the_name_and_port_of_the_cluster_file(region
             for number, address in enumerate(addresses):
                 pod_name = f"{workload['metadata']['name']}-{number}"
                 labels = workload["spec"]["template"]["metadata"]["labels"]
-                if workload is vaults:
+                if workload is shards:
                     labels = {**labels, "statefulset.kubernetes.io/pod-name": pod_name}
                 name, _, domain = address.host.partition(".")
                 service = services[domain or name]["spec"]
@@ -208,15 +208,15 @@ def test_who_listens_is_found_under_the_name_and_port_of_the_cluster_file(region
                     assert name == pod_name and service["clusterIP"] == "None"
                 assert service["selector"].items() <= labels.items()
                 assert [p["port"] for p in service["ports"]] == [address.port] == [port["containerPort"]]
-                if workload is vaults and not domain:
+                if workload is shards and not domain:
                     assert service["selector"] == {"statefulset.kubernetes.io/pod-name": pod_name}
     assert list(workloads) == [w.name.join(("geotrain-", "")) for w in cluster.region(region).workers]
 
 
-def test_other_clusters_know_the_global_server_and_its_vaults() -> None:
+def test_other_clusters_know_the_global_server_and_its_shards() -> None:
     _, cluster = FILES
     names = of_kind(read("elsewhere.yaml"), "Service")
-    assert set(names) == {a.host for a in (cluster.global_server, *cluster.global_vaults)}
+    assert set(names) == {a.host for a in (cluster.global_server, *cluster.global_shards)}
     here = of_kind(read("global.yaml"), "Service")
     for name, service in names.items():
         assert service["spec"]["type"] == "ExternalName" and here[name]["spec"]["type"] == "LoadBalancer"
@@ -247,9 +247,9 @@ def test_each_server_has_the_memory_and_the_disk_that_dry_run_asks_for() -> None
         workloads = of_kind(manifests, "Job", "StatefulSet")
         claims = of_kind(manifests, "PersistentVolumeClaim")
         for site in (GLOBAL, region):
-            vaults = workloads[f"geotrain-{site}-vault"]
-            number, (claim,) = vaults["spec"]["replicas"], vaults["spec"]["volumeClaimTemplates"]
-            parts = [(workloads[f"geotrain-{site}"], 1), (vaults, number)]
+            shards = workloads[f"geotrain-{site}-shard"]
+            number, (claim,) = shards["spec"]["replicas"], shards["spec"]["volumeClaimTemplates"]
+            parts = [(workloads[f"geotrain-{site}"], 1), (shards, number)]
             for workload, _ in parts:
                 resources = container(workload)["resources"]
                 assert resources["requests"]["memory"] == resources["limits"]["memory"]
@@ -262,7 +262,7 @@ def test_each_server_has_the_memory_and_the_disk_that_dry_run_asks_for() -> None
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_servers_and_vaults_are_started_as_the_command_line_takes_it(region: str) -> None:
+def test_servers_and_shards_are_started_as_the_command_line_takes_it(region: str) -> None:
     _, cluster = FILES
     app: Any = typer.main.get_command(cli.app)
     workloads, started = of_kind(everything(region), "Job", "StatefulSet"), []
@@ -277,11 +277,12 @@ def test_servers_and_vaults_are_started_as_the_command_line_takes_it(region: str
             context = command.make_context(words[1], words[2:])  # raises where the words are not its own
             assert context.params.pop("run") == Path(RUN) / "run.json"
             assert context.params.pop("resume") and context.params.pop("cluster") is None
-            # A Job's pods are of one launch; a StatefulSet starts vaults again for ever, and they end by their book.
+            # A Job's pods are of one launch; a StatefulSet starts shards again for ever, and they end by their
+            # coordinator.
             assert workload["kind"] == "StatefulSet" or context.params.pop("launch_id") == UID
             started.append((words[1], *context.params.values()))
     wanted: list[tuple[Any, ...]] = [("global",), ("region", region)]
-    wanted += [("vault", site, i) for site in (GLOBAL, region) for i in range(len(vaults_of(cluster, site)))]
+    wanted += [("shard", site, i) for site in (GLOBAL, region) for i in range(len(shards_of(cluster, site)))]
     assert sorted(started, key=str) == sorted(wanted, key=str)
 
 
@@ -366,8 +367,8 @@ def test_secrets_and_the_config_map_get_all_files_that_processes_look_for() -> N
     hosts = {f"{w.name}.hosts" for region in FILES[1].regions for w in region.workers}
     assert files["geotrain-run"] == {"run.json", "cluster.json", *hosts}
     pairs = {
-        GLOBAL: ["global-global", "vault-global", "operator-operator"],
-        SHIPPED: [f"region-{SHIPPED}", f"vault-{SHIPPED}", f"worker-{SHIPPED}-w0"],
+        GLOBAL: ["global-global", "shard-global", "operator-operator"],
+        SHIPPED: [f"region-{SHIPPED}", f"shard-{SHIPPED}", f"worker-{SHIPPED}-w0"],
     }
     for site, stems in pairs.items():
         wanted = {f"certs/{stem}.{end}" for stem in stems for end in ("pem", "key")}
@@ -414,8 +415,8 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 @pytest.mark.root
-def test_a_server_and_a_vault_listen_in_pods_of_their_own_and_end_when_told(tmp_path: Path) -> None:
-    """The manifests' own commands, volumes, certificates and host aliases, on a small model. The server's vaults
+def test_a_server_and_a_shard_listen_in_pods_of_their_own_and_end_when_told(tmp_path: Path) -> None:
+    """The manifests' own commands, volumes, certificates and host aliases, on a small model. The server's shards
     are not there: it ends nevertheless."""
     run = json.loads((FOLDER / "run.json").read_text())
     run["model"]["config"] = MODEL
@@ -428,7 +429,7 @@ def test_a_server_and_a_vault_listen_in_pods_of_their_own_and_end_when_told(tmp_
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     try:
         workloads = of_kind(everything(), "Job", "StatefulSet")
-        for name in ("geotrain-global", f"geotrain-{SHIPPED}-vault"):  # a name without and one with a dot
+        for name in ("geotrain-global", f"geotrain-{SHIPPED}-shard"):  # a name without and one with a dot
             workload, folder = workloads[name], tmp_path / name
             sources = {RUN: files, CERTS: folder / "certs", STATE: folder / "state"}
             for each in (folder / "root", *list(sources.values())[1:]):

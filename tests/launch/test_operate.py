@@ -54,9 +54,9 @@ def test_a_run_is_watched_paused_drained_and_stopped_then_resumed(tmp_path: Path
         assert once.returncode == RunState.RUNNING and "small: running; " in once.stdout and "tokens/s" in once.stdout
 
         for member in ("eu-0", "us"):
-            pardoned = geotrain("pardon", folder, member)
-            assert pardoned.stdout == f"{member}: pardoned\n", pardoned.stderr
-        nobody = geotrain("pardon", folder, "x")
+            unbanned = geotrain("unban", folder, member)
+            assert unbanned.stdout == f"{member}: unbanned\n", unbanned.stderr
+        nobody = geotrain("unban", folder, "x")
         assert (
             nobody.returncode == 2 and "'x' is no worker or region of this run; there are eu, eu-0" in nobody.stderr
         )

@@ -23,7 +23,7 @@ from geotrain.launch.terminal import new_console
 from geotrain.net.transport.certs import make_certificates
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 ROOT = Path(__file__).parents[2]
 MODEL = {

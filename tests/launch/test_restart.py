@@ -64,7 +64,9 @@ def test_restarts_are_bounded_within_the_window() -> None:
 def test_what_dies_is_started_again(tmp_path: Path) -> None:
     deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
-        running.start(lasting(f"echo life >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) = 3 ] || exit 7", "a"))
+        running.start(
+            lasting(f"echo incarnation >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) = 3 ] || exit 7", "a")
+        )
         assert running.wait().code == 0
     assert [(d.unit, d.how, d.pause_s, d.restarts) for d in deaths] == [
         ("a", "failed with exit code 7", 0.05, 1),
@@ -214,23 +216,24 @@ def test_what_outlives_its_server_is_stopped_and_fails_nothing(tmp_path: Path) -
     assert not [event for event in said if isinstance(event, ProcessDied)]
 
 
-def test_a_vault_that_missed_its_books_end_is_stopped_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed when its book had let it go, it came back. A server may need long for its end, a vault does not."""
+def test_a_shard_that_missed_its_books_end_is_stopped_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when its coordinator had let it go, it came back. A server may need long for its end, a shard does
+    not."""
     monkeypatch.setattr(supervisor_module, "LEAF_DRAIN_S", 0.5)
     mark = new_mark()
     with Supervisor(tmp_path, drain_s=1000.0, restart=FAST) as running:
         running.start(lasting("true", "eu", role="server"))
-        running.start(lasting("sleep 300", "eu.vault-0", role="vault", depends_on="eu", env=mark))
+        running.start(lasting("sleep 300", "eu.shard-0", role="shard", depends_on="eu", env=mark))
         outcome = running.wait()
     assert (outcome.code, outcome.reason) == (0, "")
     assert marked(mark) == []
 
 
 def test_a_server_is_told_the_launch_and_so_is_what_replaces_it(tmp_path: Path) -> None:
-    """A vault is told nothing: its book lets it go."""
-    run, cluster = write_files(tmp_path, "run", 32, {"eu": [1]}, {}, vaults=1)
-    request = LaunchRequest(load_run(run), resolve(load_cluster(cluster)), ("global", "eu"), False, "life")
-    for launch_id, told in (("", "life"), ("job-7", "job-7")):
+    """A shard is told nothing: its coordinator lets it go."""
+    run, cluster = write_files(tmp_path, "run", 32, {"eu": [1]}, {}, shards=1)
+    request = LaunchRequest(load_run(run), resolve(load_cluster(cluster)), ("global", "eu"), False, "incarnation")
+    for launch_id, told in (("", "incarnation"), ("job-7", "job-7")):
         for process in local_processes(replace(request, launch_id=launch_id), tmp_path, HostMachine(2)):
             for spec in (process, process.respawn() if process.respawn else process):
                 words = list(spec.command)

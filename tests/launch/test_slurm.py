@@ -30,10 +30,10 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
     files = write_files(tmp_path, "run", 320, {"eu": [2]}, {"rule": {"name": "halos"}}, min_step_s=0.15)
     cluster, ports = json.loads(files[1].read_text()), free_ports(5)
     cluster["global_server"] = {"host": "127.0.0.1", "port": ports[0]}
-    cluster["global_vaults"] = [{"host": "127.0.0.1", "port": ports[3]}]
+    cluster["global_shards"] = [{"host": "127.0.0.1", "port": ports[3]}]
     (region,) = cluster["regions"]
     region["server"] = {"host": "elsewhere", "port": ports[1]}  # the template puts the job's first node here
-    region["vaults"] = [{"host": "elsewhere", "port": ports[4]}]
+    region["shards"] = [{"host": "elsewhere", "port": ports[4]}]
     region["workers"][0] |= {
         "launcher": "slurm",
         "launcher_args": "--overlap",
@@ -78,7 +78,7 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
     resolved = json.loads((tmp_path / "run/cluster.json").read_text())["regions"][0]
     node = socket.gethostname().partition(".")[0]
     assert resolved["server"]["host"] == node and resolved["workers"][0]["hosts"][0]["host"] == node
-    assert resolved["vaults"] == [{"host": node, "port": ports[4]}]
+    assert resolved["shards"] == [{"host": node, "port": ports[4]}]
     assert "stopped by SIGTERM" in log.read_text()
     for server in ("global", "eu"):  # a job that is requeued is the same launch
         newest = max((tmp_path / "run/servers" / server / "snapshots").glob("*/meta.json"))

@@ -1,5 +1,5 @@
-"""Behind a real sshd, whose connections are lost: a worker's job is started again, never beside its former life; a
-region lives on. And DeepSpeed's launcher over pdsh."""
+"""Behind a real sshd, whose connections are lost: a worker's job is started again, never beside its former
+incarnation; a region lives on. And DeepSpeed's launcher over pdsh."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ STEPS, STEP_S = 120, 0.1  # of a run that is not over while its launcher is lost
 FAST = RestartConfig(limit=3, first_s=0.05)
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
-# Says so when anything is there of another life: all that it starts, also in other sessions, inherits the lock.
-# It takes a second to end.
+# Says so when anything is there of another incarnation: all that it starts, also in other sessions, inherits the
+# lock. It takes a second to end.
 JOB = """
 exec 7> {alone}; flock -n 7 || echo beside another
 trap 'end=$((SECONDS + 2)); while ((SECONDS < end)); do :; done; exit 0' TERM

@@ -57,15 +57,15 @@ def test_a_row_for_each_region() -> None:
     assert [row.split()[:3] for row in rows] == [["eu", "3.500", "1,500"], ["us", "–", "–"]]
 
 
-def test_a_vault_that_is_down_is_seen() -> None:
-    vaults = [
-        {"vault": 0, "up": True, "orders": 1200, "rss_bytes": 3_000_000, "saved": 40},
-        {"vault": 1, "up": False, "orders": 0, "rss_bytes": 0, "saved": 0},
+def test_a_shard_that_is_down_is_seen() -> None:
+    shards = [
+        {"shard": 0, "up": True, "orders": 1200, "rss_bytes": 3_000_000, "saved": 40},
+        {"shard": 1, "up": False, "orders": 0, "rss_bytes": 0, "saved": 0},
     ]
     console = new_console()
     with console.capture() as shown:
-        console.print(draw("r", cluster(), {"global": TOP, "eu": {**EU, "vaults": vaults}}))
-    assert "vaults of eu: 0 1,200 orders, 3.0 MB, snapshot after 40; 1 DOWN" in shown.get()
+        console.print(draw("r", cluster(), {"global": TOP, "eu": {**EU, "shards": shards}}))
+    assert "shards of eu: 0 1,200 orders, 3.0 MB, snapshot after 40; 1 DOWN" in shown.get()
 
 
 @pytest.mark.parametrize("phase", ["paused", "stopping"])

@@ -107,7 +107,8 @@ def test_a_run_is_one_run_of_weights_and_biases_for_its_whole_life(
         for record in records
         if record.HasField("history")
     ]
-    # the steps of a life do not begin at 0 again, so that those of earlier lives stay when both are synchronized
+    # the steps of a incarnation do not begin at 0 again, so that those of earlier lives stay when both are
+    # synchronized
     steps = [(point["_step"], point["tokens"], point["run/loss"]) for point in points]
     assert steps == [(4096, 4096, 2.5), (8192, 8192, 2.5)]
     axes = [record.metric for record in records if record.HasField("metric")]
@@ -131,7 +132,16 @@ def train_a_worker(folder: str) -> dict[str, Any]:
     loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
     servers = LocalServers(run)
     reports: list[dict[str, float]] = []
-    parts = (run, "w", servers.identity, servers.layout, engine, loader, LocalClient(servers), Path(folder) / "saved")
+    parts = (
+        run,
+        "w",
+        servers.identity,
+        servers.parameter_map,
+        engine,
+        loader,
+        LocalClient(servers),
+        Path(folder) / "saved",
+    )
     Trainer(*parts, report=reports.append, peak_flops_per_token_s=1e6).train(resume=False)
     engine.close()
     return {"reports": reports}

@@ -9,7 +9,7 @@ import pytest
 
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.monitor import history
-from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, SnapshotWritten, VaultSampled
+from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, ShardSampled, SnapshotWritten
 from geotrain.monitor.history import Facts, History, facts
 from geotrain.outer.events import Event, Joined, Left, Steered, UpdateApplied, UpdateRefused, ValidationDone
 
@@ -23,7 +23,7 @@ def merge(member: str, loss: float, tokens: int, staleness: int = 0) -> UpdateAp
 
 
 def told(*events: Event, begin_s: float = 0.0) -> History:
-    made = History(FACTS, "life")
+    made = History(FACTS, "incarnation")
     for i, event in enumerate(events):
         made.on(Record(begin_s + i, "global", event))
     return made
@@ -47,14 +47,16 @@ def test_states_of_a_member() -> None:
     again = Joined("a", 0, "x", False), Recovery(0), Joined("a", 0, "x", False), Joined("a", 0, "y", True)
     marks = told(Joined("a", 0, "x"), *again, Lost("a", 6), Joined("a", 0, "z")).state(9)["marks"]
     kinds = [mark[2] for mark in marks if mark[2] != "start"]
-    assert kinds == ["joined", "found", "lost", "joined"], "a life joins once, also if its server is started again"
+    assert kinds == ["joined", "found", "lost", "joined"], (
+        "a incarnation joins once, also if its server is started again"
+    )
 
 
-def test_the_last_sample_of_each_vault_is_told() -> None:
-    up, down = VaultSampled(1, True, 9, 0, 7, 50, 60), VaultSampled(1, False, 0, 0, 0, 0, 0)
-    zero = VaultSampled(0, True, 9, 0, 7, 50, 60)
-    vaults = told(up, zero, down).state(9)["vaults"]
-    assert [(each["vault"], each["up"], each["orders"]) for each in vaults] == [(0, True, 9), (1, False, 0)]
+def test_the_last_sample_of_each_shard_is_told() -> None:
+    up, down = ShardSampled(1, True, 9, 0, 7, 50, 60), ShardSampled(1, False, 0, 0, 0, 0, 0)
+    zero = ShardSampled(0, True, 9, 0, 7, 50, 60)
+    shards = told(up, zero, down).state(9)["shards"]
+    assert [(each["shard"], each["up"], each["orders"]) for each in shards] == [(0, True, 9), (1, False, 0)]
 
 
 def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:
@@ -67,7 +69,7 @@ def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:
     made.on(Record(6, "global", merge("b", 2.0, 160)))
     more = made.state(7, first["number"], first["epoch"])
     assert [point[3] for point in more["points"]] == [2.0] and set(more["ticks"]) == {"b"}
-    assert made.state(7, first["number"], "another life")["full"]
+    assert made.state(7, first["number"], "another incarnation")["full"]
     json.dumps(more, allow_nan=False)
 
 
@@ -119,7 +121,7 @@ def test_a_long_run_stays_within_bounds_and_keeps_its_shape(monkeypatch: pytest.
 
 
 def test_speed_is_that_of_the_last_minutes() -> None:
-    made = History(FACTS, "life")
+    made = History(FACTS, "incarnation")
     for second in range(0, 600, 10):
         made.on(Record(second, "global", merge("a", 1.0, 100 * second if second < 300 else 30_000 + (second - 300))))
     assert made.state(590)["tokens_per_s"] == pytest.approx(1.0, rel=0.1)
@@ -127,7 +129,7 @@ def test_speed_is_that_of_the_last_minutes() -> None:
 
 
 def test_a_clock_that_is_set_back_gives_no_wrong_speed_and_keeps_nothing_for_ever() -> None:
-    made = History(FACTS, "life")
+    made = History(FACTS, "incarnation")
     for second in range(600):
         ahead_s = 3600 if 100 < second < 200 else 0
         made.on(Record(second + ahead_s, "global", merge("a", 1.0, second)))

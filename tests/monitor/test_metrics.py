@@ -22,8 +22,8 @@ from geotrain.monitor.events import (
     ProcessStarted,
     Record,
     ServerSampled,
+    ShardSampled,
     SnapshotWritten,
-    VaultSampled,
 )
 from geotrain.monitor.metrics import MAX_SAID, PREFIX, Metrics, time_shares
 from geotrain.outer.events import Joined, Left, UpdateApplied, UpdateRefused, ValidationDone
@@ -58,7 +58,7 @@ def test_events_become_metrics() -> None:
         UpdateRefused("eu", "no", 1), UpdateRefused("eu", "no", 2), server,
         ProcessStarted("eu-0", "worker"), ProcessEnded("eu-0", 3), Joined("us", 0, "x"), Lost("us", 6.0),
         Joined("af", 0, "x"), Left("af"), ValidationDone("eu", 1, 4, 2.25, 3.0, 4096),
-        VaultSampled(1, True, 9, 2, 7, 50, 60), VaultSampled(0, False, 0, 0, 0, 0, 0),
+        ShardSampled(1, True, 9, 2, 7, 50, 60), ShardSampled(0, False, 0, 0, 0, 0, 0),
     ):  # fmt: skip
         metrics.on(Record(1000.0, "global", event))
     found = told(metrics)
@@ -74,8 +74,8 @@ def test_events_become_metrics() -> None:
         ("validation_loss",): 2.25,
         ("open_leases",): 9, ("snapshots_total",): 1, ("snapshot_seconds",): 1.5, ("process_up", "eu-0"): 0,
         ("process_exits_total", "eu-0", "3"): 1, ("fragment_version", "2"): 4, ("disk_free_bytes",): 2,
-        ("events_total", "ServerSampled"): 2, ("vault_up", "0"): 0, ("vault_up", "1"): 1, ("vault_orders", "1"): 9,
-        ("vault_orders_behind", "1"): 2, ("vault_snapshot_orders", "1"): 7, ("vault_memory_bytes", "1"): 60,
+        ("events_total", "ServerSampled"): 2, ("shard_up", "0"): 0, ("shard_up", "1"): 1, ("shard_orders", "1"): 9,
+        ("shard_orders_behind", "1"): 2, ("shard_snapshot_orders", "1"): 7, ("shard_memory_bytes", "1"): 60,
     }  # fmt: skip
     for (name, *labels), value in wanted.items():
         assert found.get((name, *sorted(labels))) == value, (name, labels)
@@ -85,8 +85,8 @@ def test_events_become_metrics() -> None:
 def test_a_life_joins_once_however_many_ranks_and_rejoins_it_has() -> None:
     metrics = Metrics("r", "global")
     lives = [("x", 0, True), ("x", 1, False), ("x", 0, False), ("y", 0, True), ("y", 1, False)]
-    for life, part, new in lives:
-        metrics.on(Record(1000.0, "global", Joined("eu", part, life, new)))
+    for incarnation, part, new in lives:
+        metrics.on(Record(1000.0, "global", Joined("eu", part, incarnation, new)))
     found = told(metrics)
     assert found["joins_total", "eu"] == 2 and found["member_up", "eu"] == 1
     assert found["updates_total", "eu"] == 0  # there from the start: the first update is a rise

@@ -1,4 +1,4 @@
-"""Servers that are killed at their end: between their last snapshot and their exit, with vaults and without.
+"""Servers that are killed at their end: between their last snapshot and their exit, with shards and without.
 
 A launcher that starts one again in the same launch finds it ended still; another launch trains on.
 """
@@ -18,24 +18,24 @@ from geotrain.outer.messages import Leave, OperatorCommand
 from tests.support.net_worlds import BUSY_S, FakeWorker, side_by_side
 from tests.support.server_processes import Server, Site, dies_at
 
-HOST, SESSIONS, VAULT = (
+HOST, SESSIONS, SHARD = (
     "geotrain.net.server.server_host:",
-    "geotrain.net.server.vault_sessions:",
-    "geotrain.net.server.vault_host:",
+    "geotrain.net.server.shard_sessions:",
+    "geotrain.net.server.shard_host:",
 )
 NOTED, SAVED = HOST + "ServerHost._note", HOST + "ServerHost._last_snapshot"
-# Who dies, with how many vaults, and where: as `dies_at` takes it.
+# Who dies, with how many shards, and where: as `dies_at` takes it.
 PLACES = {
     "the global server, its last snapshot written": ("global", 0, SAVED, True),
     "a region's server, its last snapshot written": ("eu", 0, SAVED, True),
     "a region's server, all said": ("eu", 0, HOST + "ServerHost._last_upload", True),
-    "the global book, its last snapshot written": ("global", 2, SAVED, True),
-    "the global book, its vaults told": ("global", 2, NOTED, False, Dismissed),
-    "a region's book, its last snapshot written": ("eu", 2, SAVED, True),
-    "a region's book, its vaults told": ("eu", 2, NOTED, False, Dismissed),
-    "a region's book, one vault let go": ("eu", 2, NOTED, True, Dismissed),
-    "a region's book, all vaults let go": ("eu", 2, SESSIONS + "VaultSessions.farewell", True),
-    "a vault, when it is told": ("eu.vault-1", 2, VAULT + "VaultHost._do", False, Farewell),
+    "the global coordinator, its last snapshot written": ("global", 2, SAVED, True),
+    "the global coordinator, its shards told": ("global", 2, NOTED, False, Dismissed),
+    "a region's coordinator, its last snapshot written": ("eu", 2, SAVED, True),
+    "a region's coordinator, its shards told": ("eu", 2, NOTED, False, Dismissed),
+    "a region's coordinator, one shard let go": ("eu", 2, NOTED, True, Dismissed),
+    "a region's coordinator, all shards let go": ("eu", 2, SESSIONS + "ShardSessions.farewell", True),
+    "a shard, when it is told": ("eu.shard-1", 2, SHARD + "ShardHost._do", False, Farewell),
 }
 
 
@@ -47,8 +47,8 @@ def train(site: Site) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_who_is_killed_at_its_end_and_started_again_stays_ended(tmp_path: Path, place: str) -> None:
     """Nobody waits for who has gone, everybody ends in good order, and all data is trained once."""
-    which, vaults, *where = PLACES[place]
-    site = Site(tmp_path, "sync", 24, vaults=vaults)
+    which, shards, *where = PLACES[place]
+    site = Site(tmp_path, "sync", 24, shards=shards)
     servers: dict[str, Server] = {}
     for name in site.processes:
         dies = partial(dies_at, *where) if name == which else int
@@ -74,23 +74,25 @@ def test_only_in_another_launch_who_had_ended_begins_again(tmp_path: Path) -> No
         build = partial(global_server, site.run, site.cluster, 1)
         return recover(build, partial(begin_server, run=site.run), tmp_path / "global", 2, launch=launch)
 
-    def ends(life: Recovered, launch: str) -> None:
+    def ends(incarnation: Recovered, launch: str) -> None:
         for message in (OperatorCommand("stop"), Leave("eu")):
-            life.journal.append(message)
-            life.server.handle(message)
-        frozen, meta = begin_snapshot(life.server, life.store, life.journal, life.server.finished, launch=launch)
-        finish_snapshot(life.store, life.journal, frozen, meta)
-        life.journal.append(Stopped(), Dismissed(1))
-        life.journal.flush()
-        life.journal.close()
+            incarnation.journal.append(message)
+            incarnation.server.handle(message)
+        frozen, meta = begin_snapshot(
+            incarnation.server, incarnation.store, incarnation.journal, incarnation.server.finished, launch=launch
+        )
+        finish_snapshot(incarnation.store, incarnation.journal, frozen, meta)
+        incarnation.journal.append(Stopped(), Dismissed(1))
+        incarnation.journal.flush()
+        incarnation.journal.close()
 
     ends(lives("1"), "1")
     for launch in ("1", "2", "", "1"):
-        life = lives(launch)
+        incarnation = lives(launch)
         stays = launch == "1"
-        assert life.ended == life.server.finished == stays
-        assert life.dismissed == ({1} if stays else set())
-        assert life.server.status()["phase"] == ("ended" if stays else "running")
-        life.journal.close()
+        assert incarnation.ended == incarnation.server.finished == stays
+        assert incarnation.dismissed == ({1} if stays else set())
+        assert incarnation.server.status()["phase"] == ("ended" if stays else "running")
+        incarnation.journal.close()
     ends(lives(""), "")  # by hand: nothing says that it is the same launch
     assert not lives("").ended

@@ -35,10 +35,10 @@ def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(make, dead_rank
     lost, held = dead.lease(), living.lease()
     for client in dead.clients[:dead_ranks]:
         client.close()
-    book = cluster.top.server.book
-    wait_for(lambda: (lost.start, lost.samples) in book.pool)
+    lease_table = cluster.top.server.lease_table
+    wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
     assert status_of(living.clients[0].address)["silent"] == ["a"]
-    assert list(book.open) == [held.lease]
+    assert list(lease_table.open) == [held.lease]
     while (lease := living.lease()) is not None:
         living.train(lease)
     assert sorted(lease.start for lease in living.trained) == [0, 4, 8]
@@ -56,19 +56,19 @@ def test_who_was_only_slow_goes_on(make):
     detector = cluster.regions["eu"].service.failure_detector
     real = detector.heard
     detector.heard = lambda member, part: real(member, part) if member != "a" else None
-    book = cluster.top.server.book
-    wait_for(lambda: book.pool)
+    lease_table = cluster.top.server.lease_table
+    wait_for(lambda: lease_table.pool)
     detector.heard = real
     wait_for(lambda: not detector.silent)
     slow.train(lease)
-    wait_for(lambda: book.committed_samples == 4 and not book.pool)
+    wait_for(lambda: lease_table.committed_samples == 4 and not lease_table.pool)
     slow.leave()
     while (taken := other.lease()) is not None:
         other.train(taken)
     other.leave()
     wait_for(lambda: cluster.top.server.finished)
     assert sorted(t.start for t in other.trained) == [4, 8]
-    assert book.committed_samples == 12 and book.repeated_samples == 0
+    assert lease_table.committed_samples == 12 and lease_table.repeated_samples == 0
     for worker in (slow, other):
         worker.close()
 
@@ -78,7 +78,7 @@ def test_who_beats_but_trains_no_more_loses_its_leases(make, monkeypatch):
     monkeypatch.setattr(leases, "LEAST_PATIENCE_S", 0.0)
     cluster = make(outer(updates_per_send=1), {"eu": {"a": whole, "b": whole}}, train_samples=20, silent_s=SILENT_S)
     hangs, trains = cluster.worker("a"), cluster.worker("b")
-    book, region = cluster.top.server.book, cluster.regions["eu"]
+    lease_table, region = cluster.top.server.lease_table, cluster.regions["eu"]
     told = []
     region.server_thread.write_event = told.append
     for worker in (hangs, trains):
@@ -87,20 +87,20 @@ def test_who_beats_but_trains_no_more_loses_its_leases(make, monkeypatch):
     kept = trains.clients[0].lease(LeaseRequest("b", trains.job, 100.0)).result(BUSY_S)
     lost = hangs.clients[0].lease(LeaseRequest("a", hangs.job, 0.1)).result(BUSY_S)
     assert lost.steps == 2 and region.server.patience_s("a") == 10 * 2 * 0.1
-    wait_for(lambda: (lost.start, lost.samples) in book.pool)
+    wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
     assert region.server.members["a"].silent and not region.service.failure_detector.silent
     trouble = wait_for(lambda: [event.what for event in told if isinstance(event, Trouble)])
     assert trouble[0].startswith("a: lives, but has sent nothing for ")
-    assert list(book.open) == [kept.lease]
+    assert list(lease_table.open) == [kept.lease]
     hangs.train(lost)
-    wait_for(lambda: not book.pool)
+    wait_for(lambda: not lease_table.pool)
     trains.train(kept)
     while (lease := trains.lease()) is not None:
         trains.train(lease)
     for worker in (hangs, trains):
         worker.leave()
     wait_for(lambda: cluster.top.server.finished)
-    assert book.committed_samples == 20 and book.repeated_samples == 0
+    assert lease_table.committed_samples == 20 and lease_table.repeated_samples == 0
     for worker in (hangs, trains):
         worker.close()
 
@@ -119,7 +119,7 @@ def test_a_busy_server_thread_makes_nobody_dead(make):
     region.loop.do(region.server_thread.read(lambda: None))  # what was said meanwhile has been handled, too
     assert not region.service.failure_detector.silent
     assert not region.server.members["a"].silent
-    assert list(cluster.top.server.book.open) == [lease.lease] and not cluster.top.server.book.pool
+    assert list(cluster.top.server.lease_table.open) == [lease.lease] and not cluster.top.server.lease_table.pool
     worker.close()
 
 

@@ -38,7 +38,8 @@ def in_background(call: Callable[[], None]) -> threading.Thread:
 
 @pytest.mark.parametrize("rule", ["sync", "halos"])
 def test_a_run_survives_restarts_of_both_servers(make, rule):
-    """Recovered from their folders, at any time: workers rejoin in the same life, nothing is lost or done twice."""
+    """Recovered from their folders, at any time: workers rejoin in the same incarnation, nothing is lost or done
+    twice."""
     cluster = make(outer(rule), {"eu": {"a": halves}, "us": {"b": whole}}, train_samples=120)
     workers = [cluster.worker("a"), cluster.worker("b")]
     threads = [in_background(w.run) for w in workers]
@@ -54,10 +55,10 @@ def test_a_run_survives_restarts_of_both_servers(make, rule):
     starts = sorted(lease.start for w in workers for lease in w.trained)
     assert starts == list(range(0, 120, 4))
     wait_for(lambda: cluster.top.server.finished)
-    assert cluster.top.server.book.committed_samples == 120
+    assert cluster.top.server.lease_table.committed_samples == 120
     updates = {name: region.server.members for name, region in cluster.regions.items()}
     for worker, region in zip(workers, ("eu", "us"), strict=True):
-        assert updates[region][worker.name].updates == len(worker.trained) * len(cluster.layout.fragments)
+        assert updates[region][worker.name].updates == len(worker.trained) * len(cluster.parameter_map.fragments)
         worker.close()
 
 

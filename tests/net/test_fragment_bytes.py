@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.fragment_bytes import FragmentBytes
-from geotrain.outer.messages import Answer, PieceDelta, PieceWeights, UpdatePart
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, UpdatePart
 
-SIZES = {3: 2 * wire.CHUNK_BYTES + 5, 1: 0, 0: 100}  # of payloads, by fragment; one is empty
+SIZES = {3: 2 * wire.DATA_FRAME_BYTES + 5, 1: 0, 0: 100}  # of payloads, by fragment; one is empty
 COUNTED = {3: SIZES[3] + 3 * wire.CRC_BYTES, 0: 100 + wire.CRC_BYTES}
 
 
@@ -22,7 +22,7 @@ def received(frames: list[bytes], kind: type) -> FragmentBytes:
 
 
 def test_deltas_count_upwards_on_both_ends():
-    update = UpdatePart("eu", "life", 1, 0, tuple(PieceDelta(f, 0, bytes(n)) for f, n in SIZES.items()))
+    update = UpdatePart("eu", "incarnation", 1, 0, tuple(ChunkDelta(f, 0, bytes(n)) for f, n in SIZES.items()))
     sender = FragmentBytes()
     frames = list(sender.sending(update))
     assert frames == list(wire.frames(update))
@@ -31,12 +31,12 @@ def test_deltas_count_upwards_on_both_ends():
 
 
 def test_weights_count_downwards_and_an_attempt_that_breaks_off_as_far_as_it_came():
-    answer = Answer(1, tuple(PieceWeights(f, 0, bytes(n)) for f, n in SIZES.items()))
+    answer = Answer(1, tuple(ChunkWeights(f, 0, bytes(n)) for f, n in SIZES.items()))
     sender = FragmentBytes()
     frames = sender.sending(answer)
     for _ in range(2):
         next(frames)
-    assert sender.down == {3: wire.CHUNK_BYTES + wire.CRC_BYTES}
+    assert sender.down == {3: wire.DATA_FRAME_BYTES + wire.CRC_BYTES}
     assert received(list(wire.frames(answer)), Answer).down == COUNTED
 
 

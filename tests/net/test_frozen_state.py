@@ -1,4 +1,4 @@
-"""A snapshot is read piece by piece beside the updates that change the state: it is of the moment when it began."""
+"""A snapshot is read chunk by chunk beside the updates that change the state: it is of the moment when it began."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STEPS = READ, UPDATE, SETTLE, SILENT, START_OVER = range(5)
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(frozen_state, "PIECE_BYTES", 40)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(frozen_state, "CHUNK_BYTES", 40)
 
 
 def contents(server: Any) -> dict[str, bytes]:
@@ -44,7 +44,7 @@ def contents(server: Any) -> dict[str, bytes]:
 )
 @example(before=[UPDATE, UPDATE], steps=[(READ, 3), (SETTLE, 1)])  # a merge is the first that comes between
 @example(before=[UPDATE, UPDATE, SETTLE, UPDATE], steps=[(READ, 3), (SILENT, 1)])  # a send of what was pending
-def test_whatever_comes_between_its_pieces_it_is_the_state_of_its_beginning(which, rule, before, steps):
+def test_whatever_comes_between_its_chunks_it_is_the_state_of_its_beginning(which, rule, before, steps):
     every = {} if rule == "sync" else {"updates_per_send": 2}
     world = make(config(rule, up=INT8, down=INT8, **every), cut_a=halves, fragments=1)
     seeds = iter(range(1000))
@@ -68,17 +68,17 @@ def test_whatever_comes_between_its_pieces_it_is_the_state_of_its_beginning(whic
     server = world.top if which == GLOBAL else world.regions["eu"]
     wanted = contents(server)
     frozen = FrozenState(server.state()[0])
-    server.vaults.watch(frozen.before_write)
+    server.shards.watch(frozen.before_write)
     read = dict.fromkeys(wanted, b"")
-    reading = ((name, bytes(piece)) for name in frozen.names() for piece in frozen.pieces(name))
+    reading = ((name, bytes(chunk)) for name in frozen.names() for chunk in frozen.chunks(name))
     for step, count in steps:
         if step == READ:
-            for name, piece in islice(reading, count):
-                read[name] += piece
+            for name, chunk in islice(reading, count):
+                read[name] += chunk
         else:
             happens(step)
-    for name, piece in reading:
-        read[name] += piece
+    for name, chunk in reading:
+        read[name] += chunk
     assert read == wanted and not frozen.open
 
 
@@ -117,11 +117,11 @@ def test_copies_take_no_more_than_the_budget_and_an_update_waits_until_one_was_r
     assert second.is_alive() and frozen.most_copied_bytes == 400
     names = frozen.names()
     assert next(names) == "a"  # what takes memory comes first
-    assert b"".join(map(bytes, frozen.pieces("a"))) == torch.zeros(100).numpy().tobytes()
+    assert b"".join(map(bytes, frozen.chunks("a"))) == torch.zeros(100).numpy().tobytes()
     second.join(WAIT_S)
     assert not second.is_alive()
     tensors["b"].fill_(-1.0)
-    assert b"".join(map(bytes, frozen.pieces(next(names)))) == torch.ones(100).numpy().tobytes()
+    assert b"".join(map(bytes, frozen.chunks(next(names)))) == torch.ones(100).numpy().tobytes()
     assert next(names) == "c" and frozen.most_copied_bytes == 400
     frozen.close()
     assert not frozen.open and next(names, None) is None
@@ -131,12 +131,12 @@ def test_of_a_tensor_that_is_being_read_only_the_rest_is_copied():
     tensor = torch.arange(100.0)
     wanted = tensor.numpy().tobytes()
     frozen = FrozenState({"x": tensor})
-    pieces = frozen.pieces(next(frozen.names()))
-    read = bytes(next(pieces)) + bytes(next(pieces))
+    chunks = frozen.chunks(next(frozen.names()))
+    read = bytes(next(chunks)) + bytes(next(chunks))
     frozen.before_write(tensor)
     tensor.zero_()
     assert frozen.most_copied_bytes == 400 - 80
-    assert read + b"".join(map(bytes, pieces)) == wanted
+    assert read + b"".join(map(bytes, chunks)) == wanted
 
 
 def test_a_disk_that_stands_still_does_not_hold_the_server_for_ever(monkeypatch):

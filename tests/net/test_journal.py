@@ -20,7 +20,7 @@ from geotrain.config import codec_config
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
 from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
-from geotrain.outer.messages import GLOBAL, LeaseRequest, Leave, PieceDelta, Refused, UpdatePart
+from geotrain.outer.messages import GLOBAL, ChunkDelta, LeaseRequest, Leave, Refused, UpdatePart
 from tests.support.outer_world import random_deltas
 from tests.support.recorded_world import Recorded, same_state
 
@@ -28,7 +28,7 @@ BIG = 1 << 24
 
 
 def update(sequence: int, size: int = 100) -> UpdatePart:
-    return UpdatePart("a", "1", sequence, 0, (PieceDelta(0, 0, random.Random(sequence).randbytes(size)),))
+    return UpdatePart("a", "1", sequence, 0, (ChunkDelta(0, 0, random.Random(sequence).randbytes(size)),))
 
 
 def written(folder: Path, messages: list[Any], segments: int = 1) -> Journal:
@@ -185,7 +185,8 @@ def test_a_rotation_that_failed_harms_nothing(tmp_path, monkeypatch, torn, died)
 
 
 def test_a_flush_that_failed_leaves_only_what_was_acknowledged(tmp_path, monkeypatch):
-    """The next life would read the rest from the kernel's cache and take it for safe, and lose it with the power."""
+    """The next incarnation would read the rest from the kernel's cache and take it for safe, and lose it with the
+    power."""
     journal = written(tmp_path, [update(1)])
     journal.append(update(2))
 
@@ -301,13 +302,14 @@ def test_replay_gives_bitwise_the_state_that_was(tmp_path, rule, which):
 
 
 def test_lives_after_a_recovery_replay_too(tmp_path):
-    """Several deaths with no snapshot between: halves of updates that died with a life are not applied on replay."""
+    """Several deaths with no snapshot between: halves of updates that died with a incarnation are not applied on
+    replay."""
     recorded = Recorded(tmp_path / "live", "eu")
     world = recorded.world
-    for life in range(3):
+    for incarnation in range(3):
         region, worker = world.regions["eu"], world.workers["a"][1]
-        world.push("a", random_deltas(world, life))
-        parts = worker.parts(random_deltas(world, 100 + life))
+        world.push("a", random_deltas(world, incarnation))
+        parts = worker.parts(random_deltas(world, 100 + incarnation))
         world.tell("eu", parts[0])  # the other half never comes: the server dies
         worker.sequence -= 1
         worker.job -= 1

@@ -1,4 +1,5 @@
-"""A service under strain: a full disk, payloads of many chunks, garbage, and what a reply that comes early saves."""
+"""A service under strain: a full disk, payloads of many data frames, garbage, and what a reply that comes early
+saves."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from geotrain.net.storage import journal as journal_module
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.outer.messages import Refused
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from tests.support import net_worlds
 from tests.support.broken_frames import mutations
 from tests.support.net_worlds import BUSY_S, Cluster, clusters, outer, wait_for, whole
@@ -50,7 +51,7 @@ def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch)
     monkeypatch.setattr(journal_module.os, "pwrite", pwrite)
     part = worker.parts(lease, (0,))[0]
     pushed = worker.clients[0].push(part)
-    everything = tuple(range(len(cluster.layout.fragments)))
+    everything = tuple(range(len(cluster.parameter_map.fragments)))
     assert len(worker.clients[0].pull(0, everything).result(BUSY_S).weights) == len(everything)
     time.sleep(0.5)
     assert not pushed.done() and cluster.regions["eu"].server.members["a"].updates == before
@@ -62,9 +63,9 @@ def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch)
 
 @pytest.fixture
 def large(make, monkeypatch) -> Cluster:
-    """One parameter of 6 M elements: 24 MB updates, 24 chunks."""
+    """One parameter of 6 M elements: 24 MB updates, 24 data frames."""
     parameters = [Parameter("big", (6000, 1000), None, "ones")]
-    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: Layout(parameters))
+    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: ParameterMap(parameters))
     return make(outer(fragments=FragmentConfig(), updates_per_send=1), {"eu": {"a": whole}})
 
 

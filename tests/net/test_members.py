@@ -1,4 +1,4 @@
-"""Members that offend, die for good, or train on other data: over real sockets."""
+"""Members that strike, die for good, or train on other data: over real sockets."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def make(tmp_path, monkeypatch) -> Iterator[Callable[..., Cluster]]:
         yield maker
 
 
-def joined(cluster: Cluster, name: str, life: str = "life-1") -> FakeWorker:
-    worker = cluster.worker(name, life)
+def joined(cluster: Cluster, name: str, incarnation: str = "life-1") -> FakeWorker:
+    worker = cluster.worker(name, incarnation)
     worker.join()
     return worker
 
 
-def offend(worker: FakeWorker, times: int) -> None:
+def strike(worker: FakeWorker, times: int) -> None:
     """Updates that hold no numbers."""
     lease = worker.lease()
     assert lease is not None
@@ -49,32 +49,32 @@ async def control(address: str, what: str, member: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["by time", "by the operator"])
-def test_who_offends_is_quarantined_until_pardoned(make, tmp_path, how):
+def test_who_offends_is_quarantined_until_unbanned(make, tmp_path, how):
     """Counted and shown with its sender; its lease goes to another; after its time, or at the operator's word, a new
-    life of it may join, the old one may not."""
+    incarnation of it may join, the old one may not."""
     quarantine_s = 1.0 if how == "by time" else 1e6
-    limits = LimitsConfig(offences=3, quarantine_s=quarantine_s)
+    limits = LimitsConfig(strikes=3, quarantine_s=quarantine_s)
     cluster = make(outer(limits=limits), {"eu": {"a": whole, "b": whole}}, train_samples=12, silent_s=SILENT_S)
     wild, good = joined(cluster, "a"), joined(cluster, "b")
     region = cluster.regions["eu"]
     with EventLog(tmp_path / "events.jsonl") as events:
         region.server_thread.write_event = events.write
-        offend(wild, 2)
+        strike(wild, 2)
         status = status_of(good.clients[0].address)
         assert status["refused"] == {"a": 2} and not status["members"]["a"]["quarantined"]
-        offend(wild, 1)
+        strike(wild, 1)
         region.server_thread.write_event = lambda event: None
     said = (tmp_path / "events.jsonl").read_text()
     assert said.count('"event": "UpdateRefused", "member": "a"') == 3
     assert said.count('"event": "Quarantined", "member": "a"') == 1
-    wait_for(lambda: cluster.top.server.book.pool)
+    wait_for(lambda: cluster.top.server.lease_table.pool)
     assert status_of(good.clients[0].address)["members"]["a"]["fault"].endswith("not finite; refused")
     if how == "by the operator":
         with pytest.raises(Refused, match="a is quarantined after 3 refused updates"):
             joined(cluster, "a", "life-2")
-        cluster.loop.do(control(region.address, "pardon", "a"))
+        cluster.loop.do(control(region.address, "unban", "a"))
     wait_for(lambda: not region.server.members["a"].quarantined)
-    with pytest.raises(Refused, match="this life of it was quarantined; start it anew"):
+    with pytest.raises(Refused, match="this incarnation of it was quarantined; start it anew"):
         joined(cluster, "a")
     new = joined(cluster, "a", "life-3")
     starts = []
@@ -88,10 +88,10 @@ def test_who_offends_is_quarantined_until_pardoned(make, tmp_path, how):
         worker.close()
 
 
-def test_a_pardon_for_nobody_is_refused(make):
+def test_a_unban_for_nobody_is_refused(make):
     cluster = make(outer(), {"eu": {"a": whole}})
     with pytest.raises(Refused, match="no member is called 'x' here; known: a"):
-        cluster.loop.do(control(cluster.regions["eu"].address, "pardon", "x"))
+        cluster.loop.do(control(cluster.regions["eu"].address, "unban", "x"))
 
 
 def test_a_wrong_header_is_held_against_its_sender(make):
@@ -127,15 +127,15 @@ def test_a_worker_that_is_dead_for_good_does_not_keep_the_run_from_ending(make):
     lost = dead.lease()
     dead.clients[0].close()
     region, top = cluster.regions["eu"], cluster.top.server
-    wait_for(lambda: (lost.start, lost.samples) in top.book.pool, 10 * SILENT_S)
-    assert top.book.committed_samples == 0
+    wait_for(lambda: (lost.start, lost.samples) in top.lease_table.pool, 10 * SILENT_S)
+    assert top.lease_table.committed_samples == 0
     while (lease := living.lease()) is not None:
         living.train(lease)
     assert not region.server.gone
     living.leave()
     wait_for(lambda: top.finished, 10 * SILENT_S)
     wait_for(lambda: region.server.done)
-    assert top.book.committed_samples == 12
+    assert top.lease_table.committed_samples == 12
     assert not any(region.server.rule.pending(state) for state in region.server.fragments)
     for worker in (dead, living):
         worker.close()
@@ -148,7 +148,7 @@ def test_a_worker_that_died_while_its_server_was_away_is_noticed(make):
     cluster.regions["eu"].kill()
     worker.clients[0].close()
     cluster.regions["eu"] = cluster.regions["eu"].again()
-    wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.book.pool, 10 * SILENT_S)
+    wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.lease_table.pool, 10 * SILENT_S)
 
 
 def test_a_region_with_other_data_is_refused(make):

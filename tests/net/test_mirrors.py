@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
-from geotrain.net.storage.disk_shelf import DiskShelf, on_disk
+from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.outer.downlink import MARK_BYTES, mark
 from geotrain.outer.events import SentWhole
-from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, PieceWeights
-from geotrain.outer.mirror_store import Shelf
+from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, ChunkWeights
+from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.shards.shard import MIRRORS
 from tests.support.net_worlds import Cluster, clusters, outer
 from tests.support.net_worlds import whole as in_one_part
@@ -34,11 +34,11 @@ class Twin:
 
     def __init__(self, folder: Path, rule: str = "halos", on_disk: bool = False) -> None:
         folder.mkdir(exist_ok=True)
-        self.shelf = DiskShelf(folder, pytest.fail) if on_disk else Shelf()
+        self.mirror_store = DiskMirrorStore(folder, pytest.fail) if on_disk else MirrorStore()
         every = {} if rule == "sync" else {"updates_per_send": 1}
         self.world = make(config(rule, **LINKS, **every), fragments=1)
         self.folder, self.lives, self.seed = folder, 1, 0
-        self.told: list[PieceWeights] = []  # all weights that reached region eu
+        self.told: list[ChunkWeights] = []  # all weights that reached region eu
         self.recovered: dict[str, Any] = {}
         self.events: list[Any] = []
         for name in (GLOBAL, "eu"):
@@ -55,10 +55,10 @@ class Twin:
         world, old = self.world, self.world.top if name == GLOBAL else self.world.regions[name]
         if name == GLOBAL:
             names = {r: tuple(region.members) for r, region in world.regions.items()}
-            new = type(old)(world.identity, world.layout, world.config, names, 1 << 20, 1)
+            new = type(old)(world.identity, world.parameter_map, world.config, names, 1 << 20, 1)
         else:
-            new = type(old)(name, world.identity, world.layout, world.config, old.rule, tuple(old.members))
-        new.vaults.put_mirrors_on(self.shelf)
+            new = type(old)(name, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
+        new.shards.put_mirrors_on(self.mirror_store)
         return new
 
     def _begin(self, name: str, server: Any) -> None:
@@ -72,7 +72,7 @@ class Twin:
             self.folder / name,
             2,
             None,
-            self.shelf,
+            self.mirror_store,
         )
         server, journal, real = recovered.server, recovered.journal, type(recovered.server).handle
 
@@ -97,7 +97,7 @@ class Twin:
         """As the region's client does it."""
         region.handle(self.world.top.handle(region.join_message()).reply)
         if not region.fragments:
-            assert self.world.answer(region.name, 0, tuple(range(len(region.layout.fragments))))
+            assert self.world.answer(region.name, 0, tuple(range(len(region.parameter_map.fragments))))
         self.world.up[region.name].clear()
         self.world.up[region.name].extend(send.message for send in region.resend())
         for worker in (w for r, w in self.world.workers.values() if r == region.name):
@@ -206,7 +206,7 @@ def test_a_damaged_mirror_is_named_and_the_next_weights_go_whole(tmp_path, patte
 
 
 def received(region: Any) -> dict[int, Any]:
-    """The region's own mirrors, by piece."""
+    """The region's own mirrors, by chunk."""
     return {
         int(name.removeprefix("mirror.")): x for name, x in region.state()[0].items() if name.startswith("mirror.")
     }
@@ -241,18 +241,18 @@ def test_an_answer_is_frozen_once_however_often_it_is_wanted(tmp_path):
     twin.push()
     while twin.world.up["eu"]:
         message = twin.world.deliver("eu")
-    fragments = twin.world.layout.fragments_of([delta.piece for delta in message.deltas])
+    fragments = twin.world.parameter_map.fragments_of([delta.chunk for delta in message.deltas])
     top, asked = twin.world.top, ("eu", "life-1", 0, message.sequence, fragments)
     assert not top.lacks_answer(*asked)
     before = top.answer(*asked)
-    marks = top.vaults.marks_of("eu")
+    marks = top.shards.fingerprints_of("eu")
     top.handle(AnswerWanted("eu", "life-1", message.sequence, fragments))
-    assert top.answer(*asked) == before and top.vaults.marks_of("eu") == marks
+    assert top.answer(*asked) == before and top.shards.fingerprints_of("eu") == marks
     twin.close()
 
 
 def test_a_mark_tells_histories_apart():
-    weights = PieceWeights(0, 7, bytes(range(256)) * 40, increment=True)
+    weights = ChunkWeights(0, 7, bytes(range(256)) * 40, increment=True)
     changed = bytearray(weights.payload)
     changed[77] ^= 1
     others = [
@@ -262,8 +262,8 @@ def test_a_mark_tells_histories_apart():
     ]
     assert len({mark(weights, 1), *others}) == 4 and mark(weights, 1) == mark(weights, 1)
     large = bytes(10 * MARK_BYTES)
-    assert mark(PieceWeights(0, 1, large), 0) != mark(PieceWeights(0, 1, b"\1" * len(large)), 0)
-    assert 0 < mark(PieceWeights(0, 1 << 40, b""), 0) < 1 << 63
+    assert mark(ChunkWeights(0, 1, large), 0) != mark(ChunkWeights(0, 1, b"\1" * len(large)), 0)
+    assert 0 < mark(ChunkWeights(0, 1 << 40, b""), 0) < 1 << 63
 
 
 @pytest.fixture
@@ -277,17 +277,17 @@ def test_over_sockets_no_weights_go_whole_after_a_kill(make_cluster, killed):
     """On both links: from the global server to the region, and from the region's server to its worker."""
     cluster = make_cluster(outer("halos", updates_per_send=1, down=INT4, local=INT4), {"eu": {"a": in_one_part}})
     worker = cluster.worker("a")
-    fragments = len(cluster.layout.fragments)
-    worker.clients[0].mirrors = lambda: worker.receivers[0].marks_of(fragments)
+    fragments = len(cluster.parameter_map.fragments)
+    worker.clients[0].mirrors = lambda: worker.receivers[0].fingerprints_of(fragments)
     told: list[tuple[int, bool]] = []
     receivers = [worker.receivers[0]]
 
     def listen() -> None:
-        receivers[1:] = [cluster.regions["eu"].server.vaults.all[0].downlink]
+        receivers[1:] = [cluster.regions["eu"].server.shards.all[0].downlink]
         for number, receiver in enumerate(receivers):
             real = type(receiver).decode
 
-            def decode(weights: PieceWeights, *more: Any, number: int = number, r: Any = receiver, real=real) -> Any:
+            def decode(weights: ChunkWeights, *more: Any, number: int = number, r: Any = receiver, real=real) -> Any:
                 told.append((number, weights.increment))
                 return real(r, weights, *more)
 

@@ -23,7 +23,7 @@ from geotrain.net.storage.recovery import JOURNAL, Recovered, begin_snapshot, fi
 from geotrain.outer.messages import LeaseRequest, LiftQuarantine, MemberSilent, Refused, UpdatePart, UpdateRejected
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.region_server import RegionServer
-from tests.support.outer_world import UPDATES, FakeWorker, World, config, halves, layout, weights_of, whole
+from tests.support.outer_world import UPDATES, FakeWorker, World, config, halves, parameter_map, weights_of, whole
 from tests.support.recorded_world import same_state
 
 
@@ -78,11 +78,11 @@ class KilledServers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shape = layout()
+        self.shape = parameter_map()
         self.settings = config(
             updates_per_send=3,
             region=MomentumConfig(lr_per_update=1.0, beta=0.0, buffer=1),
-            limits=LimitsConfig(norm_deviations=None, offences=2, offence_window=4),
+            limits=LimitsConfig(norm_deviations=None, strikes=2, strike_window=4),
         )
         self.workers = {n: FakeWorker(n, self.shape, cut(self.shape)) for n, cut in (("a", halves), ("b", whole))}
         self.world = World(self.settings, {"eu": list(self.workers.values())}, self._zeros(), self.shape)
@@ -109,7 +109,7 @@ class KilledServers(RuleBasedStateMachine):
         server.set_weights(self._zeros())
         for counts in server.fragments:
             server.rule.start(counts)
-        for vectors in server.vaults.all[0].vectors.values():
+        for vectors in server.shards.all[0].vectors.values():
             server.rule.begin(vectors)
 
     def _recover(self) -> Recovered:
@@ -237,10 +237,10 @@ class KilledServers(RuleBasedStateMachine):
     )
     def other(self, name: str, kill: int, what: Any) -> None:
         self._plan(kill, 2)
-        life = f"life-{self.lives[name]}"
+        incarnation = f"life-{self.lives[name]}"
         messages = {
-            MemberSilent: MemberSilent(name, life),
-            UpdateRejected: UpdateRejected(name, life, "why"),
+            MemberSilent: MemberSilent(name, incarnation),
+            UpdateRejected: UpdateRejected(name, incarnation, "why"),
             LiftQuarantine: LiftQuarantine(name),
         }
         self._tell(messages[what])

@@ -1,4 +1,4 @@
-"""Transfers over a link that breaks go on from their last chunk; and what bounds what is kept for that."""
+"""Transfers over a link that breaks go on from their last data frame; and what bounds what is kept for that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from geotrain.net.transport.deadlines import FrameDeadline
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.net.transport.tcp_counters import TcpCounters
 from geotrain.outer.messages import Refused, UpdatePart
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from tests.support import net_worlds
 from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, outer, whole
 
@@ -34,7 +34,7 @@ def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
 @pytest.fixture
 def large(make, monkeypatch) -> Cluster:
     parameters = [Parameter("big", (6000, 1000), None, "ones")]
-    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: Layout(parameters))
+    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: ParameterMap(parameters))
     return make(outer(fragments=FragmentConfig(), updates_per_send=50), {"eu": {"a": whole}})
 
 
@@ -84,7 +84,13 @@ def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     link = Breaking(large.regions["eu"].port, way, 9 * MB, times=2)
     port = large.loop.do(link.start())
     worker = FakeWorker(
-        "a", "life-1", f"127.0.0.1:{port}", large.layout, large.config, whole(large.layout), large.identity
+        "a",
+        "life-1",
+        f"127.0.0.1:{port}",
+        large.parameter_map,
+        large.config,
+        whole(large.parameter_map),
+        large.identity,
     )
     worker.join()
     if way == "up":
@@ -116,14 +122,14 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
                 break
             await call.write(frame)
         header = wire.crc_of(next(wire.frames(part)))
-        while uploads.chunks(("a", 0), header) < 7:  # `do` has a deadline
+        while uploads.data_frames(("a", 0), header) < 7:  # `do` has a deadline
             await asyncio.sleep(0.01)
         call.cancel()
         while uploads._uploads["a", 0].busy:
             await asyncio.sleep(0.01)
-        kept = uploads.chunks(("a", 0), header)
+        kept = uploads.data_frames(("a", 0), header)
         other = wire.crc_of(next(wire.frames(changed)))
-        nothing = uploads.chunks(("a", 0), other)
+        nothing = uploads.data_frames(("a", 0), other)
         link._broken[0] = other  # it asks where to go on
         applied = await link.push(changed)
         await link.close()
@@ -135,9 +141,9 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
 
 
 def half(size: int, sequence: int = 1) -> tuple[bytes, wire.FrameReader]:
-    """A header, and a reader that has taken it and one chunk of `size` bytes."""
+    """A header, and a reader that has taken it and one data frame of `size` bytes."""
     payload = bytes([sequence]) * size + bytes(MB)
-    frames = wire.frames(UpdatePart("a", "1", sequence, 0, (net_worlds.PieceDelta(0, 0, payload),)))
+    frames = wire.frames(UpdatePart("a", "1", sequence, 0, (net_worlds.ChunkDelta(0, 0, payload),)))
     header = next(frames)
     reader = wire.FrameReader(UpdatePart, limit_bytes=8 * MB)
     reader.feed(header)
@@ -158,10 +164,10 @@ def test_what_is_kept_is_bounded_in_bytes_and_time():
     for number in range(3):
         uploads.end(("a", number), uploads._uploads["a", number].reader, keep=True)
         now[0] += 1
-    assert [uploads.chunks(("a", n), crcs[n]) for n in range(4)] == [0, 1, 1, 1]  # the oldest is given up
+    assert [uploads.data_frames(("a", n), crcs[n]) for n in range(4)] == [0, 1, 1, 1]  # the oldest is given up
     now[0] = 105.5
     uploads.trim()
-    assert [uploads.chunks(("a", n), crcs[n]) for n in range(4)] == [0, 0, 1, 1]
+    assert [uploads.data_frames(("a", n), crcs[n]) for n in range(4)] == [0, 0, 1, 1]
     now[0] = 1000
     uploads.trim()
     assert list(uploads._uploads) == [("a", 3)]

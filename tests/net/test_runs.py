@@ -34,10 +34,10 @@ def test_a_run_trains_every_sample_once_and_ends(make, rule):
     workers = train_all(cluster)
     ranges = sorted((lease.start, lease.samples) for w in workers for lease in w.trained)
     assert [start for start, _ in ranges] == list(range(0, 72, 4))
-    book = cluster.top.server.book
-    assert (book.committed_samples, book.open, book.pool) == (72, {}, [])
+    lease_table = cluster.top.server.lease_table
+    assert (lease_table.committed_samples, lease_table.open, lease_table.pool) == (72, {}, [])
     for f, start in enumerate(before):
-        goal = target(cluster.layout, f)
+        goal = target(cluster.parameter_map, f)
         assert (cluster.top.server.weights(f) - goal).norm() < 0.95 * (start - goal).norm()
     for region in cluster.regions.values():
         assert region.server.lost_updates == 0 and not region.server.in_flight
@@ -68,7 +68,7 @@ def run_in_turns(cluster: Cluster) -> None:
         worker = workers[turn % 2]
         lease = worker.lease()
         assert lease is not None
-        for f in range(len(cluster.layout.fragments)):
+        for f in range(len(cluster.parameter_map.fragments)):
             worker.exchange(worker.parts(lease, (f,)), (f,))
             region = cluster.region_of(worker.name).server
             wait_for(lambda r=region: not r.in_flight)

@@ -56,12 +56,12 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     top, region = site.serve("global"), site.serve("eu")
     starts = work(site, 3, "life-1")
     links = site.status("eu")["links"]
-    model_bytes = 4 * site.layout.numel
+    model_bytes = 4 * site.parameter_map.numel
     assert links["up_bytes"] > 2 * model_bytes and links["down_bytes"] > 2 * model_bytes
     assert links["up_bytes"] >= links["peak_up_bytes_per_s"] > model_bytes / 4
     above = site.status("global")
     assert above["links"]["fragments"] == above["peers"]["eu"]["fragments"]
-    for fragment in site.layout.fragments:
+    for fragment in site.parameter_map.fragments:
         moved = links["fragments"][fragment.name]
         each = 4 * fragment.numel + 4  # a payload and its checksum
         assert moved["up_bytes"] >= each and moved["up_bytes"] % each == 0
@@ -114,11 +114,11 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     assert kinds >= {"Joined", "UpdateApplied", "SentUp", "Merged", "Left", "SnapshotWritten"}
     trained = [e for e in site.events("eu") if e["event"] == "UpdateApplied"]
     assert sum(e["samples"] for e in trained) == 48
-    assert {e["payload_bytes"] for e in trained} == {4 * f.numel for f in site.layout.fragments}
+    assert {e["payload_bytes"] for e in trained} == {4 * f.numel for f in site.parameter_map.fragments}
     assert all(e["loss"] > 0 and e["staleness"] >= 0 for e in trained)
 
-    weights = dict(read_weights(site.folder / "global", site.layout))
-    first = {p.name: initial_tensor(p, site.run.seed) for p in site.layout.parameters}
+    weights = dict(read_weights(site.folder / "global", site.parameter_map))
+    first = {p.name: initial_tensor(p, site.run.seed) for p in site.parameter_map.parameters}
     assert weights.keys() == first.keys()
     assert not any(torch.equal(weights[name], first[name]) for name in first)
 
@@ -141,8 +141,8 @@ def sum_of(weights: Weights, go_on: GoOn) -> float:
 def test_the_final_weights_are_validated_whatever_happens_and_no_failure_ends_a_run(tmp_path):
     site, begun = Site(tmp_path, train_samples=8, validates=True), tmp_path / "begun"
 
-    def all_work(life: str) -> None:
-        workers = [site.worker("a", life), site.worker("b", life)]
+    def all_work(incarnation: str) -> None:
+        workers = [site.worker("a", incarnation), site.worker("b", incarnation)]
         for worker in workers:
             worker.join()
         for worker in workers:
@@ -167,7 +167,7 @@ def test_the_final_weights_are_validated_whatever_happens_and_no_failure_ends_a_
     top.ended()
     assert site.serve("global", True, evaluate=sum_of).ended()[0] == 0
     assert region.ended()[0] == 0
-    wanted = sum_of(read_weights(site.folder / "global", site.layout), lambda: True)
+    wanted = sum_of(read_weights(site.folder / "global", site.parameter_map), lambda: True)
     assert [e["loss"] for e in told("ValidationDone")] == [pytest.approx(wanted)]
     last = json.loads((tmp_path / "global/status.json").read_text())["validation"]
     assert (last["worker"], last["samples"], last["loss"]) == ("global", 8, pytest.approx(wanted))
@@ -177,8 +177,8 @@ def test_what_a_server_says_and_does_without_workers(site):
     """The first weights are on disk before any worker comes; control; a taken port; folders in use."""
     top = site.serve("global")
     wait_for(lambda: (site.folder / "global" / "listening.json").exists())
-    for name, tensor in read_weights(site.folder / "global", site.layout):
-        parameter = next(p for p in site.layout.parameters if p.name == name)
+    for name, tensor in read_weights(site.folder / "global", site.parameter_map):
+        parameter = next(p for p in site.parameter_map.parameters if p.name == name)
         assert torch.equal(tensor, initial_tensor(parameter, site.run.seed))
 
     code, said = site.serve("global", resume=True).ended()
@@ -249,11 +249,11 @@ def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
         recoveries = [e for which in ("eu", "global") for e in site.events(which) if e["event"] == "Recovery"]
         assert len(recoveries) == 2 + kills
         assert not kills or sum(e["replayed"] for e in recoveries) > 0
-        ends.append(dict(read_weights(folder / "global", site.layout)))
+        ends.append(dict(read_weights(folder / "global", site.parameter_map)))
         newest, _ = SnapshotStore(folder / "eu" / SNAPSHOTS).load_newest(())
         assert newest is not None
         applied = [m["updates"] for m in newest.meta["state"]["members"].values()]
-        assert applied == [12 * len(site.layout.fragments)] * 2
+        assert applied == [12 * len(site.parameter_map.fragments)] * 2
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
     servers["eu"] = site.serve("eu", resume=True)

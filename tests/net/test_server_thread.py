@@ -54,7 +54,7 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
     finish_snapshot(store, journal, *copy)
     shutil.copytree(top.folder, tmp_path / "copy")
     again = recover(top.build, top.begin, tmp_path / "copy", keep=2)
-    assert sorted(again.server.book.open) == [1, lease.lease] == [1, 2]
+    assert sorted(again.server.lease_table.open) == [1, lease.lease] == [1, 2]
     again.journal.close()
 
 
@@ -75,7 +75,9 @@ def test_a_push_is_checked_once(make, monkeypatch):
     assert lease is not None
     worker.train(lease)
     worker.close()
-    pushed = [("a", sequence + 1, part) for sequence in range(len(cluster.layout.fragments)) for part in (0, 1)]
+    pushed = [
+        ("a", sequence + 1, part) for sequence in range(len(cluster.parameter_map.fragments)) for part in (0, 1)
+    ]
     assert sorted(check for check in checks if check[0] == "a") == pushed
 
 

@@ -15,12 +15,12 @@ from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, SnapshotStore, StoreError, read_weights
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Identity
-from geotrain.parameters.layout import LayoutError
+from geotrain.parameters.parameter_map import ParameterMapError
 from tests.support.net_worlds import first_weights, outer, same, tiny_layout
 
 TENSORS = {
     "fragment.0.x": torch.arange(100_000.0),
-    "piece.1.aux.momentum": torch.arange(5.0).bfloat16(),
+    "chunk.1.aux.momentum": torch.arange(5.0).bfloat16(),
     "in_flight.3.0": torch.arange(7, dtype=torch.uint8),
     "none": torch.empty(0),
 }
@@ -94,18 +94,18 @@ def test_files_are_plain_safetensors(tmp_path):
 
 def test_weights_are_read_by_name(tmp_path):
     config = outer()
-    layout = tiny_layout(config)
-    server = GlobalServer(Identity("r", "c", layout.digest, "m"), layout, config, {"eu": ("a",)}, 8, 2)
-    server.set_weights(first_weights(layout))
+    parameter_map = tiny_layout(config)
+    server = GlobalServer(Identity("r", "c", parameter_map.digest, "m"), parameter_map, config, {"eu": ("a",)}, 8, 2)
+    server.set_weights(first_weights(parameter_map))
     tensors, state = server.state()
     SnapshotStore(tmp_path / SNAPSHOTS).save(FrozenState(tensors), {"state": state})
-    weights = dict(read_weights(tmp_path, layout))
-    assert list(weights) == [p.name for f in layout.fragments for p in f.parameters]
-    for p in layout.parameters:
-        fragment = layout.fragment_of(p.name)
-        want = dict(layout.split(fragment, server.weights(fragment)))[p.name]
+    weights = dict(read_weights(tmp_path, parameter_map))
+    assert list(weights) == [p.name for f in parameter_map.fragments for p in f.parameters]
+    for p in parameter_map.parameters:
+        fragment = parameter_map.fragment_of(p.name)
+        want = dict(parameter_map.split(fragment, server.weights(fragment)))[p.name]
         assert torch.equal(weights[p.name], want) and weights[p.name].shape == p.shape
-    with pytest.raises(LayoutError, match="another model"):
-        next(iter(read_weights(tmp_path, type(layout)(layout.parameters[:-1]))))
+    with pytest.raises(ParameterMapError, match="another model"):
+        next(iter(read_weights(tmp_path, type(parameter_map)(parameter_map.parameters[:-1]))))
     with pytest.raises(StoreError, match="holds no snapshot"):
-        next(iter(read_weights(tmp_path / "nowhere", layout)))
+        next(iter(read_weights(tmp_path / "nowhere", parameter_map)))

@@ -54,7 +54,7 @@ def test_a_region_whose_update_is_refused_goes_on(make):
             worker.train(lease)
         worker.leave()
     wait_for(lambda: top.finished)
-    assert top.book.committed_samples == 24
+    assert top.lease_table.committed_samples == 24
     for worker in (a, b):
         worker.close()
 
@@ -84,7 +84,7 @@ def test_an_update_made_while_a_session_begins_is_sent(make):
         worker.train(lease)
     worker.leave()
     wait_for(lambda: cluster.top.server.finished)
-    assert cluster.top.server.book.committed_samples == 24
+    assert cluster.top.server.lease_table.committed_samples == 24
     worker.close()
 
 
@@ -117,7 +117,9 @@ def weights_of_a_synchronous_run(cluster: Cluster, refuse: int = 0) -> list[Tens
             ended.result(BUSY_S)
     wait_for(lambda: top.finished)
     assert bool(refused) == bool(refuse) and lives["c"] == 1
-    assert top.book.committed_samples == 36 and not top.book.open and not top.book.repeated_samples
+    assert (
+        top.lease_table.committed_samples == 36 and not top.lease_table.open and not top.lease_table.repeated_samples
+    )
     return [x.clone() for x in weights_of(top)]
 
 

@@ -20,7 +20,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import VALIDATION_CODEC
 from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
 from geotrain.outer.server.leases import Validations
-from geotrain.parameters.layout import numel, scatter
+from geotrain.parameters.parameter_map import numel, scatter
 from geotrain.staging.interface import from_bytes
 from tests.support.net_worlds import BUSY_S, Cluster, clusters, halves, outer, train_all, wait_for, whole
 from tests.support.outer_world import weights_of
@@ -140,13 +140,13 @@ def test_stopped_and_resumed_gives_the_bits_of_a_run_that_never_stopped(make: Ca
 
 
 def _stop_after(cluster: Cluster, samples: int) -> None:
-    wait_for(lambda: cluster.top.server.book.committed_samples >= samples)
+    wait_for(lambda: cluster.top.server.lease_table.committed_samples >= samples)
     tell(cluster, "stop")
 
 
 def test_a_region_server_takes_no_such_word(make: Callable[..., Cluster]) -> None:
     cluster = make(outer(), PLAN)
-    with pytest.raises(Refused, match="can be told to snapshot and to pardon"):
+    with pytest.raises(Refused, match="can be told to snapshot and to unban"):
         command(cluster.regions["eu"].address, rpc.Control("stop"), BUSY_S)
     with pytest.raises(Refused, match="no region is called 'mars'"):
         tell(cluster, "drain", "mars")
@@ -166,20 +166,20 @@ def test_a_validation_goes_out_with_a_lease_and_its_loss_comes_up(make: Callable
     worker.join()
     first = worker.lease()
     assert first is not None and first.validate == 0
-    top.book.committed_samples, top.book.step_s = 4, {"b": 1.0}
+    top.lease_table.committed_samples, top.lease_table.step_s = 4, {"b": 1.0}
     worker.job += 1
     task = worker.lease()
     assert task is not None and task.validate == 1
     assert worker.clients[0].global_weights(1).result(BUSY_S).weights == ()  # it keeps none
     region.newest = set(range(len(top.fragments)))
-    [vault] = region.vaults.all
-    vault.newest = {i: x + 1 for i, x in enumerate(weights_of(top))}
-    seen = [torch.zeros(f.numel) for f in cluster.layout.fragments]
+    [shard] = region.shards.all
+    shard.newest = {i: x + 1 for i, x in enumerate(weights_of(top))}
+    seen = [torch.zeros(f.numel) for f in cluster.parameter_map.fragments]
     for part, client in enumerate(worker.clients):
         for told in client.global_weights(2).result(BUSY_S).weights:
-            cut = worker.slicing[part][told.piece]
-            scatter(make_codec(VALIDATION_CODEC).decode(from_bytes(told.payload), numel(cut)), cut, seen[told.piece])
-        for x in vault.newest.values():
+            cut = worker.slicing[part][told.chunk]
+            scatter(make_codec(VALIDATION_CODEC).decode(from_bytes(told.payload), numel(cut)), cut, seen[told.chunk])
+        for x in shard.newest.values():
             x.zero_()  # newer ones change nothing
     for x, vector in zip(weights_of(top), seen, strict=True):
         assert torch.equal(vector, (x + 1).bfloat16().float())

@@ -55,7 +55,7 @@ def test_a_run_under_tls(make, folder):
         worker.leave()
         worker.close()
     wait_for(lambda: cluster.top.server.finished)
-    assert cluster.top.server.book.committed_samples == 24
+    assert cluster.top.server.lease_table.committed_samples == 24
 
 
 def test_a_worker_speaks_for_itself_only(make, folder):
@@ -116,7 +116,7 @@ def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
     worker.join()
     lease = worker.lease()
     cluster.loop.do(attempts())
-    assert lease.lease in cluster.top.server.book.open
+    assert lease.lease in cluster.top.server.lease_table.open
     worker.close()
 
 
@@ -127,7 +127,7 @@ def test_strangers_do_not_get_in(make, folder, tmp_path):
     other = Trust(load_credentials(tmp_path / "other", "worker", "a"), "eu.region.geotrain")
     misled = cluster.trust("worker", "a", "region", "us")
     address = cluster.region_of("a").address
-    join = Join("run", "config", "layout", "model", "a", "life", 0, 1, (), ())
+    join = Join("run", "config", "parameter_map", "model", "a", "incarnation", 0, 1, (), ())
     for trust in (None, other, misled):
         client = WorkerClient(address, connect_s=0.8, trust=trust)
         with pytest.raises(Unreachable):

@@ -16,10 +16,10 @@ from geotrain.net.transport import rpc, wire
 from geotrain.outer import messages
 from geotrain.outer.messages import (
     Answer,
+    ChunkDelta,
+    ChunkWeights,
     Finished,
     Join,
-    PieceDelta,
-    PieceWeights,
     UpdatePart,
     Welcome,
 )
@@ -76,18 +76,20 @@ def test_frames_travel_together_as_far_as_there_is_room(frames, cut):
         assert whole == last[: len(whole)]
 
 
-@pytest.mark.parametrize("size", [0, 1, wire.CHUNK_BYTES, wire.CHUNK_BYTES + 1, 3 * wire.CHUNK_BYTES + 7])
+@pytest.mark.parametrize(
+    "size", [0, 1, wire.DATA_FRAME_BYTES, wire.DATA_FRAME_BYTES + 1, 3 * wire.DATA_FRAME_BYTES + 7]
+)
 def test_payloads_are_cut_into_chunks(size):
     payload = random.Random(size).randbytes(size)
-    part = UpdatePart("a", "1", 1, 0, (PieceDelta(0, 0, payload), PieceDelta(1, 0, b""), PieceDelta(2, 5, b"x")))
+    part = UpdatePart("a", "1", 1, 0, (ChunkDelta(0, 0, payload), ChunkDelta(1, 0, b""), ChunkDelta(2, 5, b"x")))
     frames = list(wire.frames(part))
-    assert max(len(f) for f in frames) <= wire.CHUNK_BYTES + wire.CRC_BYTES
-    assert len(frames) == 1 + -(-size // wire.CHUNK_BYTES) + 1
+    assert max(len(f) for f in frames) <= wire.DATA_FRAME_BYTES + wire.CRC_BYTES
+    assert len(frames) == 1 + -(-size // wire.DATA_FRAME_BYTES) + 1
     assert there_and_back(part) == part
 
 
 def test_sizes_are_known_from_the_header():
-    answer = Answer(3, (PieceWeights(0, 1, bytes(2_000_000)),))
+    answer = Answer(3, (ChunkWeights(0, 1, bytes(2_000_000)),))
     reader = wire.FrameReader(Answer, limit_bytes=2_000_000)
     reader.feed(next(iter(wire.frames(answer))))
     assert [len(w.payload) for w in reader.header.weights] == [2_000_000]
@@ -123,17 +125,17 @@ def test_a_damaged_frame_is_told_from_a_wrong_one():
 
 
 def test_frames_too_many_too_few_and_of_the_wrong_size_are_refused():
-    part = UpdatePart("a", "1", 1, 0, (PieceDelta(0, 0, b"12345678"),))
-    header, chunk = wire.frames(part)
+    part = UpdatePart("a", "1", 1, 0, (ChunkDelta(0, 0, b"12345678"),))
+    header, data_frame = wire.frames(part)
     reader = wire.FrameReader(UpdatePart, limit_bytes=8)
     reader.feed(header)
     with pytest.raises(wire.WireError, match="ended early: 0 of 1 payloads"):
         _ = reader.message
-    with pytest.raises(wire.WireError, match="a chunk of 9 bytes where 8 are missing"):
+    with pytest.raises(wire.WireError, match="a data frame of 9 bytes where 8 are missing"):
         reader.feed(wire._sealed(b"123456789"))
-    reader.feed(chunk)
+    reader.feed(data_frame)
     with pytest.raises(wire.WireError, match="more frames"):
-        reader.feed(chunk)
+        reader.feed(data_frame)
 
 
 def test_garbage_raises_wire_errors_only_and_fast():

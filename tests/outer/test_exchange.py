@@ -10,9 +10,9 @@ import pytest
 from geotrain.config import OuterConfig, OverlapConfig, rule_config
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.exchange import Exchange, Waiting, wait_for
-from geotrain.outer.messages import Answer, Join, Lease, PieceDelta, PieceWeights, UpdatePart, Welcome
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Lease, UpdatePart, Welcome
 from geotrain.outer.server.server import Identity
-from geotrain.parameters.layout import fragments_due
+from geotrain.parameters.parameter_map import fragments_due
 from geotrain.plan.model.rounds import stops
 from geotrain.staging.interface import Ready
 
@@ -46,17 +46,17 @@ class Everything:
 
     def make_delta(self, fragment: int, seed: int) -> Any:
         self.seeds.append(seed)
-        return Ready(PieceDelta(fragment, 0, b""))
+        return Ready(ChunkDelta(fragment, 0, b""))
 
     def when_made(self, call: Any) -> Any:
         return call()
 
-    def on_weights(self, weights: PieceWeights, start: bool = False) -> None:
+    def on_weights(self, weights: ChunkWeights, start: bool = False) -> None:
         if not start:
-            self.adopted.append(weights.piece)
+            self.adopted.append(weights.chunk)
 
     def join(self, join: Join) -> Welcome:
-        return Welcome(1, 1, "life")
+        return Welcome(1, 1, "incarnation")
 
     def push(self, part: UpdatePart) -> Any:
         self.sent.append(part)
@@ -69,8 +69,8 @@ class Everything:
         return self.answers[sequence]
 
     def answer(self, sequence: int, *fragments: int) -> None:
-        weights = tuple(PieceWeights(f, 1, b"") for f in fragments)
-        self.answers[sequence].set_result(Answer(sequence, weights, "life"))
+        weights = tuple(ChunkWeights(f, 1, b"") for f in fragments)
+        self.answers[sequence].set_result(Answer(sequence, weights, "incarnation"))
 
 
 def begun(late: str, name: str = "w", rule: str = "halos", overlap_steps: int = 2) -> tuple[Exchange, Everything]:
@@ -103,7 +103,7 @@ def test_a_late_answer_does_not_hold_training_up():
         assert not waits(exchange.after_step((), {}))
     assert not world.adopted
     assert not waits(exchange.after_step((0, 1), {}))  # fragment 0 is still under way: only 1 leaves
-    assert [[d.piece for d in part.deltas] for part in world.sent] == [[0], [1]]
+    assert [[d.chunk for d in part.deltas] for part in world.sent] == [[0], [1]]
     world.answer(1, 0)
     assert not waits(exchange.after_step((), {}))
     assert world.adopted == [0]
@@ -131,7 +131,7 @@ def test_a_lease_is_complete_only_with_the_delta_that_was_held_back():
     exchange.begin(Lease("w", 2, 8, 8, 8, 8))
     world.answer(1, 0)
     assert not waits(exchange.after_step((0,), {}))
-    assert [d.piece for d in world.sent[-1].deltas] == [0] and world.sent[-1].leases == (7,)
+    assert [d.chunk for d in world.sent[-1].deltas] == [0] and world.sent[-1].leases == (7,)
 
 
 def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():

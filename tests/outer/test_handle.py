@@ -47,7 +47,7 @@ def test_what_means_nothing_to_a_server_is_refused_by_its_name() -> None:
             world.top.handle(message)
     with pytest.raises(Refused, match="a Release means nothing"):
         world.regions["eu"].handle(Release((1,)))
-    with pytest.raises(Refused, match="can be told to snapshot and to pardon, not to 'pause'"):
+    with pytest.raises(Refused, match="can be told to snapshot and to unban, not to 'pause'"):
         world.regions["eu"].handle(OperatorCommand("pause"))
 
 
@@ -93,7 +93,7 @@ def test_a_lease_that_an_update_names_twice_counts_once() -> None:
 
 
 def test_what_happened_is_reported_in_order() -> None:
-    world = make(config(updates_per_send=2, limits=LimitsConfig(offences=1)), train_samples=64)
+    world = make(config(updates_per_send=2, limits=LimitsConfig(strikes=1)), train_samples=64)
     region, worker = world.regions["eu"], world.workers["a"][1]
     lease = world.lease("a")
     assert lease is not None

@@ -29,9 +29,9 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
-from geotrain.outer.server.leases import LeaseBook
+from geotrain.outer.server.leases import LeaseTable
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -47,7 +47,7 @@ from tests.support.outer_world import (
     weights_of,
     whole,
 )
-from tests.support.outer_world import layout as toy
+from tests.support.outer_world import parameter_map as toy
 
 
 def two_in_a_region(train_samples: int = 64, **changes: Any) -> World:
@@ -58,7 +58,7 @@ def two_in_a_region(train_samples: int = 64, **changes: Any) -> World:
 
 
 def rejoin(world: World, worker: str, incarnation: str) -> int:
-    """A life of the worker joins. Returns the number of its next job."""
+    """A incarnation of the worker joins. Returns the number of its next job."""
     region, fake = world.workers[worker]
     fake.sequence = world.regions[region].members[worker].sequence
     for join in fake.joins(world.identity, incarnation):
@@ -96,7 +96,7 @@ def test_a_region_whose_update_is_refused_for_good_starts_over():
     assert not region.in_flight and not region.fragments and not region.resend()
     assert not saved_and_loaded(world, "eu").resend()
     world.top.handle(given_back)
-    assert not world.top.book.open and world.top.book.committed_samples == 0
+    assert not world.top.lease_table.open and world.top.lease_table.committed_samples == 0
     # It joins again, takes the global weights, and its worker trains on.
     welcome = world.top.handle(region.join_message()).reply
     assert world.tell("eu", welcome) == 0  # nothing that was acknowledged is lost
@@ -133,7 +133,7 @@ def test_a_region_that_hears_of_it_twice_starts_over_once():
     for started in (1, 0):
         events = region.handle(UpdateRejected("eu", "life-1", "wild")).events
         assert len([e for e in events if isinstance(e, StartedOver)]) == started
-        assert world.answer("eu", 0, tuple(range(len(region.layout.fragments)))) or not started
+        assert world.answer("eu", 0, tuple(range(len(region.parameter_map.fragments)))) or not started
 
 
 def test_what_is_begun_again_of_a_synchronous_round():
@@ -163,11 +163,11 @@ def test_what_is_begun_again_of_a_synchronous_round():
 # -------------------------------------------------------------------------- synchronous rounds of several fragments
 
 
-def model(fragments: int) -> Layout:
+def model(fragments: int) -> ParameterMap:
     """One fragment; or three or more, those of its layers, the embedding and the head."""
     layers = [Parameter(f"layer.{i}", (1,), i, "normal") for i in range(fragments - 2)]
     embedding, head = (Parameter(name, (1,), None, "normal") for name in ("embedding", "head"))
-    return Layout([embedding, *layers, head], 1 if layers else None)
+    return ParameterMap([embedding, *layers, head], 1 if layers else None)
 
 
 def simulated(
@@ -217,19 +217,19 @@ def test_a_synchronous_run_ends_with_all_samples_trained_whenever_a_worker_dies(
         away.append((now + alive_s, now + alive_s + dead_s))
         now += alive_s + dead_s
     rounds: list[int] = []
-    lay_out = LeaseBook._lay_out
+    lay_out = LeaseTable._lay_out
 
-    def counting(book: LeaseBook, job: int) -> bool:
-        whole = lay_out(book, job)
+    def counting(lease_table: LeaseTable, job: int) -> bool:
+        whole = lay_out(lease_table, job)
         if whole:
-            rounds.append(sum(samples for _, samples in book.laid_out[job].values()))
+            rounds.append(sum(samples for _, samples in lease_table.laid_out[job].values()))
         return whole
 
-    with patch.object(LeaseBook, "_lay_out", counting):
+    with patch.object(LeaseTable, "_lay_out", counting):
         world = simulated(outer, fragments, {who: tuple(away)})
     assert world.report()["finished"], world.top.server.status()
-    book = world.top.server.book
-    assert not book.open and book.committed_samples == sum(rounds)
+    lease_table = world.top.server.lease_table
+    assert not lease_table.open and lease_table.committed_samples == sum(rounds)
     versions = [state.version for state in world.top.server.fragments]
     assert versions == [len(rounds) + 1] * (fragments - 1) + [len(rounds)]  # the last is sent with a job's last step
 
@@ -239,7 +239,7 @@ def in_flight(region: RegionServer) -> list[UpdatePart]:
 
 
 def test_a_delta_that_came_in_this_round_is_not_taken_again():
-    """Its next life trains the whole job again; what has come of it counts once."""
+    """Its next incarnation trains the whole job again; what has come of it counts once."""
     world = make(config("sync"), fragments=1)
     region, fake = world.regions["eu"], world.workers["a"][1]
     deltas = random_deltas(world, 1)
@@ -247,8 +247,8 @@ def test_a_delta_that_came_in_this_round_is_not_taken_again():
     lease = world.lease("a")
     assert lease is not None
 
-    def said(fragments: list[int], life: str, leases: tuple[int, ...] = ()) -> None:
-        [part] = fake.parts({f: deltas[f] for f in fragments}, leases, life)
+    def said(fragments: list[int], incarnation: str, leases: tuple[int, ...] = ()) -> None:
+        [part] = fake.parts({f: deltas[f] for f in fragments}, leases, incarnation)
         world.tell("eu", dataclasses.replace(part, job=1))
 
     said([0], "life-1")
@@ -258,14 +258,14 @@ def test_a_delta_that_came_in_this_round_is_not_taken_again():
     assert len(region.in_flight) == 1  # once
     assert region.answer("a", "life-2", 0, fake.sequence, (0,)) is None  # the round has not ended
     said([f for f in deltas if f != 0], "life-2", (lease.lease,))
-    assert sorted(u.deltas[0].piece for u in region.in_flight.values()) == sorted(deltas)
+    assert sorted(u.deltas[0].chunk for u in region.in_flight.values()) == sorted(deltas)
     for update in in_flight(region):
         world.top.handle(update)
     world.push("b", deltas)
     while world.deliver_up("us"):
         pass
     for update in in_flight(region):
-        assert world.answer("eu", update.sequence, (update.deltas[0].piece,))
+        assert world.answer("eu", update.sequence, (update.deltas[0].chunk,))
     assert region.answer("a", "life-2", 0, fake.sequence - 1, (0,)) is not None
     assert region.fragments[last].version == 1 and [s.version for s in world.top.fragments] == [1] * len(deltas)
 
@@ -274,7 +274,7 @@ def test_a_delta_that_came_in_this_round_is_not_taken_again():
 
 
 def all_leases(world: World) -> set[int]:
-    return set(world.top.book.open)
+    return set(world.top.lease_table.open)
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -283,7 +283,7 @@ def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead(levels):
     top, region = world.top, world.regions["eu"]
     if levels == 1:
         flat = type(top)(
-            top.identity, top.layout, config().model_copy(update={"levels": 1}), {"eu": ("a", "b")}, 64, 1
+            top.identity, top.parameter_map, config().model_copy(update={"levels": 1}), {"eu": ("a", "b")}, 64, 1
         )
         flat.set_weights([x.clone() for x in weights_of(top)])
         for join in world.workers["a"][1].joins(world.identity):
@@ -294,7 +294,7 @@ def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead(levels):
         flat.handle(OperatorCommand("resume"))
         with pytest.raises(NotJoined):  # the call that waited asks again
             flat.handle(LeaseRequest("a", 1))
-        assert not flat.book.open
+        assert not flat.lease_table.open
         for join in world.workers["a"][1].joins(world.identity):  # should it live: it joins, and asks again
             flat.handle(join)
         assert isinstance(flat.handle(LeaseRequest("a", 1)).reply, Lease)
@@ -310,7 +310,7 @@ def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead(levels):
     assert not region.holds("a")
     while world.up["eu"]:
         world.deliver("eu")
-    assert not top.book.open and top.book.pool
+    assert not top.lease_table.open and top.lease_table.pool
 
 
 @pytest.mark.parametrize("end", [MemberSilent("a", "life-1"), Leave("a")])
@@ -321,7 +321,7 @@ def test_a_reserve_that_comes_too_late_is_given_back(end):
     while world.up["eu"]:
         world.deliver("eu")
     assert not all_leases(world) and not any(world.regions["eu"].leases.held.values())
-    free = sum(samples for _, samples, *_ in world.top.book.pool) + 64 - world.top.book.next_start
+    free = sum(samples for _, samples, *_ in world.top.lease_table.pool) + 64 - world.top.lease_table.next_start
     assert free == 64
 
 
@@ -351,7 +351,7 @@ def test_a_region_that_leaves_keeps_no_lease():
     world = make(config(), train_samples=64)
     assert world.lease("a") is not None
     world.top.handle(Leave("eu"))
-    assert not world.top.book.open and world.top.book.pool
+    assert not world.top.lease_table.open and world.top.lease_table.pool
 
 
 def test_who_was_told_that_it_is_finished_gets_no_later_job():
@@ -361,7 +361,7 @@ def test_who_was_told_that_it_is_finished_gets_no_later_job():
     lease = top.handle(LeaseRequest("a", 1)).reply
     assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
     top.handle(Release((lease.lease,)))
-    assert isinstance(top.handle(LeaseRequest("b", 2)).reply, Finished) and not top.book.open
+    assert isinstance(top.handle(LeaseRequest("b", 2)).reply, Finished) and not top.lease_table.open
 
 
 # ------------------------------------------------------------------- updates of those who were taken for dead
@@ -375,13 +375,13 @@ def test_who_was_taken_for_dead_and_comes_back_has_its_training_counted():
     world.tell("eu", MemberSilent("a", "life-1"))
     while world.up["eu"]:
         world.deliver("eu")
-    assert world.top.book.pool and not world.top.book.open
+    assert world.top.lease_table.pool and not world.top.lease_table.open
     world.regions["eu"] = restored(world)
     world.push("a", random_deltas(world, 1), (lease.lease,))
     assert world.deliver_up("eu") is not None
-    book = world.top.book
-    assert book.committed_samples == lease.samples == 8 and book.finished and not book.pool
-    assert book.repeated_samples == 0
+    lease_table = world.top.lease_table
+    assert lease_table.committed_samples == lease.samples == 8 and lease_table.finished and not lease_table.pool
+    assert lease_table.repeated_samples == 0
 
 
 def restored(world: World) -> Any:
@@ -409,14 +409,14 @@ def test_what_others_have_been_given_meanwhile_is_counted_as_trained_twice(whose
     assert other is not None and other.start == lease.start
     world.push("a", random_deltas(world, 1), (lease.lease,))
     world.deliver_up("eu")
-    book = world.top.book
-    assert (book.committed_samples, book.repeated_samples) == (0, 8)
+    lease_table = world.top.lease_table
+    assert (lease_table.committed_samples, lease_table.repeated_samples) == (0, 8)
     assert world.top.status()["repeated_samples"] == 8
     world.push("b", random_deltas(world, 2), (other.lease,))
     sent = [u for u in world.regions["eu"].in_flight.values()]
     world.deliver_down("eu", sent[0])
     world.deliver_up("eu")
-    assert (book.committed_samples, book.repeated_samples) == (8, 8) and book.finished
+    assert (lease_table.committed_samples, lease_table.repeated_samples) == (8, 8) and lease_table.finished
 
 
 def test_a_new_life_cannot_count_what_its_old_one_held():
@@ -428,7 +428,7 @@ def test_a_new_life_cannot_count_what_its_old_one_held():
     world.tell("eu", world.workers["a"][1].parts(random_deltas(world, 1), (lease.lease,), "life-2")[0])
     while world.up["eu"]:
         world.deliver("eu")
-    assert world.top.book.committed_samples == 0 and world.top.book.repeated_samples == 0
+    assert world.top.lease_table.committed_samples == 0 and world.top.lease_table.repeated_samples == 0
 
 
 # --------------------------------------------------------------------- ranks whose peers have not joined again
@@ -478,7 +478,11 @@ def test_without_a_ledger_every_trained_lease_is_committed_at_the_end():
         [words] = [message for message in told if isinstance(message, Trained)]
         assert set(sent.leases + words.leases) == {lease.lease for lease in leases}
     assert world.deliver_up("eu") is None
-    assert world.top.book.finished and world.top.book.committed_samples == 24 and world.top.members["eu"].left
+    assert (
+        world.top.lease_table.finished
+        and world.top.lease_table.committed_samples == 24
+        and world.top.members["eu"].left
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "e2m1"])

@@ -13,7 +13,7 @@ from tests.support.outer_world import World, config, halves, make
 def push(world: World, fragment: int, *adopted: int) -> list[UpdatePart]:
     """An update of one fragment by worker a. adopted: what each of its parts says."""
     worker = world.workers["a"][1]
-    delta = torch.ones(world.layout.fragments[fragment].numel)
+    delta = torch.ones(world.parameter_map.fragments[fragment].numel)
     parts = [replace(p, adopted=a) for p, a in zip(worker.parts({fragment: delta}), adopted, strict=True)]
     for part in parts:
         world.tell("eu", part)

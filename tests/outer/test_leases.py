@@ -9,34 +9,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
-from geotrain.outer.server.leases import LeaseBook
+from geotrain.outer.server.leases import LeaseTable
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["commit", "die", "restore"])), max_size=60))
 def test_every_sample_is_trained_once(events):
-    book = LeaseBook(train_samples=96, samples_per_step=4, local_steps=3)
+    coordinator = LeaseTable(train_samples=96, samples_per_step=4, local_steps=3)
     jobs = dict.fromkeys("abc", 1)
     trained: list[int] = []
 
     def turn(worker: str, what: str) -> bool:
-        nonlocal book
-        lease = book.grant(LeaseRequest(worker, jobs[worker]))
+        nonlocal coordinator
+        lease = coordinator.grant(LeaseRequest(worker, jobs[worker]))
         if isinstance(lease, Finished):
             return False
-        assert book.grant(LeaseRequest(worker, jobs[worker])) == lease  # asking again changes nothing
+        assert coordinator.grant(LeaseRequest(worker, jobs[worker])) == lease  # asking again changes nothing
         assert lease.samples == lease.steps * 4 and 1 <= lease.steps <= 3
         if what == "commit":
             trained.extend(range(lease.start, lease.start + lease.samples))
-            assert book.commit((lease.lease,)) == lease.samples
-            assert book.commit((lease.lease,)) == 0
+            assert coordinator.commit((lease.lease,)) == lease.samples
+            assert coordinator.commit((lease.lease,)) == 0
             jobs[worker] += 1
         elif what == "die":
-            book.release((lease.lease, 999))
+            coordinator.release((lease.lease, 999))
         else:
-            state = json.loads(json.dumps(book.state()))
-            book = LeaseBook(96, 4, 3)
-            book.load(state)
+            state = json.loads(json.dumps(coordinator.state()))
+            coordinator = LeaseTable(96, 4, 3)
+            coordinator.load(state)
         return True
 
     for worker, what in events:
@@ -45,14 +45,14 @@ def test_every_sample_is_trained_once(events):
         while turn(worker, "commit"):
             pass
     assert sorted(trained) == list(range(96))
-    assert book.finished and book.committed_samples == 96
+    assert coordinator.finished and coordinator.committed_samples == 96
 
 
 def test_slower_workers_take_fewer_steps():
-    book = LeaseBook(10_000, 2, local_steps=8, scale_local_steps=True)
+    coordinator = LeaseTable(10_000, 2, local_steps=8, scale_local_steps=True)
     steps = {}
     for worker, step_s in (("fast", 0.1), ("half", 0.2), ("slow", 1.0)):
-        lease = book.grant(LeaseRequest(worker, 1, step_s))
+        lease = coordinator.grant(LeaseRequest(worker, 1, step_s))
         assert isinstance(lease, Lease)
         steps[worker] = lease.steps
     assert steps == {"fast": 8, "half": 4, "slow": 1}
@@ -60,11 +60,11 @@ def test_slower_workers_take_fewer_steps():
 
 def test_rounds_do_not_depend_on_who_asks_first():
     def starts(order: str) -> dict[tuple[str, int], int]:
-        book = LeaseBook(100, 2, 3, rounds=("a", "b"))
+        coordinator = LeaseTable(100, 2, 3, rounds=("a", "b"))
         got = {}
         for job in (1, 2):
             for worker in order:
-                lease = book.grant(LeaseRequest(worker, job))
+                lease = coordinator.grant(LeaseRequest(worker, job))
                 assert isinstance(lease, Lease)
                 got[worker, job] = lease.start
         return got
@@ -74,14 +74,14 @@ def test_rounds_do_not_depend_on_who_asks_first():
 
 def test_rounds_with_scaled_steps_hand_out_every_sample_once():
     """DyLU in a synchronous run: the slow worker takes fewer steps, and no two places overlap."""
-    book = LeaseBook(60, 2, 4, scale_local_steps=True, rounds=("fast", "slow"))
+    coordinator = LeaseTable(60, 2, 4, scale_local_steps=True, rounds=("fast", "slow"))
     trained, steps = [], []
     for job in range(1, 20):
         for worker, step_s in (("slow", 0.4), ("fast", 0.1)):
-            state = json.loads(json.dumps(book.state()))
-            book = LeaseBook(60, 2, 4, scale_local_steps=True, rounds=("fast", "slow"))
-            book.load(state)
-            lease = book.grant(LeaseRequest(worker, job, step_s))
+            state = json.loads(json.dumps(coordinator.state()))
+            coordinator = LeaseTable(60, 2, 4, scale_local_steps=True, rounds=("fast", "slow"))
+            coordinator.load(state)
+            lease = coordinator.grant(LeaseRequest(worker, job, step_s))
             if isinstance(lease, Lease):
                 trained += range(lease.start, lease.start + lease.samples)
                 steps.append((worker, lease.steps))
@@ -91,10 +91,10 @@ def test_rounds_with_scaled_steps_hand_out_every_sample_once():
 
 
 def test_a_speed_that_changes_moves_everyones_share():
-    book = LeaseBook(10_000, 1, 8, scale_local_steps=True)
+    coordinator = LeaseTable(10_000, 1, 8, scale_local_steps=True)
 
     def steps(worker: str, job: int, step_s: float) -> int:
-        lease = book.grant(LeaseRequest(worker, job, step_s))
+        lease = coordinator.grant(LeaseRequest(worker, job, step_s))
         assert isinstance(lease, Lease)
         return lease.steps
 
@@ -104,15 +104,15 @@ def test_a_speed_that_changes_moves_everyones_share():
 
 
 def test_a_round_is_whole_or_not_at_all():
-    book = LeaseBook(18, 2, 3, rounds=("a", "b"))
+    coordinator = LeaseTable(18, 2, 3, rounds=("a", "b"))
     for worker in "ab":
-        assert isinstance(book.grant(LeaseRequest(worker, 1)), Lease)
+        assert isinstance(coordinator.grant(LeaseRequest(worker, 1)), Lease)
     for worker in "ab":
-        assert isinstance(book.grant(LeaseRequest(worker, 2)), Finished)
+        assert isinstance(coordinator.grant(LeaseRequest(worker, 2)), Finished)
 
 
 def test_bad_requests():
     with pytest.raises(ValueError, match="train_samples = 10 is not a multiple of a step's 4 samples"):
-        LeaseBook(10, 4, 1)
+        LeaseTable(10, 4, 1)
     with pytest.raises(Refused, match="'c' is not one of this synchronous run's: a, b"):
-        LeaseBook(100, 2, 3, rounds=("a", "b")).grant(LeaseRequest("c", 1))
+        LeaseTable(100, 2, 3, rounds=("a", "b")).grant(LeaseRequest("c", 1))

@@ -26,17 +26,17 @@ from geotrain.outer.messages import (
     Validated,
 )
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseBook
+from geotrain.outer.server.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseTable
 from geotrain.outer.server.limits import FAR, NormLimits
 from geotrain.outer.server.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
 from geotrain.outer.server.server import Identity, identity_of
-from geotrain.parameters.layout import Layout
-from tests.support.outer_world import FakeWorker, World, config, layout, make, random_deltas, whole
+from geotrain.parameters.parameter_map import ParameterMap
+from tests.support.outer_world import FakeWorker, World, config, make, parameter_map, random_deltas, whole
 
 
 def flat(rule: str = "halos", samples: int = 100_000, workers: tuple[str, ...] = ("a", "b"), **changes: Any) -> Any:
     """A global server whose members are the workers, all joined."""
-    shape: Layout = layout()
+    shape: ParameterMap = parameter_map()
     settings_ = config(rule, **changes).model_copy(update={"levels": 1})
     top = GlobalServer(Identity("t", "c", shape.digest, "m"), shape, settings_, {"eu": workers}, samples, 1)
     top.set_weights([torch.zeros(f.numel) for f in shape.fragments])
@@ -151,7 +151,7 @@ def test_a_norm_beyond_all_numbers_is_refused_even_without_limits():
 
 @pytest.mark.parametrize("reserve", [0, 3])
 def test_one_worker_cannot_take_all_leases_of_a_region(reserve):
-    shape = layout()
+    shape = parameter_map()
     workers = [FakeWorker(name, shape, whole(shape)) for name in ("a", "b")]
     start = [torch.zeros(f.numel) for f in shape.fragments]
     world = World(config(lease_reserve=reserve), {"eu": workers}, start, shape, train_samples=1 << 20)
@@ -164,7 +164,7 @@ def test_one_worker_cannot_take_all_leases_of_a_region(reserve):
                 world.deliver("eu")
     assert told.value.retry_s  # for now: who is only slow waits
     held = world.regions["eu"].holds("a")
-    assert len(held) == most and len(world.top.book.open) == len(held)
+    assert len(held) == most and len(world.top.lease_table.open) == len(held)
     assert world.lease("b") is not None
     first = min(held)
     for part in workers[0].parts(random_deltas(world, 1), (first,)):
@@ -211,7 +211,7 @@ def test_rounds_ahead_are_not_laid_out(workers):
 
 def test_a_synchronous_worker_sends_one_delta_a_round():
     top = flat("sync")
-    fake = FakeWorker("a", layout(), whole(layout()))
+    fake = FakeWorker("a", parameter_map(), whole(parameter_map()))
     deltas = {0: torch.ones(64)}
     top.handle(fake.parts(deltas)[0])
     second = fake.parts(deltas)[0]
@@ -224,13 +224,13 @@ def test_a_synchronous_worker_sends_one_delta_a_round():
 def test_nobody_completes_the_leases_of_another():
     top = flat()
     lease = top.handle(LeaseRequest("a", 1)).reply
-    [part] = FakeWorker("b", layout(), whole(layout())).parts({0: torch.ones(64)}, (lease.lease,))
+    [part] = FakeWorker("b", parameter_map(), whole(parameter_map())).parts({0: torch.ones(64)}, (lease.lease,))
     top.handle(part)
-    assert top.book.committed_samples == 0
+    assert top.lease_table.committed_samples == 0
     top.handle(MemberSilent("a", "life-1"))
     [part] = [dataclasses.replace(part, sequence=2)]
     top.handle(part)
-    assert top.book.committed_samples == 0 and top.book.repeated_samples == 0
+    assert top.lease_table.committed_samples == 0 and top.lease_table.repeated_samples == 0
 
 
 # ------------------------------------------------------------------------------------------------------ speed
@@ -247,17 +247,17 @@ def test_no_step_takes_such_a_time(step_s):
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.floats(1e-6, 1e6), st.booleans()), min_size=1, max_size=30))
 def test_a_speed_that_is_claimed_cuts_jobs_to_a_fourth_at_most(claims):
     """Relative to what the others' own speeds give: against the plain definition."""
-    book, told = LeaseBook(10**9, 1, 64, scale_local_steps=True), dict[str, float]()
+    coordinator, told = LeaseTable(10**9, 1, 64, scale_local_steps=True), dict[str, float]()
     for job, (worker, step_s, resumed) in enumerate(claims, 1):
-        lease = book.grant(LeaseRequest(worker, job, step_s))
+        lease = coordinator.grant(LeaseRequest(worker, job, step_s))
         told[worker] = step_s
         ordered = sorted(told.values())
         fastest = max(ordered[0], ordered[1] / FASTER) if len(ordered) > 1 else ordered[0]
         assert isinstance(lease, Lease) and lease.steps == max(1, math.ceil(64 * min(1, fastest / step_s)))
         if resumed:
-            saved = LeaseBook(10**9, 1, 64, scale_local_steps=True)
-            saved.load(json.loads(json.dumps(book.state())))
-            book = saved
+            saved = LeaseTable(10**9, 1, 64, scale_local_steps=True)
+            saved.load(json.loads(json.dumps(coordinator.state())))
+            coordinator = saved
 
 
 def test_one_liar_leaves_the_others_a_fourth_of_their_steps():
@@ -297,7 +297,7 @@ def test_metrics_are_few_and_short(metrics):
 
 def test_what_a_region_merges_can_always_be_written_down():
     """Workers that each tell all they may, and very many leases that were trained while the region was cut off."""
-    shape = layout()
+    shape = parameter_map()
     names = [f"worker-{n}" for n in range(40)]
     start = [torch.zeros(f.numel) for f in shape.fragments]
     workers = [FakeWorker(name, shape, whole(shape)) for name in names]
@@ -347,7 +347,7 @@ def test_a_validation_has_numbers(change):
 
 def test_who_joins_first_does_not_decide_which_data_is_right():
     """Where the run file says it."""
-    shape = layout()
+    shape = parameter_map()
     right, wrong = "aa" * 32, "bb" * 32
     run = load_run(ROOT / "configs/runs/quickstart.json")
     run = run.model_copy(update={"data": run.data.model_copy(update={"sha256": right})})

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import LimitsConfig, codec_config
-from geotrain.kernels.layout import FORMATS
+from geotrain.kernels.payload_format import FORMATS
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.messages import (
     GLOBAL,
@@ -42,7 +42,7 @@ from tests.support.outer_world import (
     weights_of,
     whole,
 )
-from tests.support.outer_world import layout as toy
+from tests.support.outer_world import parameter_map as toy
 from tests.support.recorded_world import same_state
 
 sizes = st.floats(1e-6, 1e6)
@@ -212,23 +212,23 @@ def test_a_version_that_never_was_is_refused(version):
 
 QUARANTINED = (
     r"a is quarantined after 3 refused updates; the last one: it was wild\. "
-    r"Started anew it may join 600 s later, or once the operator pardons it"
+    r"Started anew it may join 600 s later, or once the operator unbans it"
 )
 
 
-def offend(world: World, times: int, incarnation: str = "life-1") -> list[bool]:
+def strike(world: World, times: int, incarnation: str = "life-1") -> list[bool]:
     return [world.tell("eu", UpdateRejected("a", incarnation, "it was wild")) for _ in range(times)]
 
 
 def test_who_offends_again_and_again_is_quarantined():
-    """Its data goes to others, it hears why, and comes back in a new life once it is pardoned; also across a restart
-    of the server."""
-    world = learned(offences=3, offence_window=10)
+    """Its data goes to others, it hears why, and comes back in a new incarnation once it is unbanned; also across a
+    restart of the server."""
+    world = learned(strikes=3, strike_window=10)
     region, worker = world.regions["eu"], world.workers["a"][1]
     lease = world.lease("a")
-    assert offend(world, 2) == [False, False]
-    assert offend(world, 5, "another life") == [False] * 5
-    assert offend(world, 1) == [True]
+    assert strike(world, 2) == [False, False]
+    assert strike(world, 5, "another incarnation") == [False] * 5
+    assert strike(world, 1) == [True]
     assert Release((lease.lease,)) in world.up["eu"]
     for server in (region, saved_and_loaded(world, "eu")):
         status = server.status()["members"]["a"]
@@ -241,47 +241,47 @@ def test_who_offends_again_and_again_is_quarantined():
                 refused()
             assert told.value.retry_s is None
         server.handle(LiftQuarantine("a"))
-        with pytest.raises(Refused, match="this life of it was quarantined; start it anew"):
+        with pytest.raises(Refused, match="this incarnation of it was quarantined; start it anew"):
             server.handle(worker.joins(world.identity)[0])
         for join in worker.joins(world.identity, "life-2"):
             server.handle(join)
-        assert server.current("a", "life-2") and not server.members["a"].offences
+        assert server.current("a", "life-2") and not server.members["a"].strikes
 
 
-def test_old_offences_are_forgotten():
-    world = learned(offences=3, offence_window=4)
+def test_old_strikes_are_forgotten():
+    world = learned(strikes=3, strike_window=4)
     for _ in range(4):
-        assert offend(world, 1) == [False]
+        assert strike(world, 1) == [False]
         for turn in range(2):
             assert world.push("a", random_deltas(world, turn)) is not None
     assert world.regions["eu"].members["a"].refused == 4
-    assert offend(world, 3) == [False, False, True]
+    assert strike(world, 3) == [False, False, True]
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from(["good", "wild", "offence", "pardon", "join"]), max_size=25))
+@given(st.lists(st.sampled_from(["good", "wild", "strike", "unban", "join"]), max_size=25))
 def test_decisions_are_the_same_after_any_restart(what):
     """The same messages to a server that lives on and to one saved and loaded before each of them."""
-    world = learned(offences=2, offence_window=6)
-    worker, life = world.workers["a"][1], 1
+    world = learned(strikes=2, strike_window=6)
+    worker, incarnation = world.workers["a"][1], 1
     worker.sequence = world.regions["eu"].members["a"].sequence
     servers = [copy_of(world, world.regions["eu"]), copy_of(world, world.regions["eu"])]
 
     def joins() -> list[object]:
-        return list(worker.joins(world.identity, f"life-{life}"))
+        return list(worker.joins(world.identity, f"life-{incarnation}"))
 
     said: list[object] = joins()
     for number, kind in enumerate(what):
         deltas = random_deltas(world, number)
         if kind == "join":
-            life += 1
-        elif kind == "offence":
-            said.append(UpdateRejected("a", f"life-{life}", "x"))
-        elif kind == "pardon":
+            incarnation += 1
+        elif kind == "strike":
+            said.append(UpdateRejected("a", f"life-{incarnation}", "x"))
+        elif kind == "unban":
             said.append(LiftQuarantine("a"))
         else:
             worker.sequence = servers[0].members["a"].sequence
-            said += worker.parts(exploded(deltas) if kind == "wild" else deltas, incarnation=f"life-{life}")
+            said += worker.parts(exploded(deltas) if kind == "wild" else deltas, incarnation=f"life-{incarnation}")
         for message in [*said]:
             outcomes = []
             for index, server in enumerate(servers):
@@ -289,8 +289,8 @@ def test_decisions_are_the_same_after_any_restart(what):
                     fresh = copy_of(world, server)
                     for name in ("joined", "parts", "arriving"):
                         setattr(fresh.members["a"], name, getattr(server.members["a"], name))
-                    for vault, old in zip(fresh.vaults.all, server.vaults.all, strict=True):
-                        vault.members = old.members
+                    for shard, old in zip(fresh.shards.all, server.shards.all, strict=True):
+                        shard.members = old.members
                     servers[index] = server = fresh
                 outcomes.append(outcome(server, message))
             assert outcomes[0] == outcomes[1]
@@ -299,7 +299,9 @@ def test_decisions_are_the_same_after_any_restart(what):
 
 
 def copy_of(world: World, server: RegionServer) -> RegionServer:
-    new = RegionServer(server.name, world.identity, world.layout, world.config, server.rule, tuple(server.members))
+    new = RegionServer(
+        server.name, world.identity, world.parameter_map, world.config, server.rule, tuple(server.members)
+    )
     tensors, meta = server.state()
     new.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
     return new
@@ -385,10 +387,10 @@ def test_a_run_whose_data_is_trained_ends_without_its_dead_regions():
         lease = world.top.handle(LeaseRequest("a", job)).reply
         if isinstance(lease, Lease):
             assert not world.top.finished
-            world.top.book.commit((lease.lease,))
+            world.top.lease_table.commit((lease.lease,))
     world.top.handle(Leave("eu"))
     world.top.handle(MemberSilent("us", "life-1"))
-    assert world.top.book.finished and world.top.finished
+    assert world.top.lease_table.finished and world.top.finished
     world.top.handle(world.regions["us"].join_message())
     assert not world.top.finished  # the region lives
     assert isinstance(world.top.handle(LeaseRequest("b", 1)).reply, Finished)

@@ -22,7 +22,7 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.member import MOST_LIVES
+from geotrain.outer.server.member import MOST_INCARNATIONS
 from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded, weights_of
 
 
@@ -30,7 +30,7 @@ def test_a_refused_join_leaves_the_living_in_place():
     world = make(config(), cut_a=halves)
     region, worker = world.regions["eu"], world.workers["a"][1]
     good = worker.joins(world.identity, "life-2")[0]
-    for change in ({"part": 5}, {"pushes": ()}, {"layout_digest": "other"}):
+    for change in ({"part": 5}, {"pushes": ()}, {"parameter_map_digest": "other"}):
         with pytest.raises(Refused):
             region.handle(dataclasses.replace(good, **change))
     assert [region.handle(p).reply for p in worker.parts(random_deltas(world, 1))] == [False, True]
@@ -52,8 +52,8 @@ def test_an_older_life_is_refused_for_good():
 def test_every_restart_is_counted():
     world = make(config(), cut_a=halves)
     worker, lives = world.workers["a"][1], 100
-    for life in range(lives):
-        for join in worker.joins(world.identity, f"life-{life + 2}"):
+    for incarnation in range(lives):
+        for join in worker.joins(world.identity, f"life-{incarnation + 2}"):
             world.regions["eu"].handle(join)
     restored = saved_and_loaded(world, "eu").members["a"]
     assert restored.status()["restarts"] == lives
@@ -66,11 +66,11 @@ def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
     world = make(config(), cut_a=halves)
     region, worker = world.regions["eu"], world.workers["a"][1]
 
-    def restarts(life: str, new: bool = True) -> int:
-        """After this life has joined with both ranks, and the region was saved and loaded."""
+    def restarts(incarnation: str, new: bool = True) -> int:
+        """After this incarnation has joined with both ranks, and the region was saved and loaded."""
         nonlocal region
-        joined = [region.handle(join).events[0] for join in worker.joins(world.identity, life)]
-        assert joined == [Joined("a", 0, life, new), Joined("a", 1, life, False)]
+        joined = [region.handle(join).events[0] for join in worker.joins(world.identity, incarnation)]
+        assert joined == [Joined("a", 0, incarnation, new), Joined("a", 1, incarnation, False)]
         region = saved_and_loaded(world, "eu")
         world.regions["eu"] = region
         return region.status()["members"]["a"]["restarts"]
@@ -82,7 +82,7 @@ def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
     assert restarts("life-3") == 1  # it died
     region.members["a"].ended = True  # all were told to stop (`geotrain.net.storage.recovery.Stopped`)
     assert restarts("life-4") == 1
-    region.members["a"].ended = True  # only its server was: this life goes on, and dies later
+    region.members["a"].ended = True  # only its server was: this incarnation goes on, and dies later
     assert restarts("life-4", new=False) == 1
     assert restarts("life-5") == 2
 
@@ -159,7 +159,9 @@ def test_an_unknown_worker_gets_no_lease():
 
 def new_global(world: World) -> GlobalServer:
     names = {r: tuple(region.members) for r, region in world.regions.items()}
-    return GlobalServer(world.identity, world.layout, world.config, names, world.top.book.train_samples, 1)
+    return GlobalServer(
+        world.identity, world.parameter_map, world.config, names, world.top.lease_table.train_samples, 1
+    )
 
 
 def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
@@ -188,7 +190,7 @@ def answered(world: World, region: str) -> None:
     """The region gets all weights of the global server."""
     server = world.regions[region]
     world.top.handle(dataclasses.replace(server.join_message(), incarnation="life-2"))
-    fragments = tuple(range(len(world.layout.fragments)))
+    fragments = tuple(range(len(world.parameter_map.fragments)))
     server.handle(world.top.answer(region, "life-2", 0, 0, fragments))
 
 
@@ -227,7 +229,7 @@ def test_a_region_restored_from_an_older_state_sends_nothing_twice():
     world.push("a", random_deltas(world, 2))
     while sent := world.deliver_up("eu"):
         world.deliver_down("eu", sent)
-    committed = world.top.book.committed_samples
+    committed = world.top.lease_table.committed_samples
     assert committed > 0 and region.sequence > 0 and older.sequence == 0
     weights = [x.clone() for x in weights_of(world.top)]
 
@@ -246,12 +248,12 @@ def test_a_region_restored_from_an_older_state_sends_nothing_twice():
         older.handle(join)
     worker.sequence -= 1
     older.handle(worker.parts(random_deltas(world, 3), version=versions[0])[0])
-    assert world.top.book.committed_samples == committed
+    assert world.top.lease_table.committed_samples == committed
 
 
 def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need():
-    """Cut off, it hands out what it asked for before, also to a worker's next life; each job's lease is asked for
-    once. Who is silent gives all back; a new life, what the former one had begun."""
+    """Cut off, it hands out what it asked for before, also to a worker's next incarnation; each job's lease is asked
+    for once. Who is silent gives all back; a new incarnation, what the former one had begun."""
     world = make(config(lease_reserve=2), train_samples=640)
     region = world.regions["eu"]
 
@@ -265,7 +267,7 @@ def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need()
     assert world.tell("eu", LeaseRequest("a", 2)).job == 2
     assert world.tell("eu", LeaseRequest("a", 3)).job == 3
     assert asked() == [4, 5] and world.down["a"].job == 1
-    assert len(world.top.book.open) == 5
+    assert len(world.top.lease_table.open) == 5
     for join in world.workers["a"][1].joins(world.identity, "life-2"):
         world.tell("eu", join)
     assert [world.tell("eu", LeaseRequest("a", job)).job for job in (1, 2, 3, 4)] == [1, 2, 3, 4]
@@ -279,7 +281,7 @@ def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need()
     world.tell("eu", MemberSilent("a", "life-3"))
     assert isinstance(world.deliver("eu"), Release)
     world.up["eu"].clear()  # the update of nobody else
-    assert not world.top.book.open and not any(region.leases.held.values())
+    assert not world.top.lease_table.open and not any(region.leases.held.values())
     for join in world.workers["a"][1].joins(world.identity, "life-3"):
         world.tell("eu", join)
     assert world.tell("eu", LeaseRequest("a", 2)) is None and asked() == [2, 3, 4]
@@ -327,7 +329,7 @@ def test_a_paused_region_gives_back_what_its_workers_have_not_asked_for():
     restored = saved_and_loaded(world, "eu")  # what was asked for outlives the process
     assert [restored.leases.spare("a"), restored.leases.asked] == [(), {"a": 2}]
     delivered()
-    assert {lease.job for lease in world.top.book.open.values()} == {1, 2}
+    assert {lease.job for lease in world.top.lease_table.open.values()} == {1, 2}
     world.tell("eu", LeaseRequest("a", 3))
     waiting = list(world.up["eu"])
     assert delivered() == [3, 4, 5, 6, 7] and list(region.leases.held["a"]) == [1, 2]  # the run is paused
@@ -349,7 +351,7 @@ def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
     world.up["eu"].appendleft(late)
     while world.up["eu"]:
         world.deliver("eu")
-    assert world.regions["eu"].leases.held["a"].keys() == {1} and len(world.top.book.open) == 1
+    assert world.regions["eu"].leases.held["a"].keys() == {1} and len(world.top.lease_table.open) == 1
     world.tell("eu", LeaseRequest("a", 2))
     while world.up["eu"]:
         world.deliver("eu")
@@ -366,12 +368,12 @@ def test_a_run_that_is_resumed_with_fewer_samples_than_were_handed_out_trains_no
     world.tell("eu", Recall())
     world.tell("eu", Leave("a"))
     world.settle("eu")
-    assert world.top.book.committed_samples == 2 and sum(size for _, size in world.top.book.pool) == 12
+    assert world.top.lease_table.committed_samples == 2 and sum(size for _, size in world.top.lease_table.pool) == 12
     tensors, meta = world.top.state()
     shorter = make(config(local_steps=2), train_samples=10).top
     shorter.load(tensors, meta)
     shorter.begin_again()
-    assert sum(size for _, size in shorter.book.pool) == 8 and shorter.book.next_start == 14
+    assert sum(size for _, size in shorter.lease_table.pool) == 8 and shorter.lease_table.next_start == 14
     granted = [shorter.handle(LeaseRequest("b", job)).reply for job in range(1, 6)]
     assert [type(reply) for reply in granted] == [Lease] * 4 + [Finished]
 
@@ -382,7 +384,7 @@ def test_a_region_that_is_to_leave_gives_back_its_reserve_and_others_train_it(co
     world.tell("eu", LeaseRequest("a", 1))
     while world.up["eu"]:
         world.deliver("eu")
-    assert not world.top.book._left()  # eu has all of the run's data
+    assert not world.top.lease_table._left()  # eu has all of the run's data
     world.top.handle(command)
     assert world.top.recalls("eu") and world.top.recalls("us") == world.top.stopping
     world.tell("eu", Recall())
@@ -390,7 +392,7 @@ def test_a_region_that_is_to_leave_gives_back_its_reserve_and_others_train_it(co
     while world.up["eu"]:
         world.deliver("eu")
     assert world.down["a"] == Finished("a", 2)
-    assert [lease.job for lease in world.top.book.open.values()] == [1]
+    assert [lease.job for lease in world.top.lease_table.open.values()] == [1]
     reply = world.top.handle(LeaseRequest("b", 1)).reply
     assert isinstance(reply, Finished if world.top.stopping else Lease)
 
@@ -399,21 +401,21 @@ def test_no_former_life_comes_back_however_many_there_were():
     world = make(config())
     region, fake = world.regions["eu"], world.workers["a"][1]
     lives = [f"life-{n}" for n in range(2, 100)]
-    for life in lives:
-        region.handle(fake.joins(world.identity, life)[0])
+    for incarnation in lives:
+        region.handle(fake.joins(world.identity, incarnation)[0])
     for server in (region, saved_and_loaded(world, "eu")):
-        for life in ("life-1", *lives[:-1]):
+        for incarnation in ("life-1", *lives[:-1]):
             with pytest.raises(Refused, match="another process has joined") as told:
-                server.handle(fake.joins(world.identity, life)[0])
+                server.handle(fake.joins(world.identity, incarnation)[0])
             assert told.value.retry_s is None
 
 
 def test_a_member_has_only_so_many_lives():
-    """Rather a new life is refused than an old one let in."""
+    """Rather a new incarnation is refused than an old one let in."""
     world = make(config())
     region, fake = world.regions["eu"], world.workers["a"][1]
     member = region.members["a"]
-    member.former = dict.fromkeys(f"{n:016x}" for n in range(MOST_LIVES))
-    with pytest.raises(Refused, match=f"more than {MOST_LIVES:,} lives"):
+    member.former = dict.fromkeys(f"{n:016x}" for n in range(MOST_INCARNATIONS))
+    with pytest.raises(Refused, match=f"more than {MOST_INCARNATIONS:,} lives"):
         region.handle(fake.joins(world.identity, "one-more")[0])
     assert region.handle(fake.joins(world.identity, "life-1")[0]).reply

@@ -1,4 +1,4 @@
-"""Ranks of one worker whose server restarts between their pulls adopt the answers of one life only."""
+"""Ranks of one worker whose server restarts between their pulls adopt the answers of one incarnation only."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from geotrain.outer.server.server import Identity
 
 
 class RestartingServer:
-    """Answers with its life. At the pulls that `restarts` names (counted over both ranks), it has just restarted."""
+    """Answers with its incarnation. At the pulls that `restarts` names (counted over both ranks), it has just
+    restarted."""
 
     def __init__(self, restarts: set[int]) -> None:
-        self.restarts, self.life, self.pulls = restarts, 1, 0
+        self.restarts, self.incarnation, self.pulls = restarts, 1, 0
         self.lock = threading.Lock()
 
     def answer(self, sequence: int) -> Answer:
         with self.lock:
             self.pulls += 1
             if self.pulls in self.restarts:
-                self.life += 1
-            return Answer(sequence, (), f"life {self.life}")
+                self.incarnation += 1
+            return Answer(sequence, (), f"incarnation {self.incarnation}")
 
 
 class TwoRanks:
@@ -68,14 +69,14 @@ class OneRank:
         return fragments
 
     def join(self, join: Join) -> Welcome:
-        return Welcome(1, 1, f"life {self.server.life}")
+        return Welcome(1, 1, f"incarnation {self.server.incarnation}")
 
     def push(self, part: UpdatePart) -> Future[None]:
         return done(None)
 
     def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
         answer = self.server.answer(sequence)
-        self.answer_life = answer.life
+        self.answer_life = answer.incarnation
         return done(answer)
 
     def make_delta(self, fragment: int, seed: int) -> Any:

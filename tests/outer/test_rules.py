@@ -10,7 +10,7 @@ from geotrain.config import MomentumConfig
 from geotrain.outer.messages import Leave
 from geotrain.outer.rules import momentum_decay, updates_in_run
 from geotrain.outer.rules.region_momentum import momentum_gain
-from tests.support.outer_world import FakeWorker, World, config, layout, start_vector, whole
+from tests.support.outer_world import FakeWorker, World, config, parameter_map, start_vector, whole
 
 N_TRACE = 60
 
@@ -70,7 +70,7 @@ def numpy_trace(deltas, x0, ledger, travel, momentum_rule=None):
 
 
 def real_trace(cfg, deltas, x0, travel, decay=None):
-    lay = layout()
+    lay = parameter_map()
     world = World(cfg, {"eu": [FakeWorker("a", lay, whole(lay))]}, [torch.tensor(x0, dtype=torch.float32)], lay,
                   momentum_decay=decay)  # fmt: skip
     history, flight = [], None
@@ -153,7 +153,7 @@ def test_the_published_rule_loses_what_travelled_and_the_ledger_does_not():
 
 def test_sync_is_diloco():
     """Two regions, three workers: the mean over workers, then Nesterov; every worker gets the same weights."""
-    lay, rng, x0 = layout(), np.random.default_rng(3), start_vector()
+    lay, rng, x0 = parameter_map(), np.random.default_rng(3), start_vector()
     workers = {n: FakeWorker(n, lay, whole(lay)) for n in "abc"}
     world = World(
         config(rule="sync", lr=0.7, momentum=0.9),
@@ -183,7 +183,7 @@ def test_sync_is_diloco():
 def test_sync_gives_the_same_bits_whatever_the_order_of_arrival():
     results = []
     for order in ("abc", "cab", "bca"):
-        lay, gen = layout(), torch.Generator().manual_seed(5)
+        lay, gen = parameter_map(), torch.Generator().manual_seed(5)
         deltas = {n: torch.randn(64, generator=gen) for n in "abc"}
         regions = {"eu": [FakeWorker(n, lay, whole(lay)) for n in "ab"], "us": [FakeWorker("c", lay, whole(lay))]}
         world = World(config(rule="sync"), regions, [start_vector()], lay)

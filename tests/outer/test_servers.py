@@ -12,15 +12,15 @@ from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import LeaseRequest, Leave, MemberSilent, Refused
 from geotrain.outer.shards.shard import SendUp
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.outer_world import (
     FakeWorker,
     World,
     columns,
     config,
     halves,
-    layout,
     make,
+    parameter_map,
     random_deltas,
     saved_and_loaded,
     weights_of,
@@ -49,12 +49,12 @@ def test_different_layouts_give_the_same_server_state_as_equal_ones(rule, fragme
 
 
 def test_progress_that_is_not_finite_is_refused_by_the_parameters_name():
-    world = make(config(up=codec_config("int4")), piece_elements=40)
+    world = make(config(up=codec_config("int4")), chunk_elements=40)
     region = world.regions["eu"]
-    [*_, (name, last)] = world.layout.split(0, region.weights(0))
-    region.vaults.all[0].vectors[1].x[-last.numel()] = float("inf")
+    [*_, (name, last)] = world.parameter_map.split(0, region.weights(0))
+    region.shards.all[0].vectors[1].x[-last.numel()] = float("inf")
     with pytest.raises(NonFiniteError, match=f"region eu: parameter {name}: holds infinities"):
-        region.vaults.obey(SendUp(0, 1, {}))
+        region.shards.execute(SendUp(0, 1, {}))
 
 
 def test_an_update_is_applied_once_and_only_whole():
@@ -106,11 +106,11 @@ def test_a_new_life_drops_the_half_update_of_the_old_one():
     [
         ({"member": "zoe"}, "no member is called 'zoe'"),
         ({"config_digest": "other"}, "config digest differs: a has other .* has config"),
-        ({"layout_digest": "other", "model": "a big one"}, "layout digest differs: a has other .a big one."),
+        ({"parameter_map_digest": "other", "model": "a big one"}, "layout digest differs: a has other .a big one."),
         ({"part": 2}, "part 2 of 2"),
         ({"pushes": ((StridedSlice(0, 65),),)}, "does not lie within"),
         ({"pushes": ((StridedSlice(0, 8, -1, 2),),)}, "does not lie within"),
-        ({"pushes": ()}, "slices for 0 pieces"),
+        ({"pushes": ()}, "slices for 0 chunks"),
     ],
 )
 def test_a_join_that_does_not_fit_is_refused(change, reason):
@@ -173,14 +173,14 @@ def restart(world: World, region: str) -> None:
     old = world.regions[region]
     tensors, meta = old.state()
     tensors = {k: v.clone() for k, v in tensors.items()}
-    new = type(old)(region, world.identity, world.layout, world.config, old.rule, tuple(old.members))
+    new = type(old)(region, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
     new.incarnation = old.incarnation
     new.load(tensors, meta)
     for name, member in old.members.items():
         for join in member.joined.values():
             new.handle(join)
-        for vault, dead in zip(new.vaults.all, old.vaults.all, strict=True):
-            vault.members[name].senders = dead.members[name].senders
+        for shard, dead in zip(new.shards.all, old.shards.all, strict=True):
+            shard.members[name].senders = dead.members[name].senders
     world.regions[region] = new
 
 
@@ -203,9 +203,9 @@ def test_leases_follow_the_delta_that_used_them():
         lease = world.lease("a")
         assert lease is not None
         world.push("a", random_deltas(world, lease.lease), leases=(lease.lease,))
-    assert world.top.book.committed_samples == 0  # trained, but not yet part of the global weights
+    assert world.top.lease_table.committed_samples == 0  # trained, but not yet part of the global weights
     world.deliver_up("eu")
-    assert world.top.book.committed_samples == 16
+    assert world.top.lease_table.committed_samples == 16
 
 
 def test_a_dead_workers_lease_is_trained_again():
@@ -214,7 +214,7 @@ def test_a_dead_workers_lease_is_trained_again():
     assert lease is not None
     for join in world.workers["a"][1].joins(world.identity, "life-2"):
         world.tell("eu", join)
-    assert not world.up["eu"] and world.tell("eu", LeaseRequest("a", 1)) == lease  # by its next life
+    assert not world.up["eu"] and world.tell("eu", LeaseRequest("a", 1)) == lease  # by its next incarnation
     world.tell("eu", MemberSilent("a", "life-2"))
     world.deliver_up("eu")
     again = world.lease("b")
@@ -234,12 +234,12 @@ def test_flush_at_the_end_leaves_nothing_pending():
     world.deliver_down("eu", update)
     assert world.deliver_up("eu") is None
     assert world.top.members["eu"].left
-    assert world.top.book.committed_samples == lease.samples
+    assert world.top.lease_table.committed_samples == lease.samples
 
 
 def test_a_loaded_region_sends_the_same_numbers_for_people():
     """An update in flight is part of the state: its metrics are of all workers, also of one that was silent since."""
-    lay = layout()
+    lay = parameter_map()
     workers = {"eu": [FakeWorker(name, lay, whole(lay)) for name in "ab"]}
     world = World(config(updates_per_send=1), workers, [torch.zeros(64)], lay)
 

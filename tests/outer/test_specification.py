@@ -1,5 +1,5 @@
 """The real servers against the specification, through random lives: every rule and codec, deaths of workers and of
-servers, silence, reserve, pause, drain, offences, refusals for good. At the end of each, all data is trained and the
+servers, silence, reserve, pause, drain, strikes, refusals for good. At the end of each, all data is trained and the
 run ends.
 
 GEOTRAIN_SPECIFICATION=1000 plays so many lives of several hundred steps, in place of the few in `make test`.
@@ -36,12 +36,12 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.rules import rule as rules
-from geotrain.outer.server.leases import LeaseBook
+from geotrain.outer.server.leases import LeaseTable
 from geotrain.outer.server.member import Member
-from geotrain.outer.server.region_leases import LentLeases
+from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.region_server import RegionServer
-from tests.support.far_world import FarWorld
 from tests.support.outer_configs import outer_config
+from tests.support.remote_shards_world import FarWorld
 from tests.support.specified_world import REGIONS, SpecifiedWorld, frozen
 
 LIVES = int(os.environ.get("GEOTRAIN_SPECIFICATION", "0"))
@@ -53,7 +53,7 @@ GOOD = (10 * ["turn"], 3 * ["ask", "train", "leases", "update", "pull", "leave"]
 STEPS = [
     *(step for steps in GOOD for step in steps),
     *("snapshot", "die", "die half way", "early, then die", "silent", "slow", "region silent", "restart"),
-    *("refuse", "hang", "hang", "offend", "pardon", "pause", "resume", "resume", "drain", "recall"),
+    *("refuse", "hang", "hang", "strike", "unban", "pause", "resume", "resume", "drain", "recall"),
 ]
 RULES = ["halos", "published", "region_momentum", "sync"]
 NESTEROV = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=3)
@@ -88,12 +88,12 @@ class Lives(RuleBasedStateMachine):
                 up=codec_config(up),
                 down=codec_config(down),
                 local_steps=2,
-                limits=LimitsConfig(norm_deviations=None, offences=2, offence_window=4),
+                limits=LimitsConfig(norm_deviations=None, strikes=2, strike_window=4),
                 **({} if name == "sync" else chosen),
             ),
             samples,
             layers,
-            piece_elements=20 if samples % 2 else 1 << 27,
+            chunk_elements=20 if samples % 2 else 1 << 27,
         )
         for worker in self.world.workers:
             self.world.join(worker, anew=True)
@@ -153,10 +153,10 @@ class Lives(RuleBasedStateMachine):
             case "hang":
                 self.get(name)
                 world.hang(name, worth)
-            case "offend":
-                if world.tell(worker.region, UpdateRejected(name, worker.incarnation, "an offence")):
+            case "strike":
+                if world.tell(worker.region, UpdateRejected(name, worker.incarnation, "an strike")):
                     worker.alive = False
-            case "pardon":
+            case "unban":
                 world.tell(worker.region, LiftQuarantine(name))
             case "pause" | "resume":
                 world.tell(GLOBAL, OperatorCommand(what))
@@ -232,7 +232,7 @@ class Lives(RuleBasedStateMachine):
         # Of a synchronous run the samples that make no whole round are left over; of a drained region, and of an
         # update refused for good, what came back after the others had left. A resumed run trains it.
         late = world.drained or world.came_back_late
-        left_over = not world.top.book.open if world.top.rule.in_rounds else late
+        left_over = not world.top.lease_table.open if world.top.rule.in_rounds else late
         assert committed == world.samples or left_over
         super().teardown()
 
@@ -257,12 +257,12 @@ def test_the_servers_do_what_is_specified() -> None:
 
 
 def kept_all_the_same(region: RegionServer, rejected: UpdateRejected) -> None:
-    """The region does not start over: it goes on, and says its update again in its next life."""
+    """The region does not start over: it goes on, and says its update again in its next incarnation."""
 
 
 FAULTS: dict[str, Any] = {
-    "leases of the dead are kept": patch.object(LeaseBook, "release", lambda book, leases: None),
-    "what came back is not counted": patch.object(LeaseBook, "_withdraw", lambda book, start, samples: 0),
+    "leases of the dead are kept": patch.object(LeaseTable, "release", lambda coordinator, leases: None),
+    "what came back is not counted": patch.object(LeaseTable, "_withdraw", lambda coordinator, start, samples: 0),
     "pending updates are forgotten": patch.object(
         rules.AsyncRegion, "may_send", lambda self, v, flush: v.counts["pending"] >= self.every + 2
     ),
@@ -272,8 +272,8 @@ FAULTS: dict[str, Any] = {
         RegionServer, "_begin_round_again", lambda region, refused: None
     ),
     "who hangs keeps its leases": patch.object(RegionServer, "patience_s", lambda region, name: math.inf),
-    "a reserve is not recalled": patch.object(LentLeases, "recall", lambda leases, worker: ()),
-    "all is recalled": patch.object(LentLeases, "spare", lambda leases, worker: tuple(leases.of(worker))),
+    "a reserve is not recalled": patch.object(RegionLeases, "recall", lambda leases, worker: ()),
+    "all is recalled": patch.object(RegionLeases, "spare", lambda leases, worker: tuple(leases.of(worker))),
     "who trains slowly loses its leases": patch.object(RegionServer, "patience_s", lambda region, name: 0.0),
 }
 
@@ -296,7 +296,7 @@ HASH_SEEDS = "3", "6"
 def a_life(
     seed: int, kind: type[SpecifiedWorld], steps: int, codecs: dict[str, list[str]]
 ) -> Iterator[SpecifiedWorld]:
-    """A random life, after each of its steps."""
+    """A random incarnation, after each of its steps."""
     dice, machine = random.Random(seed), Lives()
     machine.kind = kind  # type: ignore[misc]
     up, down = (dice.choice(codecs[way]) for way in ("up", "down"))
@@ -332,7 +332,7 @@ def test_no_state_depends_on_the_order_of_a_set() -> None:
         )
         for seed in HASH_SEEDS
     ]
-    one, other = (life.communicate(timeout=600)[0] for life in lives)
+    one, other = (incarnation.communicate(timeout=600)[0] for incarnation in lives)
     assert one and one == other
 
 
@@ -340,8 +340,8 @@ def test_no_state_depends_on_the_order_of_a_set() -> None:
 
 
 @pytest.mark.parametrize("seed", range(LIVES or 24))
-def test_vaults_in_processes_of_their_own_change_no_bit(seed: int) -> None:
-    """Roles die at any time, and what they say comes late or is lost (`tests.support.far_world`)."""
+def test_shards_in_processes_of_their_own_change_no_bit(seed: int) -> None:
+    """Roles die at any time, and what they say comes late or is lost (`tests.support.remote_shards_world`)."""
     every = ["fp32", "bf16", "int8", "int4"]
     world: Any = None
     for world in a_life(seed, FarWorld, STEPS_PLAYED, {"up": every, "down": every}):

@@ -12,22 +12,22 @@ from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Identity
-from geotrain.parameters.layout import Layout
-from tests.support.outer_world import UPDATES, config, layout
+from geotrain.parameters.parameter_map import ParameterMap
+from tests.support.outer_world import UPDATES, config, parameter_map
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 STEP = 2  # samples
 
 
 def server(cfg: OuterConfig | None = None, samples: int = 40) -> GlobalServer:
-    lay: Layout = layout()
+    lay: ParameterMap = parameter_map()
     cfg = (cfg or config()).model_copy(update={"local_steps": 2})
     return GlobalServer(Identity("test", "config", lay.digest, "toy"), lay, cfg, REGIONS, samples, STEP)
 
 
 def again(old: GlobalServer) -> GlobalServer:
     """What a restart leaves of it."""
-    new = server(config("sync") if old.book.rounds else None)
+    new = server(config("sync") if old.lease_table.rounds else None)
     new.load(*old.state())
     return new
 
@@ -44,7 +44,7 @@ def test_a_paused_run_hands_out_nothing_new_also_after_a_restart():
     assert top.status()["phase"] == "paused"
     assert ask(top, "a", 1) == held  # what was handed out stays so
     assert ask(top, "a", 2) is None and ask(top, "c", 1) is None
-    assert len(top.book.open) == 1
+    assert len(top.lease_table.open) == 1
     top.handle(OperatorCommand("resume"))
     following = ask(top, "a", 2)
     assert isinstance(following, Lease) and following.start == 4
@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_where_it_was():
     assert top.status()["phase"] == "stopping"
     assert [ask(top, w, 2) for w in "abc"] == [Finished(w, 2) for w in "abc"]
     assert ask(top, "a", 1) == first
-    top.book.commit((first.lease,))
+    top.lease_table.commit((first.lease,))
     for region in REGIONS:
         top.handle(Leave(region))
     assert top.status()["phase"] == "ended" and not top.status()["complete"]
@@ -105,7 +105,7 @@ def test_a_synchronous_round_that_has_begun_is_finished_by_all():
     assert [ask(top, w, 2) for w in "abc"] == [Finished(w, 2) for w in "abc"]
     paused = server(config("sync"))
     paused.handle(OperatorCommand("pause"))
-    assert ask(paused, "a", 1) is None and paused.book.laid_out == {}
+    assert ask(paused, "a", 1) is None and paused.lease_table.laid_out == {}
 
 
 def test_what_cannot_be_done_is_refused():
@@ -124,14 +124,14 @@ def test_a_flat_run_drains_the_workers_of_a_region():
     assert ask(top, "a", 1) == Finished("a", 1) and top.status()["draining"] == ["eu"]
 
 
-def _join(top: GlobalServer, region: str, life: str) -> Join:
+def _join(top: GlobalServer, region: str, incarnation: str) -> Join:
     member = RegionServer(
         region,
         top.identity,
-        top.layout,
+        top.parameter_map,
         config(),
         region_rule(config().rule, REGIONS[region], UPDATES),
         REGIONS[region],
     )
-    member.incarnation = life
+    member.incarnation = incarnation
     return member.join_message()

@@ -1,4 +1,4 @@
-"""Experts that no token was sent to: their delta is zero, which is no offence and leaves no trace."""
+"""Experts that no token was sent to: their delta is zero, which is no strike and leaves no trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
-from geotrain.kernels.layout import FORMATS
+from geotrain.kernels.payload_format import FORMATS
 from geotrain.outer.codec import make_codec
 from tests.support.outer_world import config, make, random_deltas
 
@@ -30,9 +30,9 @@ def test_a_zero_delta_among_others_stays_zero(name: str) -> None:
 def test_the_limits_bear_it_and_the_expert_may_be_chosen_later(fragments: int | None, coded: str) -> None:
     codec = codec_config(coded, **({"block": 32} if coded == "int4" else {}))
     world = make(config(up=codec, down=codec), fragments=fragments)
-    layout = world.layout
-    fragment = layout.fragment_of("layer.1")
-    members = layout.fragments[fragment]
+    parameter_map = world.parameter_map
+    fragment = parameter_map.fragment_of("layer.1")
+    members = parameter_map.fragments[fragment]
     place = [p.name for p in members.parameters].index("layer.1")
     part = slice(members.offsets[place], members.offsets[place] + members.parameters[place].numel)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from geotrain.config import CodecConfig, OuterConfig, OverlapConfig, codec_config
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import PieceWeights
+from geotrain.outer.messages import ChunkWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.parameters.layout import StridedSlice, gather, joined, scatter
+from geotrain.parameters.parameter_map import StridedSlice, gather, joined, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
-from tests.support.outer_world import layout
+from tests.support.outer_world import parameter_map
 
 FP32 = codec_config("fp32")
 
@@ -27,16 +27,16 @@ def rank(adopt: str, codec: CodecConfig = FP32) -> tuple[WorkerRank, torch.Tenso
             steps=0 if adopt == "replace" else 2, adopt=adopt, **({"mix": 0.25} if adopt == "mix" else {})
         ),
     )
-    pieces = [
+    chunks = [
         OwnedSlices((StridedSlice(0, 8, parameter="norm"),), norm, False),
         OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True),
     ]
-    return WorkerRank(layout(), config, pieces), matrix, norm
+    return WorkerRank(parameter_map(), config, chunks), matrix, norm
 
 
-def weights(value: float, version: int = 1) -> PieceWeights:
+def weights(value: float, version: int = 1) -> ChunkWeights:
     payload = make_codec(FP32).encode(torch.full((24,), value)).payload
-    return PieceWeights(0, version, to_bytes(payload))
+    return ChunkWeights(0, version, to_bytes(payload))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_adopting(adopt, expected):
     )
 
 
-pieces_of_a_vector = st.lists(
+chunks_of_a_vector = st.lists(
     st.builds(
         lambda start, length, count, gap: StridedSlice(start, length, length + gap if count > 1 else 0, count),
         st.integers(0, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 3),
@@ -71,7 +71,7 @@ pieces_of_a_vector = st.lists(
 )  # fmt: skip
 
 
-@given(pieces_of_a_vector)
+@given(chunks_of_a_vector)
 def test_joined_slices_name_the_same_elements(slices):
     vector = torch.arange(64.0)
     fewer = joined(slices)
@@ -94,7 +94,7 @@ def test_neighbours_are_one_slice():
         OwnedSlices((StridedSlice(0, 16, parameter=name),), torch.zeros(16), name == "layer.0")
         for name in ("layer.0", "layer.1")
     ]
-    worker = WorkerRank(layout(), OuterConfig(), both)
+    worker = WorkerRank(parameter_map(), OuterConfig(), both)
     assert worker.pushes == ((StridedSlice(24, 16),),) and worker.holds == ((StridedSlice(24, 32),),)
 
 
@@ -116,7 +116,7 @@ def test_rebase_forgets_nothing():
         server[:16] -= make_codec(FP32).decode(from_bytes(delta.payload), 16)
         train()
         payload = make_codec(FP32).encode(torch.cat([server[:16], norm])).payload
-        worker.on_weights(PieceWeights(0, i, to_bytes(payload)))
+        worker.on_weights(ChunkWeights(0, i, to_bytes(payload)))
         torch.testing.assert_close(matrix, progress, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(server[:16] + (matrix - server[:16]), progress, rtol=1e-5, atol=1e-5)
 
@@ -124,7 +124,7 @@ def test_rebase_forgets_nothing():
 def test_error_feedback_sends_later_what_rounding_left_out():
     worker, matrix, _ = rank("replace", codec_config("bf16"))
     zeros = make_codec(codec_config("bf16")).encode(torch.zeros(24)).payload
-    worker.on_weights(PieceWeights(0, 1, to_bytes(zeros)), start=True)
+    worker.on_weights(ChunkWeights(0, 1, to_bytes(zeros)), start=True)
     meant, sent = torch.zeros(16), torch.zeros(16)
     gen = torch.Generator().manual_seed(0)
     for i in range(50):

@@ -23,8 +23,8 @@ from geotrain.own_loop.loop import OwnStep
 from geotrain.own_loop.masters import Masters, box_runs
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import StateFiles
-from geotrain.parameters.layout import Layout, any_parameters, layout_of
 from geotrain.parameters.parameter_file import read_shapes
+from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
 from geotrain.worker.loop import WorkerLoop
 from tests.support.inner_worlds import at, run_world
 from tests.support.local_servers import LocalClient, LocalServers
@@ -56,8 +56,8 @@ def write_run(folder: Path, **outer: Any) -> RunConfig:
 def joined(run: RunConfig, model: nn.Module, **more: Any) -> tuple[WorkerLoop, LocalServers]:
     servers = LocalServers(run)
     rank = TorchRank()
-    rank.masters = Masters(servers.layout, model, 0, 1)
-    parts = (run, "w", servers.identity, servers.layout, rank, rank.masters.shards, rank.masters.device)
+    rank.masters = Masters(servers.parameter_map, model, 0, 1)
+    parts = (run, "w", servers.identity, servers.parameter_map, rank, rank.masters.shards, rank.masters.device)
     loop = WorkerLoop(*parts, LocalClient(servers), **more)
     loop.start()
     return loop, servers
@@ -105,7 +105,11 @@ def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:
         with torch.no_grad():
             model[0].weight += 1.0
         step(loop)
-    weights = {n: t for f in servers.layout.fragments for n, t in servers.layout.split(0, servers.top.weights(0))}
+    weights = {
+        n: t
+        for f in servers.parameter_map.fragments
+        for n, t in servers.parameter_map.split(0, servers.top.weights(0))
+    }
     assert torch.equal(weights["0.weight"], torch.full((5, 3), float(STEPS))) and not weights["2.bias"].any()
 
 
@@ -165,7 +169,7 @@ def test_a_parameter_that_was_moved_is_an_error(tmp_path: Path) -> None:
 
 
 def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
-    layout = layout_of(write_run(tmp_path))
+    parameter_map = parameter_map_of(write_run(tmp_path))
     cases: list[tuple[Any, str]] = [
         (nn.Sequential(nn.Linear(3, 5)), r"has no parameter 2\.bias"),
         (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 2)), r"3\.weight is not one of"),
@@ -175,11 +179,11 @@ def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
     ]
     for parameters, message in cases:
         with pytest.raises(ConfigError, match=message):
-            Masters(layout, parameters, 0, 1)
+            Masters(parameter_map, parameters, 0, 1)
     frozen = nn.Sequential(*network(), nn.Linear(2, 2).requires_grad_(False))
-    assert Masters(layout, frozen, 0, 1).shards
+    assert Masters(parameter_map, frozen, 0, 1).shards
     wrapped = [(f"module._orig_mod.{name}", parameter) for name, parameter in network().named_parameters()]
-    assert Masters(layout, wrapped, 0, 1).shards  # as DDP and torch.compile name them
+    assert Masters(parameter_map, wrapped, 0, 1).shards  # as DDP and torch.compile name them
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ PLACEMENTS: list[Sequence[Any]] = [
 ]
 
 
-def pieces() -> Any:
+def chunks() -> Any:
     """On 4 ranks: what each has of a [5, 6] parameter under each placement, and the sum of what is pushed."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2))
@@ -218,8 +222,8 @@ def pieces() -> Any:
     for placements in PLACEMENTS:
         parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
         assert isinstance(parameter, DTensor)
-        layout = Layout(any_parameters({"p": (5, 6)}))
-        masters = Masters(layout, [("p", parameter)], torch.distributed.get_rank(), 4)
+        parameter_map = ParameterMap(any_parameters({"p": (5, 6)}))
+        masters = Masters(parameter_map, [("p", parameter)], torch.distributed.get_rank(), 4)
         pushed, held = torch.zeros(30), True
         for shard in masters.shards:
             values = shard.master.split([run.numel for run in shard.runs])
@@ -232,7 +236,7 @@ def pieces() -> Any:
 
 
 def test_placements_say_what_lies_here_and_each_element_is_pushed_once() -> None:
-    ranks = run_world(4, pieces)
+    ranks = run_world(4, chunks)
     for number, placements in enumerate(PLACEMENTS):
         assert all(found[number][1] for found in ranks), placements
         assert torch.equal(sum(found[number][0] for found in ranks), torch.ones(30)), placements
@@ -269,8 +273,8 @@ def test_a_file_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read_shapes(path) == shapes and "2.running_mean" not in shapes and "1.weight" not in shapes
     whole = path.read_bytes()
     run = write_run(tmp_path)
-    (vector,) = initial_weights(run, layout := layout_of(run))
-    assert all(torch.equal(t, network().get_parameter(name)) for name, t in layout.split(0, vector))
+    (vector,) = initial_weights(run, parameter_map := parameter_map_of(run))
+    assert all(torch.equal(t, network().get_parameter(name)) for name, t in parameter_map.split(0, vector))
     path.write_bytes(whole)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -291,8 +295,8 @@ def test_a_file_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_fragments_of_any_model() -> None:
     shapes = {"patch.weight": (4,), "blocks.0.w": (1,), "blocks.1.w": (2,), "blocks.2.w": (3,), "head.weight": (5,)}
-    layout = Layout(any_parameters(shapes), layers_per_fragment=2)
-    named = {fragment.name: [p.name for p in fragment.parameters] for fragment in layout.fragments}
+    parameter_map = ParameterMap(any_parameters(shapes), layers_per_fragment=2)
+    named = {fragment.name: [p.name for p in fragment.parameters] for fragment in parameter_map.fragments}
     assert named == {
         "layers-0": ["blocks.0.w", "blocks.2.w"],
         "layers-1": ["blocks.1.w"],
@@ -300,7 +304,7 @@ def test_fragments_of_any_model() -> None:
         "head": ["head.weight"],
     }
     with pytest.raises(ConfigError, match="has no layers"):
-        Layout(any_parameters({"weight": (4,)}), layers_per_fragment=1)
+        ParameterMap(any_parameters({"weight": (4,)}), layers_per_fragment=1)
 
 
 def test_what_a_run_file_must_say(tmp_path: Path) -> None:

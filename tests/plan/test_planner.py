@@ -11,7 +11,7 @@ import pytest
 from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.launch.check import check_together
-from geotrain.parameters.layout import parameter_count
+from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.grouping import SLACK, best_division, fewest_workers, speed
 from geotrain.plan.inventory import Pins, PlanError, PlanTask
 from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches
@@ -197,7 +197,7 @@ def test_slower_links_bear_less() -> None:
     assert found[2][1].setting.outer.up.name == "int4"
 
 
-def test_servers_have_as_many_vaults_as_their_work_needs() -> None:
+def test_servers_have_as_many_shards_as_their_work_needs() -> None:
     """Quick workers, small H and K: a server of one process would work all the time."""
     often = {"rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 16}
     pins = Pins(outer=frozenset({*often, "rule.updates_per_send"}))
@@ -210,25 +210,25 @@ def test_servers_have_as_many_vaults_as_their_work_needs() -> None:
         return plan
 
     plan = at()
-    vaults = plan.setting.vaults
-    assert vaults > 1 and plan.setting.server_busy <= SERVER_BUSY
-    servers = [(r.server, r.vaults) for r in plan.cluster.regions]
-    servers.append((plan.cluster.global_server, plan.cluster.global_vaults))
-    assert all(len(mine) == vaults for _, mine in servers)
-    assert all(vault.host == server.host for server, mine in servers for vault in mine)
+    shards = plan.setting.shards
+    assert shards > 1 and plan.setting.server_busy <= SERVER_BUSY
+    servers = [(r.server, r.shards) for r in plan.cluster.regions]
+    servers.append((plan.cluster.global_server, plan.cluster.global_shards))
+    assert all(len(mine) == shards for _, mine in servers)
+    assert all(shard.host == server.host for server, mine in servers for shard in mine)
     everyone = [each for server, mine in servers for each in (server, *mine)]
     assert len({str(each) for each in everyone}) == len(everyone)
     busy = plan.prediction.server_busy
     assert busy.keys() == {"a", "b", "global"} and max(busy.values()) == pytest.approx(plan.setting.server_busy)
-    fewer = resolve(plan.task, plan.workers, plan.place.region, plan.setting.outer, plan.wish.tokens, vaults // 2)
+    fewer = resolve(plan.task, plan.workers, plan.place.region, plan.setting.outer, plan.wish.tokens, shards // 2)
     assert max(predict(*fewer).server_busy.values()) > SERVER_BUSY, "no fewer would do"
 
-    assert at(checkpoint={"snapshots": "s3://bucket/run"}).setting.vaults == vaults
+    assert at(checkpoint={"snapshots": "s3://bucket/run"}).setting.shards == shards
     three = [{"host": "g", "port": 7000 + i} for i in range(3)]
-    given = changed(plan.task.cluster, lambda raw: raw.update(global_vaults=three))
-    assert planned(plan.task.run, given, pins).setting.vaults == 3
+    given = changed(plan.task.cluster, lambda raw: raw.update(global_shards=three))
+    assert planned(plan.task.run, given, pins).setting.shards == 3
     of_a_piece = {**MODEL, "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    assert at(model={"config": of_a_piece}).setting.vaults == 1
+    assert at(model={"config": of_a_piece}).setting.shards == 1
 
 
 def test_dear_traffic_is_kept_small() -> None:
@@ -379,7 +379,7 @@ def test_the_cheapest_tokens() -> None:
 def test_a_plan_is_its_own_files() -> None:
     plan = planned(run_of("qwen3-0.6b"), world())
     setting = plan.setting
-    again = resolve(plan.task, plan.workers, plan.place.region, setting.outer, plan.wish.tokens, setting.vaults)
+    again = resolve(plan.task, plan.workers, plan.place.region, setting.outer, plan.wish.tokens, setting.shards)
     assert again == (plan.run, plan.cluster)
     steps = plan.run.data.train_samples // plan.run.samples_per_step
     assert plan.run.deepspeed["scheduler"]["params"]["total_num_steps"] == steps

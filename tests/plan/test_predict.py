@@ -10,7 +10,7 @@ from geotrain.commands import dry_run
 from geotrain.commands.simulate import step_seconds
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, parse
 from geotrain.monitor.utilization import training_flops_per_token
-from geotrain.parameters.layout import canonical_parameters, parameter_count
+from geotrain.parameters.parameter_map import canonical_parameters, parameter_count
 from geotrain.plan.model.work import stage_flops, token_flops, useful_flops
 from geotrain.plan.placement.cost import problem_from_links
 from geotrain.plan.predict import RunPrediction, predict

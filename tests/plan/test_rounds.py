@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from geotrain.config import OuterConfig, parse
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.rounds import ExchangePace, WorkerTiming, pace, payloads, server_times
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
@@ -20,10 +20,10 @@ LAYERS, LAYER_NUMEL, JOBS = 12, 20_000_000, 40
 STEPS_S = {"a": (1.0, 1.25), "b": (1.0,), "c": (2.0, 2.0, 2.0)}  # region → its workers' step times
 
 
-def layout(outer: OuterConfig) -> Layout:
+def layout(outer: OuterConfig) -> ParameterMap:
     parameters = [Parameter(f"layer.{i}", (LAYER_NUMEL,), i, "normal") for i in range(LAYERS)]
     ends = (Parameter("embedding", (1,), None, "normal"), Parameter("head", (1,), None, "normal"))
-    return Layout([ends[0], *parameters, ends[1]], outer.fragments.layers_per_fragment)
+    return ParameterMap([ends[0], *parameters, ends[1]], outer.fragments.layers_per_fragment)
 
 
 def world(outer: OuterConfig, wide: LinkSpec, local: LinkSpec, rates: ServerRates | None = None) -> VirtualWorld:

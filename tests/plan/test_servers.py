@@ -14,11 +14,11 @@ from benchmarks import ROOT
 from benchmarks.servers.rates import PAGE, literal, literal_of, markdown
 from geotrain.commands.dry_run import needs, show
 from geotrain.config import codec_config, load_cluster, load_run
-from geotrain.net.storage.disk_shelf import DiskShelf, on_disk
+from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.outer import downlink
 from geotrain.outer.server.server import Server
-from geotrain.outer.shards import shard as vault
-from geotrain.parameters.layout import layout_of
+from geotrain.outer.shards import shard as shard
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import place_of, server_needs
 from geotrain.staging.interface import from_bytes
@@ -47,11 +47,11 @@ def kept(server: Server) -> dict[str, int]:
 
 def held(server: Server) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in server.state()[0].items():
-        if name.startswith("piece."):
+        if name.startswith("chunk."):
             yield COMING if ".waiting." in name else "vectors", tensor
         elif not name.startswith(("answer.", "in_flight.")):
             yield next(part for head, part in PARTS.items() if name.startswith(head)), tensor
-    for each in server.vaults.all:  # payloads as they lie in memory, not as the state names some of them
+    for each in server.shards.all:  # payloads as they lie in memory, not as the state names some of them
         yield from ((COMING, from_bytes(payload)) for payload in each.in_flight.values())
         for known in each.members.values():
             for answer in known.answers.values():
@@ -97,8 +97,8 @@ def test_a_servers_memory_is_that_of_its_live_tensors(
     more = {} if rule == "sync" else {"updates_per_send": 2}
     codecs = {"up": codec_config(up), "down": codec_config(down)}
     settings = config(rule, **codecs, server_state=state, mirrors=mirrors, **more)
-    for module in (vault, downlink) if mirrors == "disk" else ():
-        monkeypatch.setattr(module, "Shelf", lambda: DiskShelf(tmp_path, pytest.fail))
+    for module in (shard, downlink) if mirrors == "disk" else ():
+        monkeypatch.setattr(module, "MirrorStore", lambda: DiskMirrorStore(tmp_path, pytest.fail))
     workers = {"eu": ("a", "b"), "us": ("c", "d")}
     fakes = {r: [FakeWorker(name, LAYOUT, whole(LAYOUT)) for name in names] for r, names in workers.items()}
     start = [start_vector()[: f.numel].clone() for f in LAYOUT.fragments]
@@ -114,7 +114,7 @@ def test_a_servers_memory_is_that_of_its_live_tensors(
     for role, server in servers.items():
         needs = server_needs(place_of(role, settings, 2), settings, LAYOUT, snapshots=2)
         assert most[role] == dict.fromkeys(most[role], 0) | needs.kept | {ON_DISK: needs.mirrors_bytes}, role
-        [of_server] = server.vaults.all
+        [of_server] = server.shards.all
         assert largest[role] <= needs.snapshot_bytes <= 1.25 * largest[role]
         buffers = sum(buffer.nbytes for buffer in (*of_server._spare, *of_server._deltas.values()))
         assert buffers == needs.passing["decoding"]
@@ -125,7 +125,7 @@ def test_the_dry_run_tells_each_servers_needs() -> None:
     cluster = load_cluster(CONFIGS / "clusters/four-regions-ssh.json")
     found = needs(run, cluster)
     assert list(found.servers) == ["global", *(region.name for region in cluster.serving)]
-    lay = layout_of(run)
+    lay = parameter_map_of(run)
     assert found.servers["asia"] == server_needs(
         place_of("region", run.outer, 1), run.outer, lay, run.checkpoint.keep
     )
@@ -142,7 +142,8 @@ def test_the_dry_run_tells_what_mirrors_on_the_disk_would_be_worth() -> None:
     found, of_disk = needs(here, cluster), needs(there, cluster)
     assert found.on_disk == of_disk.servers == of_disk.on_disk
     numel, mine, other = found.parameters, found.servers["global"], of_disk.servers["global"]
-    in_use = 3 * 4 * max(piece.numel for piece in layout_of(here).pieces)  # used, read for a snapshot, on its way out
+    # used, read for a snapshot, on its way out
+    in_use = 3 * 4 * max(chunk.numel for chunk in parameter_map_of(here).chunks)
     assert mine.memory_bytes - other.memory_bytes == 4 * 4 * numel - in_use
     assert other.mirrors_bytes == 4 * 4 * numel == other.disk_bytes - mine.disk_bytes
     more_s = MEASURED.of_parameter["mirror"] * numel / 1e9

@@ -13,12 +13,12 @@ from benchmarks.delay import RESULTS, TRIALS, Agreeing, Foreseen, LookAhead, qua
 from geotrain.config import rule_config
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import MomentumRegion
-from geotrain.parameters.layout import Layout, Parameter
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.simulate.world import VirtualWorld
 
 TINY = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32, "batch": 1, "length": 16}
 SIXTEEN = "16 workers, 2 bits, K 2"
-LAYOUT = Layout([Parameter("a", (2,), None, "normal"), Parameter("b", (2,), None, "normal")])
+LAYOUT = ParameterMap([Parameter("a", (2,), None, "normal"), Parameter("b", (2,), None, "normal")])
 
 
 def test_looking_ahead_moves_by_what_the_others_did_and_sends_none_of_it():
@@ -94,8 +94,8 @@ def test_a_cool_down_exchanges_more_often_from_nine_tenths_of_the_run_on(cool_do
 
     class Watched(delay.Averaged):
         def watch(self, world: VirtualWorld) -> None:
-            book = world.top.server.book
-            seen.append((book.next_start / world.task.train_samples, world.top.server.fragments[0].version))
+            lease_table = world.top.server.lease_table
+            seen.append((lease_table.next_start / world.task.train_samples, world.top.server.fragments[0].version))
             super().watch(world)
 
     monkeypatch.setattr(delay, "Averaged", Watched)

@@ -14,12 +14,12 @@ import torch
 
 from geotrain.config import MomentumConfig, OuterConfig, OverlapConfig, codec_config, rule_config
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.parameters.layout import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualTask, VirtualWorld
-from tests.support.outer_world import layout
+from tests.support.outer_world import parameter_map
 
 FP32 = codec_config("fp32")
 SIZE, STEPS_A_JOB, SAMPLES = 64, 3, 240
@@ -44,13 +44,13 @@ class Bowl:
         self.outer, self.flat = outer, torch.zeros(SIZE)
 
     def born(self) -> None:
-        pieces, offset = [], 0
-        for p in layout().parameters:
-            pieces.append(
+        chunks, offset = [], 0
+        for p in parameter_map().parameters:
+            chunks.append(
                 OwnedSlices((StridedSlice(0, p.numel, parameter=p.name),), self.flat[offset : offset + p.numel], True)
             )
             offset += p.numel
-        self.rank = WorkerRank(layout(), self.outer, pieces)
+        self.rank = WorkerRank(parameter_map(), self.outer, chunks)
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
         self.make_delta, self.on_weights = self.rank.make_delta, self.rank.on_weights
         self.when_made, self.parameters = self.rank.when_made, self.rank.parameters
@@ -77,7 +77,8 @@ def simulate(
         for r, workers in WORKERS.items()
     )
     sizes = Sizes(outer, (SECOND // 4,))  # fp32: a second at 1 Gbit/s
-    task = VirtualTask(outer, sizes, layout(), (torch.zeros(SIZE),), SAMPLES, 1, lambda spec: Bowl(spec, outer),
+    task = VirtualTask(outer, sizes, parameter_map(), (torch.zeros(SIZE),), SAMPLES, 1, lambda spec: Bowl(spec,
+                       outer),
                        momentum_decay=momentum_decay)  # fmt: skip
     trace: list[tuple[float, int, np.ndarray]] = []
 
@@ -233,7 +234,7 @@ def test_a_run_equals_its_pseudo_code(rule, ledger, overlap):
         np.testing.assert_allclose(x, want_x, rtol=1e-4, atol=1e-5)
     assert world.top.server.finished
     if ledger:
-        assert world.top.server.book.committed_samples == SAMPLES
+        assert world.top.server.lease_table.committed_samples == SAMPLES
         assert world.report()["lost_updates"] == 0
     else:
         assert world.report()["lost_updates"] > 0

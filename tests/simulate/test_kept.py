@@ -20,7 +20,7 @@ from benchmarks.claims.kept import Keeper, Kept, Spent
 from benchmarks.claims.methods import METHODS, OURS, OURS_2BIT, SYNCHRONOUS, muon
 from benchmarks.claims.runs import Job, run
 from benchmarks.learner.model import SmallLM, small_architecture
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 ROOT = Path(__file__).parents[2]
 TINY = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32, "batch": 1, "length": 16}

@@ -19,7 +19,7 @@ from benchmarks.learner.optimizers import (
     orthogonalized,
 )
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 
 
 @pytest.fixture(autouse=True)

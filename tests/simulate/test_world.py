@@ -67,9 +67,9 @@ def test_every_sample_is_trained_although_workers_die(method):
     undisturbed = timed(BASELINES[method], two_regions(), 1200)
     world = VirtualWorld(with_away(two_regions(), away), timing_task(BASELINES[method], one_block(10**8), 1200, 1))
     report = world.run()
-    book = world.top.server.book
-    assert book.committed_samples == undisturbed["committed_steps"] >= 1200 * 0.9
-    assert not book.open and not book.pool
+    lease_table = world.top.server.lease_table
+    assert lease_table.committed_samples == undisturbed["committed_steps"] >= 1200 * 0.9
+    assert not lease_table.open and not lease_table.pool
     assert 0 < report["lost_s"] < 5 * BASELINES[method].local_steps * 2.0  # uncommitted steps, and no more
     assert report["seconds"] > undisturbed["seconds"]
     assert undisturbed["lost_s"] == 0 and undisturbed["trained_steps"] == undisturbed["committed_steps"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import reference as codec
-from geotrain.kernels.layout import Spec
+from geotrain.kernels.payload_format import Spec
 
 Weights = dict[str, Tensor]
 Gradient = Callable[[Weights, Tensor], tuple[float, Weights]]  # (weights, samples) → (mean loss, its gradient)

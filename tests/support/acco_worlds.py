@@ -16,11 +16,11 @@ from torch import Tensor
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.inner.acco import communication_thread
 from geotrain.inner.acco import optimizer as acco_optimizer
-from geotrain.inner.acco.flat_space import FlatLayout
+from geotrain.inner.acco.flat_space import FlatBuffer
 from geotrain.parallelism.acco_forms import CODE_BLOCK, first_part
 from geotrain.parallelism.local_parameters import local_parameters
 from geotrain.parallelism.whole_matrices import pack
-from geotrain.parameters.layout import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.acco_reference import Flat, Gradient, Reference, Settings
 from tests.support.inner_worlds import (
     BATCH,
@@ -56,7 +56,7 @@ class Case:
     recompute: str = "none"
     clip: float = 0.5
     muon: bool = False
-    pieces: bool = False  # what is coded, or sent over gloo, at once is a small part of a shard
+    chunks: bool = False  # what is coded, or sent over gloo, at once is a small part of a shard
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -101,7 +101,7 @@ def run_cases(cases: list[Case], folder: Path) -> list[list[Step]]:
 
 
 def _run(case: Case, folder: Path) -> list[Step]:
-    if not case.pieces:
+    if not case.chunks:
         return _run_whole(case, folder)
     with (
         mock.patch.object(acco_optimizer, "CODED_AT_ONCE", 2 * CODE_BLOCK),
@@ -118,7 +118,7 @@ def _run_whole(case: Case, folder: Path) -> list[Step]:
     engine = start(MODELS[case.model], case.parallel, block, case.recompute, case.acco)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     schedule, optimizer = engine._run_schedule, engine.optimizer
-    assert not case.pieces or len(optimizer._prediction._pieces[0]) > 1
+    assert not case.chunks or len(optimizer._prediction._chunks[0]) > 1
 
     def watched(batches: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         part = int(optimizer._predicting is not None)
@@ -201,11 +201,11 @@ def flats(case: Case) -> list[Flat]:
             groups = [[p for p in decaying if not p.is_hidden_matrix], *norms]
             groups = [group for group in groups if group]
             sizes = [[p.numel for p in group] for group in groups]
-            head = FlatLayout(sizes, 1).numel
+            head = FlatBuffer(sizes, 1).numel
             sequence = pack([p.numel for p in matrices], case.dp, head, CODE_BLOCK).sequence
             groups.append([matrices[i] if i >= 0 else None for i in sequence])
             sizes.append([matrices[i].numel if i >= 0 else -i for i in sequence])
-        layout = FlatLayout(sizes, case.dp)
+        layout = FlatBuffer(sizes, case.dp)
         order = torch.full((layout.numel,), -1)
         for place, offset in zip(itertools.chain(*groups), itertools.chain(*layout.offsets), strict=True):
             if place is None:

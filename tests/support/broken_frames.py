@@ -6,8 +6,8 @@ import random
 import typing
 
 from geotrain.net.transport import rpc, wire
-from geotrain.outer.messages import Answer, Join, PieceDelta, PieceWeights, UpdatePart
-from geotrain.parameters.layout import StridedSlice
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, UpdatePart
+from geotrain.parameters.parameter_map import StridedSlice
 
 
 def mutations(seed: int, count: int) -> typing.Iterator[list[bytes]]:
@@ -16,8 +16,8 @@ def mutations(seed: int, count: int) -> typing.Iterator[list[bytes]]:
     slices = ((StridedSlice(0, 4, 8, 2), StridedSlice(100, 7)), ())
     samples: list[object] = [
         Join("r", "c", "l", "m", "a", "1", 0, 1, slices, slices, (1, 2)),
-        UpdatePart("a", "1", 7, 0, (PieceDelta(0, 3, bytes(50)), PieceDelta(1, 3, bytes(9))), metrics={"loss": 1.0}),
-        Answer(3, (PieceWeights(0, 1, bytes(40), True),)),
+        UpdatePart("a", "1", 7, 0, (ChunkDelta(0, 3, bytes(50)), ChunkDelta(1, 3, bytes(9))), metrics={"loss": 1.0}),
+        Answer(3, (ChunkWeights(0, 1, bytes(40), True),)),
         rpc.Pull("a", "1", 0, 3, (0, 1), 2.0),
     ]
     for _ in range(count):

@@ -24,7 +24,7 @@ from geotrain.config import (
     architecture_from_hf,
 )
 from geotrain.launch.check import free_ports
-from geotrain.parameters.layout import StridedSlice, canonical_parameters
+from geotrain.parameters.parameter_map import StridedSlice, canonical_parameters
 from tests.support.forks import FORKS, preload
 
 SEQUENCE = 16

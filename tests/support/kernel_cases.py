@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geotrain import kernels
 from geotrain.kernels import reference
-from geotrain.kernels.layout import FORMATS, GRIDS, SQUARES_BLOCK, Spec
+from geotrain.kernels.payload_format import FORMATS, GRIDS, SQUARES_BLOCK, Spec
 from geotrain.kernels.steps import AdamStep, OuterStep
 
 SPECS = [

@@ -14,14 +14,14 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import Layout, layout_of
+from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from tests.support.outer_world import InProcess
 
 
-def first_weights(layout: Layout, seed: int) -> list[torch.Tensor]:
+def first_weights(parameter_map: ParameterMap, seed: int) -> list[torch.Tensor]:
     return [
         torch.cat([initial_tensor(p, seed).reshape(-1).float() for p in fragment.parameters])
-        for fragment in layout.fragments
+        for fragment in parameter_map.fragments
     ]
 
 
@@ -29,15 +29,17 @@ class LocalServers(InProcess):
     """One region, and a global server above it; every message is delivered at once."""
 
     def __init__(self, run: RunConfig, workers: tuple[str, ...] = ("w",)) -> None:
-        self.layout = layout_of(run)
-        self.identity = identity_of(run, self.layout)
+        self.parameter_map = parameter_map_of(run)
+        self.identity = identity_of(run, self.parameter_map)
         samples, batch = run.data.train_samples, run.samples_per_step
         every = run.monitor.validate_every_samples
-        top = GlobalServer(self.identity, self.layout, run.outer, {"eu": workers}, samples, batch, every)
-        top.set_weights(first_weights(self.layout, run.seed))
+        top = GlobalServer(self.identity, self.parameter_map, run.outer, {"eu": workers}, samples, batch, every)
+        top.set_weights(first_weights(self.parameter_map, run.seed))
         updates = updates_in_run(samples, batch, run.outer.local_steps, len(workers), len(workers))
         rule = region_rule(run.outer.rule, workers, updates)
-        self.region = RegionServer("eu", self.identity, self.layout, run.outer, rule, workers, every is not None)
+        self.region = RegionServer(
+            "eu", self.identity, self.parameter_map, run.outer, rule, workers, every is not None
+        )
         self.region.incarnation = "life-1"
         super().__init__(top, {"eu": self.region})
 
@@ -47,7 +49,7 @@ class LocalServers(InProcess):
         while self.up["eu"]:
             sent = self.deliver("eu")
             if isinstance(sent, UpdatePart):
-                self.answer("eu", sent.sequence, self.layout.fragments_of([d.piece for d in sent.deltas]))
+                self.answer("eu", sent.sequence, self.parameter_map.fragments_of([d.chunk for d in sent.deltas]))
         return reply
 
 

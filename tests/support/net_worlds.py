@@ -24,17 +24,17 @@ from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.transport.certs import Trust, identity, load_credentials
 from geotrain.net.transport.operator_client import ask_status
-from geotrain.net.transport.vaulted_link import VaultsAbove
+from geotrain.net.transport.sharded_link import ShardsAbove
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsReceiver
-from geotrain.outer.messages import GLOBAL, Answer, Join, Lease, LeaseRequest, PieceDelta, Send, UpdatePart
+from geotrain.outer.messages import GLOBAL, Answer, ChunkDelta, Join, Lease, LeaseRequest, Send, UpdatePart
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Identity, Server
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import Layout, StridedSlice, canonical_parameters, gather, numel, scatter
+from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters, gather, numel, scatter
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_configs import outer_config
 from tests.support.outer_world import UPDATES
@@ -71,39 +71,39 @@ def outer(rule: str = "halos", **changes: Any) -> OuterConfig:
     return outer_config(rule, settings, **changes)
 
 
-def tiny_layout(config: OuterConfig) -> Layout:
-    return Layout(canonical_parameters(architecture_from_hf(TINY)), config.fragments.layers_per_fragment)
+def tiny_layout(config: OuterConfig) -> ParameterMap:
+    return ParameterMap(canonical_parameters(architecture_from_hf(TINY)), config.fragments.layers_per_fragment)
 
 
-def first_weights(layout: Layout, seed: int = 1) -> list[Tensor]:
-    vectors = [torch.empty(f.numel) for f in layout.fragments]
-    for f in layout.fragments:
-        for parameter, (_, view) in zip(f.parameters, layout.split(f.index, vectors[f.index]), strict=True):
+def first_weights(parameter_map: ParameterMap, seed: int = 1) -> list[Tensor]:
+    vectors = [torch.empty(f.numel) for f in parameter_map.fragments]
+    for f in parameter_map.fragments:
+        for parameter, (_, view) in zip(f.parameters, parameter_map.split(f.index, vectors[f.index]), strict=True):
             view.copy_(initial_tensor(parameter, seed))
     return vectors
 
 
-def whole(layout: Layout) -> Slicing:
-    return [[layout.whole(f.index) for f in layout.fragments]]
+def whole(parameter_map: ParameterMap) -> Slicing:
+    return [[parameter_map.whole(f.index) for f in parameter_map.fragments]]
 
 
-def halves(layout: Layout) -> Slicing:
-    cuts = [f.numel // 3 for f in layout.fragments]
+def halves(parameter_map: ParameterMap) -> Slicing:
+    cuts = [f.numel // 3 for f in parameter_map.fragments]
     front = [(StridedSlice(0, cut),) for cut in cuts]
-    back = [(StridedSlice(cut, f.numel - cut),) for cut, f in zip(cuts, layout.fragments, strict=True)]
+    back = [(StridedSlice(cut, f.numel - cut),) for cut, f in zip(cuts, parameter_map.fragments, strict=True)]
     return [front, back]
 
 
-def stripes(layout: Layout) -> Slicing:
+def stripes(parameter_map: ParameterMap) -> Slicing:
     """Three parts: every third group of 8 elements, as strided rows."""
     parts: list[list[tuple[StridedSlice, ...]]] = [[], [], []]
-    for f in layout.fragments:
+    for f in parameter_map.fragments:
         rows, tail = divmod(f.numel, 24)
         for part in range(3):
-            pieces = [StridedSlice(8 * part, 8, 24, rows)] if rows else []
+            chunks = [StridedSlice(8 * part, 8, 24, rows)] if rows else []
             if part == 2 and tail:
-                pieces.append(StridedSlice(24 * rows, tail))
-            parts[part].append(tuple(pieces))
+                chunks.append(StridedSlice(24 * rows, tail))
+            parts[part].append(tuple(chunks))
     return parts
 
 
@@ -187,13 +187,13 @@ class Cluster:
     """A global server and regions: region → its workers' slicings."""
 
     def __init__(self, loop: Loop, folder: Path, config: OuterConfig,
-                 regions: dict[str, dict[str, Callable[[Layout], Slicing]]],
+                 regions: dict[str, dict[str, Callable[[ParameterMap], Slicing]]],
                  train_samples: int = 64, samples_per_step: int = 2, certs: Path | None = None,
                  silent_s: float = 60.0) -> None:  # fmt: skip
         self.certs, self.silent_s = certs, silent_s
-        self.config, self.layout = config, tiny_layout(config)
+        self.config, self.parameter_map = config, tiny_layout(config)
         self.loop, self.folder, self.plan = loop, folder, (train_samples, samples_per_step)
-        self.identity = Identity("test", "0123", self.layout.digest, "a tiny llama")
+        self.identity = Identity("test", "0123", self.parameter_map.digest, "a tiny llama")
         self.names = {region: tuple(workers) for region, workers in regions.items()}
         self.slicings = {w: cut for workers in regions.values() for w, cut in workers.items()}
         self.home = {w: r for r, workers in regions.items() for w in workers}
@@ -203,17 +203,17 @@ class Cluster:
         self.regions = {name: self.new_region(name, folder / name) for name in regions}
 
     def new_global(self) -> GlobalServer:
-        server = GlobalServer(self.identity, self.layout, self.config, self.names, *self.plan)
+        server = GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan)
         server.incarnation = uuid.uuid4().hex
         return server
 
     def first_weights(self, server: Server) -> None:
-        server.set_weights(first_weights(self.layout))
+        server.set_weights(first_weights(self.parameter_map))
 
     def new_region(self, name: str, folder: Path, port: int = 0) -> Running:
         def build() -> RegionServer:
             rule = region_rule(self.config.rule, self.names[name], UPDATES)
-            region = RegionServer(name, self.identity, self.layout, self.config, rule, self.names[name])
+            region = RegionServer(name, self.identity, self.parameter_map, self.config, rule, self.names[name])
             region.incarnation = uuid.uuid4().hex
             return region
 
@@ -225,10 +225,10 @@ class Cluster:
         return self.regions[self.home[worker]]
 
     def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
-        cut = self.slicings[name](self.layout)
+        cut = self.slicings[name](self.parameter_map)
         address = self.region_of(name).address
         trust = self.trust("worker", name, "region", self.home[name]) if self.certs else None
-        return FakeWorker(name, incarnation, address, self.layout, self.config, cut, self.identity, trust)
+        return FakeWorker(name, incarnation, address, self.parameter_map, self.config, cut, self.identity, trust)
 
     def trust(self, role: Any, name: str, server_role: Any, server: str) -> Trust:
         assert self.certs is not None
@@ -251,17 +251,17 @@ class FakeWorker:
     """All ranks of a worker in one object, each with a client of its own. It "trains" by gradient steps on
     |x − target|²/2 with a step size that depends on the lease, so that lost or doubled work shows."""
 
-    def __init__(self, name: str, incarnation: str, address: str, layout: Layout, config: OuterConfig,
+    def __init__(self, name: str, incarnation: str, address: str, parameter_map: ParameterMap, config: OuterConfig,
                  slicing: Slicing, identity: Identity, trust: Trust | None = None,
-                 vaults: VaultsAbove | None = None) -> None:  # fmt: skip
-        self.name, self.incarnation, self.layout, self.slicing = name, incarnation, layout, slicing
+                 shards: ShardsAbove | None = None) -> None:  # fmt: skip
+        self.name, self.incarnation, self.parameter_map, self.slicing = name, incarnation, parameter_map, slicing
         self.identity = identity
         self.codec = make_codec(config.local)
         self.receivers = [WeightsReceiver(config.local) for _ in slicing]
-        settings: Any = {"connect_s": 60, "deadline_s": 60, "trust": trust, "vaults": vaults}
+        settings: Any = {"connect_s": 60, "deadline_s": 60, "trust": trust, "shards": shards}
         self.clients = [WorkerClient(address, **settings) for _ in slicing]
-        self.anchor = [torch.zeros(f.numel) for f in layout.fragments]
-        self.versions = [0] * len(layout.fragments)
+        self.anchor = [torch.zeros(f.numel) for f in parameter_map.fragments]
+        self.versions = [0] * len(parameter_map.fragments)
         self.sequence = self.job = 0
         self.trained: list[Lease] = []
 
@@ -270,26 +270,26 @@ class FakeWorker:
         for part, cut in enumerate(self.slicing):
             cuts = tuple(tuple(c) for c in cut)
             welcome = self.clients[part].join(
-                Join(i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation, part,
+                Join(i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation, part,
                      len(self.slicing), cuts, cuts)
             )  # fmt: skip
         self.sequence, self.job = welcome.sequence, welcome.job
-        everything = tuple(range(len(self.layout.fragments)))
+        everything = tuple(range(len(self.parameter_map.fragments)))
         self.adopt([c.pull(0, everything) for c in self.clients], everything)
 
     def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
-        """As the trainer does: ranks adopt answers of one life of the server only."""
+        """As the trainer does: ranks adopt answers of one incarnation of the server only."""
         arrived = all_of(answers)
-        while len({answer.life for answer in arrived}) > 1:
+        while len({answer.incarnation for answer in arrived}) > 1:
             again = [c.pull(arrived[0].sequence, fragments) for c in self.clients]
             arrived = all_of(again)
         versions = set()
         for part, answer in enumerate(arrived):
             for w in answer.weights:
-                cut = self.slicing[part][w.piece]
-                scatter(self.receivers[part].decode(w, numel(cut)), cut, self.anchor[w.piece])
-                self.versions[w.piece] = w.version
-                versions.add((w.piece, w.version))
+                cut = self.slicing[part][w.chunk]
+                scatter(self.receivers[part].decode(w, numel(cut)), cut, self.anchor[w.chunk])
+                self.versions[w.chunk] = w.version
+                versions.add((w.chunk, w.version))
         assert len(versions) == len({f for f, _ in versions}), "ranks adopted different versions"
 
     def lease(self) -> Lease | None:
@@ -301,12 +301,12 @@ class FakeWorker:
 
     def parts(self, lease: Lease, fragments: tuple[int, ...]) -> list[UpdatePart]:
         step = 0.01 * (1 + lease.start % 7)
-        deltas = {f: (self.anchor[f] - target(self.layout, f)) * step for f in fragments}
-        leases = (lease.lease,) if fragments[-1] == len(self.layout.fragments) - 1 else ()
+        deltas = {f: (self.anchor[f] - target(self.parameter_map, f)) * step for f in fragments}
+        leases = (lease.lease,) if fragments[-1] == len(self.parameter_map.fragments) - 1 else ()
         return [
             UpdatePart(
                 self.name, self.incarnation, self.sequence, part,
-                tuple(PieceDelta(f, self.versions[f], self._encoded(d, cut[f])) for f, d in deltas.items()),
+                tuple(ChunkDelta(f, self.versions[f], self._encoded(d, cut[f])) for f, d in deltas.items()),
                 job=lease.job, leases=leases, metrics={"loss": float(self.anchor[0].norm()), "tokens": 1.0},
             )
             for part, cut in enumerate(self.slicing)
@@ -317,7 +317,7 @@ class FakeWorker:
 
     def train(self, lease: Lease) -> None:
         """One job: each fragment's delta leaves as an update of its own, and is answered."""
-        for f in range(len(self.layout.fragments)):
+        for f in range(len(self.parameter_map.fragments)):
             self.exchange(self.parts(lease, (f,)), (f,))
         self.trained.append(lease)
         self.job += 1
@@ -362,8 +362,8 @@ def status_of(address: str) -> dict[str, Any]:
     return status
 
 
-def target(layout: Layout, fragment: int) -> Tensor:
-    return torch.linspace(-1, 1, layout.fragments[fragment].numel)
+def target(parameter_map: ParameterMap, fragment: int) -> Tensor:
+    return torch.linspace(-1, 1, parameter_map.fragments[fragment].numel)
 
 
 @contextmanager
@@ -392,9 +392,9 @@ def wait_for(what: Callable[[], Any], within_s: float = BUSY_S) -> Any:
     return value
 
 
-def train_all(cluster: Cluster, life: str = "life-1") -> list[FakeWorker]:
+def train_all(cluster: Cluster, incarnation: str = "life-1") -> list[FakeWorker]:
     """Every worker until it is told that it is finished, side by side."""
-    workers = [cluster.worker(name, life) for name in cluster.home]
+    workers = [cluster.worker(name, incarnation) for name in cluster.home]
     failed: list[BaseException] = []
 
     def run(worker: FakeWorker) -> None:

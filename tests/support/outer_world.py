@@ -12,20 +12,20 @@ from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, codec_conf
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import (
     GLOBAL,
+    ChunkDelta,
     Finished,
     Join,
     Lease,
     LeaseRequest,
     Message,
-    PieceDelta,
     UpdatePart,
 )
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Identity, Server
-from geotrain.parameters.layout import Layout, Parameter, StridedSlice, gather, numel, scatter
-from geotrain.parameters.pieces import cut_slice
+from geotrain.parameters.chunks import cut_slice
+from geotrain.parameters.parameter_map import Parameter, ParameterMap, StridedSlice, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
 from tests.support.outer_configs import outer_config
 
@@ -34,9 +34,9 @@ PLAIN = codec_config("fp32")
 UPDATES = 1000.0  # of a region in the run, for the momentum's decay
 
 
-def layout(layers_per_fragment: int | None = None, piece_elements: int = 1 << 27) -> Layout:
+def parameter_map(layers_per_fragment: int | None = None, chunk_elements: int = 1 << 27) -> ParameterMap:
     """Two layers of a toy model: 4 parameters, 64 elements."""
-    return Layout(
+    return ParameterMap(
         [
             Parameter("embed", (6, 4), None, "normal"),
             Parameter("layer.0", (4, 4), 0, "normal"),
@@ -44,22 +44,25 @@ def layout(layers_per_fragment: int | None = None, piece_elements: int = 1 << 27
             Parameter("norm", (8,), None, "ones"),
         ],
         layers_per_fragment,
-        piece_elements,
+        chunk_elements,
     )
 
 
 class FakeWorker:
-    """A worker of several parts, each with its slices of each piece; here a plain function makes deltas."""
+    """A worker of several parts, each with its slices of each chunk; here a plain function makes deltas."""
 
-    def __init__(self, name: str, layout: Layout, slicings: list[list[tuple[StridedSlice, ...]]]) -> None:
-        self.name, self.layout, self.slicings = name, layout, slicings
+    def __init__(
+        self, name: str, parameter_map: ParameterMap, slicings: list[list[tuple[StridedSlice, ...]]]
+    ) -> None:
+        self.name, self.parameter_map, self.slicings = name, parameter_map, slicings
         self.sequence = 0
         self.job = 0
 
     def joins(self, identity: Identity, incarnation: str = "life-1") -> list[Join]:
         i = identity
         return [
-            Join(i.run, i.config_digest, i.layout_digest, i.model, self.name, incarnation, part, len(self.slicings),
+            Join(i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, incarnation, part,
+                 len(self.slicings),
                  tuple(pushes), tuple(pushes))
             for part, pushes in enumerate(self.slicings)
         ]  # fmt: skip
@@ -73,8 +76,8 @@ class FakeWorker:
             UpdatePart(
                 self.name, incarnation, self.sequence, part,
                 tuple(
-                    PieceDelta(p, version, to_bytes(coder.encode(gather(d, pushes[p]).contiguous()).payload))
-                    for p, d in by_piece(self.layout, deltas).items()
+                    ChunkDelta(p, version, to_bytes(coder.encode(gather(d, pushes[p]).contiguous()).payload))
+                    for p, d in by_chunk(self.parameter_map, deltas).items()
                 ),
                 job=self.job, leases=leases,
             )
@@ -92,7 +95,7 @@ class InProcess:
         self.down: dict[str, Message] = {}  # worker → what it was told last
         for name, region in regions.items():
             top.handle(region.join_message())
-            assert self.answer(name, 0, tuple(range(len(region.layout.fragments))))
+            assert self.answer(name, 0, tuple(range(len(region.parameter_map.fragments))))
 
     def tell(self, region: str, message: Message) -> Any:
         """The region's reply."""
@@ -121,19 +124,22 @@ class InProcess:
 
 
 class World(InProcess):
-    def __init__(self, config: OuterConfig, regions: dict[str, list[FakeWorker]], start: list[Tensor], layout: Layout,
+    def __init__(self, config: OuterConfig, regions: dict[str, list[FakeWorker]], start: list[Tensor],
+                 parameter_map: ParameterMap,
                  train_samples: int = 1 << 20, samples_per_step: int = 1,
-                 momentum_decay: float | None = None, vaults: int = 1) -> None:  # fmt: skip
-        self.layout, self.config = layout, config
-        self.identity = Identity("test", "config", layout.digest, "toy")
+                 momentum_decay: float | None = None, shards: int = 1) -> None:  # fmt: skip
+        self.parameter_map, self.config = parameter_map, config
+        self.identity = Identity("test", "config", parameter_map.digest, "toy")
         names = {r: tuple(w.name for w in workers) for r, workers in regions.items()}
-        top = GlobalServer(self.identity, layout, config, names, train_samples, samples_per_step, vaults=vaults)
+        top = GlobalServer(
+            self.identity, parameter_map, config, names, train_samples, samples_per_step, shards=shards
+        )
         top.set_weights([v.clone() for v in start])
         self.workers = {w.name: (r, w) for r, workers in regions.items() for w in workers}
         servers = {}
         for r in regions:
             rule = region_rule(config.rule, names[r], UPDATES, momentum_decay)
-            servers[r] = RegionServer(r, self.identity, layout, config, rule, names[r], vaults=vaults)
+            servers[r] = RegionServer(r, self.identity, parameter_map, config, rule, names[r], shards=shards)
             servers[r].incarnation = "life-1"
         super().__init__(top, servers)
         for r, w in self.workers.values():
@@ -149,15 +155,15 @@ class World(InProcess):
 
     def weights(self, worker: str, sequence: int, fragments: tuple[int, ...]) -> dict[int, Tensor] | None:
         r, w = self.workers[worker]
-        result = {f: torch.full((self.layout.fragments[f].numel,), torch.nan) for f in fragments}
+        result = {f: torch.full((self.parameter_map.fragments[f].numel,), torch.nan) for f in fragments}
         for part, slices in enumerate(w.slicings):
             answer = self.regions[r].answer(worker, "life-1", part, sequence, fragments)
             if answer is None:
                 return None
             for item in answer.weights:
-                piece = self.layout.pieces[item.piece]
-                values = make_codec(self.config.local).decode(from_bytes(item.payload), numel(slices[item.piece]))
-                scatter(values, slices[item.piece], result[piece.fragment][piece.start : piece.start + piece.numel])
+                chunk = self.parameter_map.chunks[item.chunk]
+                values = make_codec(self.config.local).decode(from_bytes(item.payload), numel(slices[item.chunk]))
+                scatter(values, slices[item.chunk], result[chunk.fragment][chunk.start : chunk.start + chunk.numel])
         return result
 
     def deliver_up(self, region: str) -> UpdatePart | None:
@@ -170,7 +176,7 @@ class World(InProcess):
 
     def deliver_down(self, region: str, update: UpdatePart) -> bool:
         """The answer to that update reaches the region, if there is one."""
-        return self.answer(region, update.sequence, self.layout.fragments_of([d.piece for d in update.deltas]))
+        return self.answer(region, update.sequence, self.parameter_map.fragments_of([d.chunk for d in update.deltas]))
 
     def settle(self, region: str) -> None:
         """All that the region says reaches the global server, and all answers that are there reach the region."""
@@ -191,40 +197,42 @@ class World(InProcess):
 
 def weights_of(server: Server) -> list[Tensor]:
     """By fragment."""
-    return [server.weights(fragment.index) for fragment in server.layout.fragments]
+    return [server.weights(fragment.index) for fragment in server.parameter_map.fragments]
 
 
-def by_piece(layout: Layout, vectors: dict[int, Tensor]) -> dict[int, Tensor]:
+def by_chunk(parameter_map: ParameterMap, vectors: dict[int, Tensor]) -> dict[int, Tensor]:
     """vectors: by fragment. Views of them."""
-    return {p.index: v[p.start : p.start + p.numel] for f, v in vectors.items() for p in layout.pieces_of[f]}
+    return {p.index: v[p.start : p.start + p.numel] for f, v in vectors.items() for p in parameter_map.chunks_of[f]}
 
 
-def cut_at_pieces(layout: Layout, slices: list[StridedSlice]) -> list[tuple[StridedSlice, ...]]:
-    """slices: one of each fragment. Returns those of each piece."""
-    found: list[tuple[StridedSlice, ...]] = [()] * len(layout.pieces)
+def cut_at_chunks(parameter_map: ParameterMap, slices: list[StridedSlice]) -> list[tuple[StridedSlice, ...]]:
+    """slices: one of each fragment. Returns those of each chunk."""
+    found: list[tuple[StridedSlice, ...]] = [()] * len(parameter_map.chunks)
     for fragment, here in enumerate(slices):
-        for each in cut_slice(layout, fragment, here):
-            found[each.piece] = each.slices
+        for each in cut_slice(parameter_map, fragment, here):
+            found[each.chunk] = each.slices
     return found
 
 
-def whole(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
-    return [[layout.whole(p.index) for p in layout.pieces]]
+def whole(parameter_map: ParameterMap) -> list[list[tuple[StridedSlice, ...]]]:
+    return [[parameter_map.whole(p.index) for p in parameter_map.chunks]]
 
 
-def halves(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
+def halves(parameter_map: ParameterMap) -> list[list[tuple[StridedSlice, ...]]]:
     """Two parts: the front and the back of each fragment."""
-    split = [f.numel // 3 for f in layout.fragments]
+    split = [f.numel // 3 for f in parameter_map.fragments]
     return [
-        cut_at_pieces(layout, [StridedSlice(0, s) for s in split]),
-        cut_at_pieces(layout, [StridedSlice(s, f.numel - s) for s, f in zip(split, layout.fragments, strict=True)]),
+        cut_at_chunks(parameter_map, [StridedSlice(0, s) for s in split]),
+        cut_at_chunks(
+            parameter_map, [StridedSlice(s, f.numel - s) for s, f in zip(split, parameter_map.fragments, strict=True)]
+        ),
     ]
 
 
-def columns(layout: Layout) -> list[list[tuple[StridedSlice, ...]]]:
+def columns(parameter_map: ParameterMap) -> list[list[tuple[StridedSlice, ...]]]:
     """Two parts: even and odd pairs of columns, as row-parallel matrices are cut."""
     return [
-        cut_at_pieces(layout, [StridedSlice(2 * part, 2, 4, f.numel // 4) for f in layout.fragments])
+        cut_at_chunks(parameter_map, [StridedSlice(2 * part, 2, 4, f.numel // 4) for f in parameter_map.fragments])
         for part in range(2)
     ]
 
@@ -242,8 +250,8 @@ def start_vector() -> torch.Tensor:
     return torch.randn(64, generator=torch.Generator().manual_seed(1))
 
 
-def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, piece_elements=1 << 27, **kwargs) -> World:
-    lay = layout(fragments, piece_elements)
+def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, chunk_elements=1 << 27, **kwargs) -> World:
+    lay = parameter_map(fragments, chunk_elements)
     start = [start_vector()[:1].expand(f.numel).clone() for f in lay.fragments]
     regions = {"eu": [FakeWorker("a", lay, cut_a(lay))], "us": [FakeWorker("b", lay, cut_b(lay))]}
     return World(cfg, regions, start, lay, **kwargs)
@@ -251,11 +259,11 @@ def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, piece_eleme
 
 def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
     gen = torch.Generator().manual_seed(seed)
-    return {f.index: torch.randn(f.numel, generator=gen) for f in world.layout.fragments}
+    return {f.index: torch.randn(f.numel, generator=gen) for f in world.parameter_map.fragments}
 
 
 def saved_and_loaded(world: World, region: str):
     old = world.regions[region]
-    new = type(old)(region, world.identity, world.layout, world.config, old.rule, tuple(old.members))
+    new = type(old)(region, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
     new.load(*old.state())
     return new

@@ -27,9 +27,11 @@ class Recorded:
         world = self.world
         if self.which == GLOBAL:
             names = {r: tuple(region.members) for r, region in world.regions.items()}
-            return type(world.top)(world.identity, world.layout, world.config, names, world.top.book.train_samples, 1)
+            return type(world.top)(
+                world.identity, world.parameter_map, world.config, names, world.top.lease_table.train_samples, 1
+            )
         old = world.regions[self.which]
-        new = type(old)(self.which, world.identity, world.layout, world.config, old.rule, tuple(old.members))
+        new = type(old)(self.which, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
         new.incarnation = old.incarnation
         return new
 
@@ -70,17 +72,17 @@ def same_state(one: Any, other: Any) -> None:
         assert torch.equal(tensors[name], tensors2[name]), name
 
 
-def check_vaults(server: Any) -> None:
-    """They hold what the book knows of, and no more: what is forgotten takes no memory."""
-    for vault in server.vaults.all:
-        for name, known in vault.members.items():
+def check_shards(server: Any) -> None:
+    """They hold what the coordinator knows of, and no more: what is forgotten takes no memory."""
+    for shard in server.shards.all:
+        for name, known in shard.members.items():
             member = server.members[name]
             assert known.joins.keys() == member.joined.keys()
             assert known.updates.keys() == member.arriving.keys()
             assert known.answers.keys() <= member.answers.keys()
     updates = getattr(server, "in_flight", {}).values()  # of a region
-    travelling = {delta.piece for update in updates for delta in update.deltas}
-    assert {piece for vault in server.vaults.all for piece in vault.in_flight} == travelling
+    travelling = {delta.chunk for update in updates for delta in update.deltas}
+    assert {chunk for shard in server.shards.all for chunk in shard.in_flight} == travelling
 
 
 def frozen(server: Any) -> Any:

@@ -17,13 +17,13 @@ import torch
 
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.launch.check import free_ports
-from geotrain.net.server.server_process import serve_global, serve_region, serve_vault
+from geotrain.net.server.server_process import serve_global, serve_region, serve_shard
 from geotrain.net.server.server_setup import Evaluate
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.operator_client import ask_status
-from geotrain.net.transport.vaulted_link import vaults_above
+from geotrain.net.transport.sharded_link import shards_above
 from geotrain.outer.server.server import identity_of
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.forks import FORKS, preload
 from tests.support.net_worlds import BUSY_S, TINY, FakeWorker, halves, outer, whole
 
@@ -63,9 +63,9 @@ def serve(
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     torch.set_num_threads(1)
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
-    if ".vault-" in which:
-        server, _, number = which.partition(".vault-")
-        sys.exit(serve_vault(run, cluster, server, int(number), folder / which, resume))
+    if ".shard-" in which:
+        server, _, number = which.partition(".shard-")
+        sys.exit(serve_shard(run, cluster, server, int(number), folder / which, resume))
     if which == "global":
         sys.exit(serve_global(run, cluster, folder / which, resume, evaluate, launch))
     sys.exit(serve_region(run, cluster, which, folder / which, resume, launch))
@@ -112,14 +112,14 @@ class Site:
         init_from: str | None = None,
         every_minutes: float = 0.01,
         validates: bool = False,
-        vaults: int = 0,
+        shards: int = 0,
         certs: Path | None = None,
         snapshots: str | None = None,
         environment: dict[str, str] | None = None,
         **outer_settings: Any,
     ) -> None:
         self.folder, self.environment = folder, environment or {}
-        ports = free_ports(2 + 2 * vaults)
+        ports = free_ports(2 + 2 * shards)
         run = {
             "name": "tiny",
             "model": {"config": TINY},
@@ -140,14 +140,14 @@ class Site:
         self.certs = certs
         if certs is not None:
             cluster["security"] = {"folder": str(certs)}
-        if vaults:
-            cluster["global_vaults"] = [{"port": port} for port in ports[2 : 2 + vaults]]
-            cluster["regions"][0]["vaults"] = [{"port": port} for port in ports[2 + vaults :]]  # type: ignore[index]
-        self.processes = ["global", "eu", *(f"{s}.vault-{i}" for s in ("global", "eu") for i in range(vaults))]
+        if shards:
+            cluster["global_shards"] = [{"port": port} for port in ports[2 : 2 + shards]]
+            cluster["regions"][0]["shards"] = [{"port": port} for port in ports[2 + shards :]]  # type: ignore[index]
+        self.processes = ["global", "eu", *(f"{s}.shard-{i}" for s in ("global", "eu") for i in range(shards))]
         (folder / "run.json").write_text(json.dumps(run))
         (folder / "cluster.json").write_text(json.dumps(cluster))
         self.run, self.cluster = parse(RunConfig, run, "run"), parse(ClusterConfig, cluster, "cluster")
-        self.layout = layout_of(self.run)
+        self.parameter_map = parameter_map_of(self.run)
         self.servers: list[Server] = []
 
     def serve(
@@ -167,11 +167,11 @@ class Site:
         return str(self.cluster.global_server if which == "global" else self.cluster.region(which).server)
 
     def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
-        cut = (halves if name == "a" else whole)(self.layout)
-        identity = identity_of(self.run, self.layout)
+        cut = (halves if name == "a" else whole)(self.parameter_map)
+        identity = identity_of(self.run, self.parameter_map)
         trust = trust_between(self.cluster, "worker", name, "region", "eu")
-        vaults = vaults_above(self.cluster, self.layout, "worker", name, "eu")
-        there = self.address("eu"), self.layout, self.run.outer, cut, identity, trust, vaults
+        shards = shards_above(self.cluster, self.parameter_map, "worker", name, "eu")
+        there = self.address("eu"), self.parameter_map, self.run.outer, cut, identity, trust, shards
         return FakeWorker(name, incarnation, *there)
 
     def status(self, which: str) -> dict[str, Any]:

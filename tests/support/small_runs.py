@@ -17,7 +17,7 @@ from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport.certs import make_certificates
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 LOCAL_STEPS, BATCH = 2, 4
 MODEL = {
@@ -42,12 +42,12 @@ def write_files(
     certificates: Path | None = None,
     restarts: int = 10,
     min_step_s: float = 0.0,
-    vaults: int = 0,
+    shards: int = 0,
     **run_keys: Any,
 ) -> tuple[Path, Path]:
     """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
     restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid
-    over the run file. vaults: of each server, in processes of their own.
+    over the run file. shards: of each server, in processes of their own.
 
     A run of more than 80 steps has a schedule as long: behind its end the rate is a ten-thousandth, and the update of
     a member that trains an earlier range again would be far out of the ordinary."""
@@ -67,7 +67,7 @@ def write_files(
     regions = [
         {
             "name": region,
-            "vaults": [{}] * vaults,
+            "shards": [{}] * shards,
             "workers": [
                 {"name": f"{region}-{i}", "hosts": [{"host": "localhost", "slots": n}], "min_step_s": min_step_s}
                 for i, n in enumerate(ranks)
@@ -77,7 +77,7 @@ def write_files(
     ]
     paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
     cluster: dict[str, Any] = {"name": "local", "regions": regions, "restart": {"limit": restarts}}
-    cluster["global_vaults"] = [{}] * vaults
+    cluster["global_shards"] = [{}] * shards
     if certificates:
         make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), certificates)
         cluster["security"] = {"folder": str(certificates)}
@@ -99,7 +99,7 @@ def launched(files: tuple[Path, Path], *more: str) -> None:
 
 def weights(run_file: Path) -> dict[str, torch.Tensor]:
     run = load_run(run_file)
-    return dict(read_weights(run.run_folder / "servers" / "global", layout_of(run)))
+    return dict(read_weights(run.run_folder / "servers" / "global", parameter_map_of(run)))
 
 
 def status(run_file: Path, server: str) -> dict[str, Any]:

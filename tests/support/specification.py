@@ -14,13 +14,13 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, HalosConfig, MomentumConfig, OuterConfig, RegionMomentumConfig, SyncConfig
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import Lease, PieceWeights, UpdatePart
+from geotrain.outer.messages import ChunkWeights, Lease, UpdatePart
 from geotrain.staging.interface import from_bytes
 
 
 @dataclass
 class Vector:
-    """One piece on one server. All vectors are fp64: the model rounds nothing."""
+    """One chunk on one server. All vectors are fp64: the model rounds nothing."""
 
     x: Tensor
     version: int = 0
@@ -52,7 +52,7 @@ def mean(waiting: dict[str, tuple[Tensor, int]]) -> Tensor:
 
 
 class Specification:
-    """regions: region → workers. start: the first weights, by piece. samples: of the run. decay: k of the region's
+    """regions: region → workers. start: the first weights, by chunk. samples: of the run. decay: k of the region's
     momentum."""
 
     def __init__(
@@ -65,22 +65,22 @@ class Specification:
     ) -> None:
         self.config, self.rule, self.regions, self.decay = config, config.rule, regions, decay
         self.top = [Vector(x.double()) for x in start]
-        self.history = {(f, 0): v.x for f, v in enumerate(self.top)}  # piece, version → global weights
+        self.history = {(f, 0): v.x for f, v in enumerate(self.top)}  # chunk, version → global weights
         self.region: dict[str, list[Vector]] = {}  # once it has weights
         self.residual: dict[tuple[str, int], Tensor | float] = {}
-        self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a piece
+        self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a chunk
         self.ledger = Ledger(samples)
         self.void: list[tuple[bytes, ...]] = []  # payloads of refused updates
-        self.rounds: Counter[tuple[str, int]] = Counter()  # region, piece → updates that the global server took
+        self.rounds: Counter[tuple[str, int]] = Counter()  # region, chunk → updates that the global server took
 
     # -- weights
 
-    def region_begins(self, region: str, told: list[PieceWeights]) -> None:
+    def region_begins(self, region: str, told: list[ChunkWeights]) -> None:
         """It adopts the global weights: the first time, or since it starts over. Versions never fall."""
         before = [v.version for v in self.region.get(region, [])] or [0] * len(told)
         self.forget_link(region)
         self.region[region] = []
-        for weights, version in zip(sorted(told, key=lambda w: w.piece), before, strict=True):
+        for weights, version in zip(sorted(told, key=lambda w: w.chunk), before, strict=True):
             x = self.received(region, weights)
             self.region[region].append(Vector(x, version, base=x))
 
@@ -92,8 +92,8 @@ class Specification:
 
     def worker_update(self, region: str, worker: str, deltas: dict[int, Tensor]) -> None:
         """A region server has acknowledged a worker's update as applied."""
-        for piece, told in deltas.items():
-            v, delta = self.region[region][piece], told.double()
+        for chunk, told in deltas.items():
+            v, delta = self.region[region][chunk], told.double()
             v.version += 1
             match self.rule:
                 case HalosConfig():
@@ -109,7 +109,7 @@ class Specification:
     def region_sends(self, region: str, update: UpdatePart) -> None:
         """What it sends is its progress since the last merge, coded with what earlier coding kept back."""
         for sent in update.deltas:
-            v = self.region[region][sent.piece]
+            v = self.region[region][sent.chunk]
             if isinstance(self.rule, SyncConfig):
                 assert sorted(v.waiting) == sorted(self.regions[region]), "a round without some worker"
                 progress, v.waiting = mean(v.waiting), {}
@@ -117,7 +117,7 @@ class Specification:
                 assert v.base is not None
                 progress, v.sent = v.base - v.x, v.x
             decoded = decode(self.config.up, sent.payload, len(v.x))
-            key = region, sent.piece
+            key = region, sent.chunk
             meant = progress + self.residual.get(key, 0.0)
             close(decoded, meant, COARSE[self.config.up.name] * float(meant.abs().max()))
             self.residual[key] = meant - decoded
@@ -126,8 +126,8 @@ class Specification:
         """The global server has acknowledged a region's update as applied."""
         assert tuple(sent.payload for sent in update.deltas) not in self.void, "a refused update is taken"
         for sent in update.deltas:
-            self.rounds[region, sent.piece] += 1
-            v = self.top[sent.piece]
+            self.rounds[region, sent.chunk] += 1
+            v = self.top[sent.chunk]
             delta = decode(self.config.up, sent.payload, len(v.x))
             match self.rule:
                 case HalosConfig():
@@ -144,12 +144,12 @@ class Specification:
                         v.momentum = self.rule.momentum * v.momentum + step
                         v.x = v.x - self.rule.lr * (step + self.rule.momentum * v.momentum)
                         v.version += 1
-            self.history[sent.piece, v.version] = v.x
+            self.history[sent.chunk, v.version] = v.x
 
-    def received(self, region: str, weights: PieceWeights) -> Tensor:
+    def received(self, region: str, weights: ChunkWeights) -> Tensor:
         """What a region makes of the global weights that it is sent; they are those of the version that they name."""
-        assert (weights.piece, weights.version) in self.history, "weights of a version that never was"
-        truth, key = self.history[weights.piece, weights.version], (region, weights.piece)
+        assert (weights.chunk, weights.version) in self.history, "weights of a version that never was"
+        truth, key = self.history[weights.chunk, weights.version], (region, weights.chunk)
         codec = self.config.down
         if not weights.increment and codec.name not in ("fp32", "bf16"):
             got = from_bytes(weights.payload).view(torch.float32).double()
@@ -174,9 +174,9 @@ class Specification:
         at least half an hour."""
         return max(1800.0, 10 * step_s * max(held, default=0))
 
-    def region_merges(self, region: str, weights: PieceWeights) -> None:
+    def region_merges(self, region: str, weights: ChunkWeights) -> None:
         """The answer to a region's update: with the ledger, what came meanwhile stays part of the next one."""
-        v, x_global = self.region[region][weights.piece], self.received(region, weights)
+        v, x_global = self.region[region][weights.chunk], self.received(region, weights)
         if isinstance(self.rule, SyncConfig):
             v.x = x_global
             return

@@ -37,9 +37,9 @@ from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Handled, Identity, Server
-from geotrain.outer.shards.shards import FarVaults
-from tests.support.outer_world import FakeWorker, by_piece, halves, layout, whole
-from tests.support.recorded_world import check_vaults, frozen, same_state, thawed
+from geotrain.outer.shards.shards import RemoteShards
+from tests.support.outer_world import FakeWorker, by_chunk, halves, parameter_map, whole
+from tests.support.recorded_world import check_shards, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
@@ -52,7 +52,7 @@ class Worker:
 
     fake: FakeWorker
     region: str
-    life: int = 0
+    joins: int = 0
     alive: bool = False
     left: bool = False
     job: int = 1
@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def incarnation(self) -> str:
-        return f"{self.fake.name}-{self.life}"
+        return f"{self.fake.name}-{self.joins}"
 
 
 @dataclass
@@ -80,16 +80,16 @@ class SpecifiedWorld:
     """Two regions, three workers, one of two ranks. Every message that a server is told is kept as a journal."""
 
     def __init__(
-        self, config: OuterConfig, samples: int, layers_per_fragment: int | None = None, piece_elements: int = 1 << 27
+        self, config: OuterConfig, samples: int, layers_per_fragment: int | None = None, chunk_elements: int = 1 << 27
     ) -> None:
-        self.config, self.samples, self.shape = config, samples, layout(layers_per_fragment, piece_elements)
-        self.vaults = cycle((1, 2, 4))  # of the next life of any server
+        self.config, self.samples, self.shape = config, samples, parameter_map(layers_per_fragment, chunk_elements)
+        self.shards = cycle((1, 2, 4))  # of the next incarnation of any server
         self.every_fragment = tuple(range(len(self.shape.fragments)))
         self.identity = Identity("test", "config", self.shape.digest, "toy")
         generator = torch.Generator().manual_seed(7)
         self.start = [torch.randn(f.numel, generator=generator) for f in self.shape.fragments]
         self.generator = generator
-        start = by_piece(self.shape, dict(enumerate(self.start)))
+        start = by_chunk(self.shape, dict(enumerate(self.start)))
         self.spec = Specification(config, REGIONS, list(start.values()), samples, DECAY)
         self.servers: dict[str, Server] = {}
         self.lives: defaultdict[str, int] = defaultdict(int)
@@ -121,13 +121,13 @@ class SpecifiedWorld:
         return self.servers[name]  # type: ignore[return-value]
 
     def build(self, name: str) -> Server:
-        return self.build_with(name, next(self.vaults))
+        return self.build_with(name, next(self.shards))
 
-    def build_with(self, name: str, vaults: int | FarVaults) -> Server:
+    def build_with(self, name: str, shards: int | RemoteShards) -> Server:
         if name == GLOBAL:
-            return GlobalServer(self.identity, self.shape, self.config, REGIONS, self.samples, 1, vaults=vaults)
+            return GlobalServer(self.identity, self.shape, self.config, REGIONS, self.samples, 1, shards=shards)
         rule = region_rule(self.config.rule, REGIONS[name], 1.0, DECAY)
-        return RegionServer(name, self.identity, self.shape, self.config, rule, REGIONS[name], vaults=vaults)
+        return RegionServer(name, self.identity, self.shape, self.config, rule, REGIONS[name], shards=shards)
 
     # -- processes: snapshots, journals, deaths
 
@@ -240,8 +240,8 @@ class SpecifiedWorld:
             self.tell(name, answer)
             self.merged = merge  # type: ignore[method-assign]
         else:
-            for piece in range(len(self.shape.pieces)) if not self.top.vaults.marks_of(name) else ():
-                self.spec.mirror.pop((name, piece), None)
+            for chunk in range(len(self.shape.chunks)) if not self.top.shards.fingerprints_of(name) else ():
+                self.spec.mirror.pop((name, chunk), None)
         uplink.acknowledged.clear()
         uplink.updates = deque(send.message for send in region.resend())  # type: ignore[misc]
         if region.gone:
@@ -310,7 +310,7 @@ class SpecifiedWorld:
             return self.connect(name)
         for update in list(uplink.acknowledged):
             try:
-                fragments = self.shape.fragments_of([delta.piece for delta in update.deltas])
+                fragments = self.shape.fragments_of([delta.chunk for delta in update.deltas])
                 answer = self.answer(GLOBAL, name, region.incarnation, 0, update.sequence, fragments)
             except NotJoined:
                 return self.connect(name)
@@ -323,7 +323,7 @@ class SpecifiedWorld:
         return None
 
     def refuse(self, name: str) -> None:
-        """The region's next update is refused for good: it starts over, as a new life."""
+        """The region's next update is refused for good: it starts over, as a new incarnation."""
         region, uplink = self.region(name), self.uplinks[name]
         update = next((m for m in uplink.updates if isinstance(m, UpdatePart)), None)
         if update is None or not region.in_flight:
@@ -342,7 +342,7 @@ class SpecifiedWorld:
                 (worker, fragment, job)
                 for worker, fragment, job in self.taken
                 if worker not in REGIONS[name]
-                or job <= self.spec.rounds[name, self.shape.pieces_of[fragment][0].index]
+                or job <= self.spec.rounds[name, self.shape.chunks_of[fragment][0].index]
             }
         self.lives[name] += 1
         region.incarnation = f"{name}-{self.lives[name]}"
@@ -376,7 +376,7 @@ class SpecifiedWorld:
 
     def join(self, name: str, anew: bool) -> None:
         worker = self.workers[name]
-        worker.life += anew
+        worker.joins += anew
         try:
             for join in worker.fake.joins(self.identity, worker.incarnation):
                 welcome = self.tell(worker.region, join)
@@ -395,8 +395,8 @@ class SpecifiedWorld:
         return None
 
     def present(self, name: str) -> bool:
-        """Whether this life of the worker may speak to its region's server; it joins again where that has forgotten
-        it."""
+        """Whether this incarnation of the worker may speak to its region's server; it joins again where that has
+        forgotten it."""
         worker = self.workers[name]
         for _ in range(2):
             try:
@@ -436,7 +436,7 @@ class SpecifiedWorld:
         for part in parts:
             if self.would_apply(region, part):
                 new = {f: delta for f, delta in deltas.items() if not self.again(region, name, f, job)}
-                self.spec.worker_update(worker.region, name, by_piece(self.shape, new))
+                self.spec.worker_update(worker.region, name, by_chunk(self.shape, new))
             self.tell(worker.region, part)
         if len(parts) == len(worker.fake.slicings):
             worker.sent |= set(due)
@@ -455,7 +455,7 @@ class SpecifiedWorld:
         return len({*member.arriving.get(part.sequence, {}), part.part}) == member.parts
 
     def again(self, region: RegionServer, name: str, fragment: int, job: int) -> bool:
-        """In rounds, what a former life sent of this job is not taken again."""
+        """In rounds, what a former incarnation sent of this job is not taken again."""
         known = (name, fragment, job) in self.taken
         self.taken.add((name, fragment, job))
         return region.rule.in_rounds and known
@@ -478,23 +478,23 @@ class SpecifiedWorld:
     # -- what must hold
 
     def check(self) -> None:
-        book, ledger = self.top.book, self.spec.ledger
-        assert book.committed_samples == ledger.committed, "committed"
-        assert book.repeated_samples == ledger.repeated, "trained twice"
-        assert set(book.open) == ledger.open, "open leases"
-        if book.rounds is None:
-            free = {sample for start, size in book.pool for sample in range(start, start + size)}
-            free |= set(range(book.next_start, self.samples))
+        coordinator, ledger = self.top.lease_table, self.spec.ledger
+        assert coordinator.committed_samples == ledger.committed, "committed"
+        assert coordinator.repeated_samples == ledger.repeated, "trained twice"
+        assert set(coordinator.open) == ledger.open, "open leases"
+        if coordinator.rounds is None:
+            free = {sample for start, size in coordinator.pool for sample in range(start, start + size)}
+            free |= set(range(coordinator.next_start, self.samples))
             assert free == {sample for sample, place in enumerate(ledger.place) if place == "free"}, "the pool"
         self.check_weights(self.top, self.spec.top)
         for name in REGIONS:
             self.check_weights(self.region(name), self.spec.region.get(name, []))
         for server in self.servers.values():
             json.dumps(server.status(), allow_nan=False)
-            check_vaults(server)
+            check_shards(server)
 
     def check_weights(self, server: Server, wanted: list[Vector]) -> None:
-        for piece, v in zip(self.shape.pieces if server.fragments else (), wanted, strict=False):
+        for chunk, v in zip(self.shape.chunks if server.fragments else (), wanted, strict=False):
             region = server is not self.top
-            assert server.versions[piece.fragment] == v.version or (region and self.top.rule.in_rounds)
-            close(server.vaults.of[piece.index].vectors[piece.index].x, v.x)
+            assert server.versions[chunk.fragment] == v.version or (region and self.top.rule.in_rounds)
+            close(server.shards.of[chunk.index].vectors[chunk.index].x, v.x)

@@ -15,7 +15,7 @@ from geotrain.parallelism.acco_forms import CODE_BLOCK
 from geotrain.parallelism.whole_matrices import merged_spans
 
 
-class FlatLayout:
+class FlatBuffer:
     """The parameter groups of the optimizer laid out one after the other; each data-parallel rank owns an equal
     shard.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from geotrain.inner.acco.communication_thread import AccoError, CommunicationJob, CommunicationThread
-from geotrain.inner.acco.flat_space import FlatLayout, RotatingBuffers
+from geotrain.inner.acco.flat_space import FlatBuffer, RotatingBuffers
 from geotrain.inner.acco.prediction import WeightPrediction
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import first_line
@@ -90,7 +90,7 @@ class AccoOptimizer(ZeROOptimizer):
         self.fp16_groups = self.round_robin_bit16_groups = self.bit16_groups  # names that DeepSpeed knows them by
         numels = [[p.numel() for p in group] for group in self.bit16_groups]
         whole = [bool(group.get("is_matrices")) for group in basic.param_groups]
-        layout = FlatLayout(numels, mesh.dp_size, whole)
+        layout = FlatBuffer(numels, mesh.dp_size, whole)
         self._layout = layout
         parameters = [p for group in self.bit16_groups for p in group]
         offsets = [o for group in layout.offsets for o in group]

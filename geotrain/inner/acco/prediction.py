@@ -11,7 +11,7 @@ from torch import Tensor
 
 from geotrain import kernels
 from geotrain.inner.acco.communication_thread import CommunicationThread
-from geotrain.kernels.layout import Spec
+from geotrain.kernels.payload_format import Spec
 from geotrain.parallelism.acco_forms import CODE_BLOCK, Form
 
 _SPEC = Spec("int4", block=CODE_BLOCK, scale="bf16")

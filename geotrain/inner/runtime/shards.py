@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
-from geotrain.parameters.layout import StridedSlice, clip_runs
+from geotrain.parameters.parameter_map import StridedSlice, clip_runs
 
 
 @dataclass(frozen=True)

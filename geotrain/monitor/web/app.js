@@ -81,8 +81,8 @@ function health(state, late_ms) {
   if (state.server && state.server.disk_total_bytes && state.server.disk_free_bytes < 0.05 * state.server.disk_total_bytes) {
     return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
   }
-  const down = state.vaults.filter((v) => !v.up).map((v) => `the global server's vault ${v.vault}`);
-  down.push(...state.members.filter((m) => m.says.vaults_down).map((m) => `${m.says.vaults_down} of the vaults of ${m.name}`));
+  const down = state.shards.filter((v) => !v.up).map((v) => `the global server's shard ${v.shard}`);
+  down.push(...state.members.filter((m) => m.says.shards_down).map((m) => `${m.says.shards_down} of the shards of ${m.name}`));
   if (down.length) return pill("bad", `${down.join(", ")} down; updates wait for it`);
   if (refused.length) return pill("warn", `messages of ${list(refused)} were refused; see below`);
   if (slow.length) return pill("warn", `${list(slow)} ${slow.length > 1 ? "are" : "is"} slow: ${percent(pace.get(slow[0].name))} of the median`);
@@ -152,8 +152,8 @@ function footer(state) {
     `journal ${bytes(s.journal_bytes)}`, `queue ${s.queue}`, `open leases ${s.open_leases}`,
     `journal flush ${s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–"}`,
   ];
-  for (const v of state.vaults) {
-    parts.push(v.up ? `vault ${v.vault}: ${v.orders} orders, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} orders` : `vault ${v.vault}: down`);
+  for (const v of state.shards) {
+    parts.push(v.up ? `shard ${v.shard}: ${v.orders} orders, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} orders` : `shard ${v.shard}: down`);
   }
   const old = [...$("server").children].map((c) => c.textContent).join();
   if (old !== parts.join()) $("server").replaceChildren(...parts.map((text) => html("span", {}, null, text)));

@@ -100,7 +100,7 @@ export class Members {
     if (m.lr) lines.push(`learning rate ${m.lr.toPrecision(3)}`);
     if (m.grad_norm !== null) lines.push(`gradient norm ${m.grad_norm.toPrecision(3)}`);
     if (m.delta_norm !== null) lines.push(`delta norm ${m.delta_norm.toPrecision(3)}`);
-    for (const [name, text] of [["workers", "workers here"], ["in_flight", "updates in flight"], ["pending", "updates pending"], ["retries", "retries"], ["vaults_down", "vaults down"]]) {
+    for (const [name, text] of [["workers", "workers here"], ["in_flight", "updates in flight"], ["pending", "updates pending"], ["retries", "retries"], ["shards_down", "shards down"]]) {
       if (m.says[name] !== undefined) lines.push(`${text} ${m.says[name]}`);
     }
     if (m.says.rss_bytes) lines.push(`server's memory ${bytes(m.says.rss_bytes)}`);

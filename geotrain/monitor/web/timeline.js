@@ -4,7 +4,7 @@ import { clock, colour, html, say, svg, timeTicks, tipOn } from "./format.js";
 export const KINDS = {
   joined: ["var(--good)", "joined"], found: ["var(--good)", "back"], lost: ["var(--bad)", "lost"],
   left: ["var(--faint)", "left"], refused: ["var(--warn)", "refused"],
-  quarantined: ["var(--bad)", "quarantined"], pardoned: ["var(--good)", "pardoned"], snapshot: ["var(--accent)", "snapshot"],
+  quarantined: ["var(--bad)", "quarantined"], unbanned: ["var(--good)", "unbanned"], snapshot: ["var(--accent)", "snapshot"],
   steered: ["var(--ink)", "steered"], start: ["var(--ink)", "start"], trouble: ["var(--bad)", "trouble"],
 };
 const SHOWN = 60; // marks in the list below

@@ -35,7 +35,7 @@ class FailureDetector:
         self.silent: set[str] = set()
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
-        # Worker → its life, its last update, whether it holds leases; and since when that is so.
+        # Worker → its incarnation, its last update, whether it holds leases; and since when that is so.
         self._progress: dict[str, tuple[tuple[str, int, bool], float]] = {}
         self._task: asyncio.Task[None] | None = None
 

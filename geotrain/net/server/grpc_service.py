@@ -1,7 +1,7 @@
 """A server's gRPC service, around one server thread. `geotrain.net.transport.rpc` lists its calls.
 
 Nothing about training is decided here. It is checked who makes a call, the call becomes a message, and the reply of
-`Server.handle` goes back. This module adds what only a network needs: streams of chunks, waiting, deadlines,
+`Server.handle` goes back. This module adds what only a network needs: streams of data frames, waiting, deadlines,
 certificates and limits.
 """
 
@@ -27,7 +27,7 @@ from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, Failur
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.vault_sessions import VaultSessions
+from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import OPERATOR, Credentials, Role, add_port, identity
 from geotrain.net.transport.deadlines import FrameDeadline, within
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 MAX_CALLS = 8192  # at the same time
 MAX_LATE_FRAMES = 1024  # so many frames of an update are read after the reply to it, and dropped
 DAMAGED_RETRY_S = 0.5  # when a sender whose frame was damaged may try again
-VAULTS_RETRY_S = 0.5  # when a member may join, once its vaults are there
+SHARDS_RETRY_S = 0.5  # when a member may join, once its shards are there
 BUSY_RETRY_S = 0.1  # the shortest pause for a sender with too many calls
 HANDSHAKE_S = 15.0  # who connects must have said who they are within this time
 IDLE_S = 600.0  # a connection without calls is closed after this time; who has more to say connects again
@@ -65,7 +65,7 @@ SERVER_OPTIONS = (
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
 HEADER_S = 20.0  # a stream that was opened must begin within this time
-OF_VAULTS = ("push", "pull", "weights", "status")  # the calls of a vault's service
+OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -75,7 +75,7 @@ class GrpcService:
     snapshot: writes a snapshot and returns where it is. extra_status: gives further entries for the status.
     silent_s: a member that was not heard of for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
-    vaults: where the server's are processes of their own. payloads_only: it is one of these.
+    shards: where the server's are processes of their own. payloads_only: it is one of these.
     """
 
     def __init__(
@@ -86,17 +86,18 @@ class GrpcService:
         *,
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
-        vaults: VaultSessions | None = None,
+        shards: ShardSessions | None = None,
         payloads_only: bool = False,
     ) -> None:
         self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
-        self.server, self.credentials, self.vaults = server_thread.server, credentials, vaults
+        self.server, self.credentials, self.shards = server_thread.server, credentials, shards
         self.payloads_only = payloads_only
         self.failure_detector = FailureDetector(server_thread, silent_s)
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
         self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
-        most_bytes = sum(self.server.up.encoded_bytes(p.numel) for p in self.server.layout.pieces)  # of any update
+        # of any update
+        most_bytes = sum(self.server.up.encoded_bytes(p.numel) for p in self.server.parameter_map.chunks)
         self._update_bytes = most_bytes + 4096
         self.uploads = ResumableUploads(most_bytes)
         self.rates = RateLimits()
@@ -119,11 +120,11 @@ class GrpcService:
         kinds: tuple[tuple[Callable[[Handler], Any], tuple[Handler, ...]], ...] = (
             (grpc.unary_unary_rpc_method_handler, unary),
             (grpc.unary_stream_rpc_method_handler, (self._pull, self._weights)),
-            (grpc.stream_stream_rpc_method_handler, (self._push, self._vault)),
+            (grpc.stream_stream_rpc_method_handler, (self._push, self._shard)),
         )
         # A call's name, as `geotrain.net.transport.rpc` lists it, is that of its method here.
         methods = {call.__name__[1:]: kind(self._handled(call)) for kind, calls in kinds for call in calls}
-        methods = {name: call for name, call in methods.items() if not self.payloads_only or name in OF_VAULTS}
+        methods = {name: call for name, call in methods.items() if not self.payloads_only or name in OF_SHARDS}
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, methods),))
         _check_free(address)
         try:
@@ -154,13 +155,13 @@ class GrpcService:
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         self._check_speaker(context, self.server.member_role, join.member)
-        if self.vaults is not None and not self.vaults.ready:
-            raise Refused(f"{self.server.name}: not all vaults of this server are here", VAULTS_RETRY_S)
+        if self.shards is not None and not self.shards.ready:
+            raise Refused(f"{self.server.name}: not all shards of this server are here", SHARDS_RETRY_S)
         if join.member in self.server.members:
             self.failure_detector.heard(join.member, NOBODY)  # the join itself may wait for the server's thread
         welcome = await self.server_thread.say(join)
         self.failure_detector.heard(join.member, join.part)
-        self._granted.pop(join.member, None)  # a lease of its earlier life may be void by now
+        self._granted.pop(join.member, None)  # a lease of its earlier incarnation may be void by now
         return wire.pack(welcome)
 
     async def _push(self, _: Any, context: Any) -> None:
@@ -175,8 +176,8 @@ class GrpcService:
             reply = rpc.Refusal(str(error), None, False)
         deadline = FrameDeadline()
         await deadline.frame(context.write(wire.pack(reply)))
-        # The reply may leave while chunks are still on their way. They are read and dropped, since gRPC loses a reply
-        # when its call ends before the other side has finished speaking.
+        # The reply may leave while data frames are still on their way. They are read and dropped, since gRPC loses a
+        # reply when its call ends before the other side has finished speaking.
         for _ in range(MAX_LATE_FRAMES):
             if await deadline.frame(context.read()) is aio.EOF:
                 break
@@ -195,39 +196,39 @@ class GrpcService:
         if wanted:
             self._only_one(part.member, part.part)
             reader = self.uploads.begin((part.member, part.part), reader, resumed)
-            await self._take_chunks(context, part, reader)
+            await self._take_data_frames(context, part, reader)
             await self._judged(part, self.server_thread.say(reader.message))
         return rpc.Ack(self.server.members[part.member].sequence)
 
     async def _commit(self, request: bytes, context: Any) -> bytes:
-        """Take a part of an update, whose payloads go to vaults, once those hold all of it."""
-        vaults, reader = self._with_vaults(), wire.FrameReader(UpdatePart, limit_bytes=self._update_bytes)
+        """Take a part of an update, whose payloads go to shards, once those hold all of it."""
+        shards, reader = self._with_shards(), wire.FrameReader(UpdatePart, limit_bytes=self._update_bytes)
         reader.feed(request)
         part: UpdatePart = reader.header
         self._check_speaker(context, self.server.member_role, part.member)
         if await self._judged(part, self.server_thread.read(lambda: self.server.admit(part))):
             self.failure_detector.heard(part.member, part.part)
-            held = await vaults.part(part, rpc.MAX_WAIT_S)
+            held = await shards.part(part, rpc.MAX_WAIT_S)
             if held is None:
                 return wire.pack(rpc.NotYet())
             try:
                 await self._judged(part, self.server_thread.say(held))
             except Refused as refused:
                 if refused.retry_s is None:
-                    vaults.holdings.drop(part)
+                    shards.holdings.drop(part)
                 raise
-            vaults.holdings.drop(part)
+            shards.holdings.drop(part)
         return wire.pack(rpc.Ack(self.server.members[part.member].sequence))
 
-    async def _vault(self, _: Any, context: Any) -> None:
-        vaults = self._with_vaults()
-        self._check_speaker(context, "vault", self.server.name)
-        await vaults.serve(context)
+    async def _shard(self, _: Any, context: Any) -> None:
+        shards = self._with_shards()
+        self._check_speaker(context, "shard", self.server.name)
+        await shards.serve(context)
 
-    def _with_vaults(self) -> VaultSessions:
-        if self.vaults is None:
-            raise Refused("this server's vaults are in its own process: both ends need the same cluster file")
-        return self.vaults
+    def _with_shards(self) -> ShardSessions:
+        if self.shards is None:
+            raise Refused("this server's shards are in its own process: both ends need the same cluster file")
+        return self.shards
 
     async def _opening(self, context: Any, *other_kinds: type) -> wire.FrameReader:
         """A reader that was fed the first frame of a message from the stream."""
@@ -237,22 +238,22 @@ class GrpcService:
         return reader
 
     async def _resume(self, context: Any, resume: rpc.Resume) -> None:
-        """Tell the rank how many chunks of its update have arrived.
+        """Tell the rank how many data frames of its update have arrived.
 
         An older stream of the rank is ended first, because its connection may have broken without this end noticing.
         """
-        member = await self._check_life(context, resume.member, resume.incarnation, resume.part)
+        member = await self._check_incarnation(context, resume.member, resume.incarnation, resume.part)
         if resume.part not in member.joined:
             raise Refused(f"{resume.member}: part {resume.part} has not joined")
         self._only_one(resume.member, resume.part)
-        have = rpc.Have(self.uploads.chunks((resume.member, resume.part), resume.header))
+        have = rpc.Have(self.uploads.data_frames((resume.member, resume.part), resume.header))
         await self._deadlines[resume.member].frame(context.write(wire.pack(have)))
 
-    async def _take_chunks(self, context: Any, part: UpdatePart, reader: wire.FrameReader) -> None:
+    async def _take_data_frames(self, context: Any, part: UpdatePart, reader: wire.FrameReader) -> None:
         rank, deadline = (part.member, part.part), self._deadlines[part.member]
-        keep = True  # however the stream breaks, even after a damaged frame, the chunks before are good
+        keep = True  # however the stream breaks, even after a damaged frame, the data frames before are good
         try:
-            count = self.fragment_bytes[part.member].receiving(part, reader.chunks)
+            count = self.fragment_bytes[part.member].receiving(part, reader.data_frames)
             while not reader.complete:
                 frame = await rpc.next_frame(deadline.frame(context.read()))
                 reader.feed(frame)
@@ -281,14 +282,14 @@ class GrpcService:
             await self.server_thread.say(wanted)
         message = rpc.NotYet() if answer is None else answer
         header = next(wire.frames(message))
-        # Chunks that the receiver has already are left out only if they are of this very answer.
-        first = pull.chunks if wire.crc_of(header) == pull.header else 0
+        # Data frames that the receiver has already are left out only if they are of this very answer.
+        first = pull.data_frames if wire.crc_of(header) == pull.header else 0
         for frame in self.fragment_bytes[pull.member].sending(message, first):
             await self._deadlines[pull.member].frame(context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
         ask = wire.unpack(request, rpc.AskLease)
-        await self._check_life(context, ask.member, ask.incarnation)
+        await self._check_incarnation(context, ask.member, ask.incarnation)
         worker, job = ask.request.worker, ask.request.job
         if worker not in self.server.workers_of(ask.member):
             raise Refused(f"{ask.member} cannot ask for the data of {worker!r}")
@@ -309,7 +310,7 @@ class GrpcService:
 
     async def _release(self, request: bytes, context: Any) -> bytes:
         release = wire.unpack(request, rpc.ReleaseLeases)
-        member = await self._check_life(context, release.member, release.incarnation)
+        member = await self._check_incarnation(context, release.member, release.incarnation)
         held = await self.server_thread.read(lambda: self.server.holds(release.member))
         # Others may have gone to another worker meanwhile, because this one was silent for too long.
         await self.server_thread.say(Release(tuple(n for n in release.release.leases if n in held)))
@@ -317,7 +318,7 @@ class GrpcService:
 
     async def _trained(self, request: bytes, context: Any) -> bytes:
         said = wire.unpack(request, rpc.SayTrained)
-        member = await self._check_life(context, said.member, said.incarnation)
+        member = await self._check_incarnation(context, said.member, said.incarnation)
         await self.server_thread.say(Trained(said.member, said.leases))
         return wire.pack(rpc.Ack(member.sequence))
 
@@ -332,7 +333,7 @@ class GrpcService:
 
     async def _validated(self, request: bytes, context: Any) -> bytes:
         said = wire.unpack(request, rpc.SayValidated)
-        member = await self._check_life(context, said.member, said.incarnation)
+        member = await self._check_incarnation(context, said.member, said.incarnation)
         if said.result.worker not in self.server.workers_of(said.member):
             raise Refused(f"{said.member} cannot speak for {said.result.worker!r}")
         await self._judged(said, self.server_thread.say(said.result))
@@ -340,13 +341,13 @@ class GrpcService:
 
     async def _leave(self, request: bytes, context: Any) -> bytes:
         leave = wire.unpack(request, rpc.SayLeave)
-        member = await self._check_life(context, leave.member, leave.incarnation, leave.part)
+        member = await self._check_incarnation(context, leave.member, leave.incarnation, leave.part)
         if leave.part not in member.joined:
             raise Refused(f"{leave.member}: part {leave.part} has not joined")
         if member.sequence < leave.sequence:
             raise Refused(f"{leave.member}: update {leave.sequence} is not here whole yet", retry_s=0.2)
-        life, ranks = self._leaving.get(leave.member, ("", set()))
-        ranks = ranks if life == leave.incarnation else set()
+        incarnation, ranks = self._leaving.get(leave.member, ("", set()))
+        ranks = ranks if incarnation == leave.incarnation else set()
         ranks.add(leave.part)
         self._leaving[leave.member] = leave.incarnation, ranks
         if not member.left and ranks >= set(range(member.parts)):
@@ -382,9 +383,9 @@ class GrpcService:
                 told = await self._snapshot()
             except OSError as error:
                 raise Refused(str(error)) from None
-        elif what == "pardon":
+        elif what == "unban":
             await self.server_thread.say(LiftQuarantine(name))
-            told = f"{name}: pardoned"
+            told = f"{name}: unbanned"
         else:
             told = await self.server_thread.say(OperatorCommand(what, name))
         return wire.pack(rpc.Told(told))
@@ -395,15 +396,15 @@ class GrpcService:
         """Raises Refused if the certificate at the other end is not that of `role` and `name`."""
         if self.credentials is not None:
             names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
-            # A region's vaults bring and fetch its payloads.
-            speakers = [identity(each, name) for each in ((role, "vault") if role == "region" else (role,))]
+            # A region's shards bring and fetch its payloads.
+            speakers = [identity(each, name) for each in ((role, "shard") if role == "region" else (role,))]
             if not set(speakers) & set(names):
                 raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
         if role == self.server.member_role and name in self.server.members:
             self.peers[_plain_peer(context.peer())] = name  # at each call, since it may come over a new connection
 
-    async def _check_life(self, context: Any, member: str, incarnation: str, part: int | None = None) -> Any:
-        """The member, if it speaks for itself and this is its present life. Raises Refused, NotJoined."""
+    async def _check_incarnation(self, context: Any, member: str, incarnation: str, part: int | None = None) -> Any:
+        """The member, if it speaks for itself and this is its present incarnation. Raises Refused, NotJoined."""
         self._check_speaker(context, self.server.member_role, member)
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 

@@ -17,11 +17,11 @@ from typing import Any, NoReturn, TypeVar
 
 from geotrain.net.server.relayed_link import RelayedLink
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.vault_sessions import VaultSessions
+from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
 from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.net.transport.vaulted_link import VaultedLink, VaultsAbove
+from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
     Join,
@@ -54,7 +54,7 @@ class RegionClient:
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the sequence of each update that the global server has taken.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
-    above: the global server's vaults, own: this region's, where they are processes of their own.
+    above: the global server's shards, own: this region's, where they are processes of their own.
     """
 
     def __init__(
@@ -68,23 +68,23 @@ class RegionClient:
         on_lost: Callable[[int], None] = lambda updates: None,
         on_acknowledged: Callable[[int], None] = lambda sequence: None,
         metrics: Callable[[], dict[str, float]] = dict,
-        above: VaultsAbove | None = None,
-        own: VaultSessions | None = None,
+        above: ShardsAbove | None = None,
+        own: ShardSessions | None = None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.connect_s, self.on_lost, self.on_acknowledged = connect_s, on_lost, on_acknowledged
         self.metrics = metrics
-        life = self.server.name, self.server.incarnation
-        self.link: GrpcClient = GrpcClient(address, *life, trust)
+        incarnation = self.server.name, self.server.incarnation
+        self.link: GrpcClient = GrpcClient(address, *incarnation, trust)
         if own is not None:
-            self.link = RelayedLink(address, *life, trust, own)
+            self.link = RelayedLink(address, *incarnation, trust, own)
         elif above is not None:
-            self.link = VaultedLink(address, *life, trust, above)
+            self.link = ShardedLink(address, *incarnation, trust, above)
         self.connected = False
         self._updates: deque[UpdatePart | Trained | Leave] = deque()
         self._leases: deque[Join | LeaseRequest | Release | Validated] = deque()  # Join: the data is known now
         self._work = asyncio.Event()
-        self._limit_bytes = 8 * self.server.layout.numel + 65536
+        self._limit_bytes = 8 * self.server.parameter_map.numel + 65536
 
     def deliver(self, send: Send) -> None:
         """Take something that the region server sends to the global server. Call it in the event loop."""
@@ -113,8 +113,8 @@ class RegionClient:
         await self.link.close()
 
     async def _session(self, within_s: float) -> None:
-        """The time of one life of the global server: join it, send again what it may not have, then run the lanes
-        until one of them learns that the server does not know this region any more."""
+        """The time of one incarnation of the global server: join it, send again what it may not have, then run the
+        lanes until one of them learns that the server does not know this region any more."""
         join = await self.server_thread.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)
         lost = await self._tell(welcome)
@@ -122,7 +122,7 @@ class RegionClient:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
         if not self.server.fragments:  # a new region: it begins with the global weights
-            fragments = tuple(range(len(self.server.layout.fragments)))
+            fragments = tuple(range(len(self.server.parameter_map.fragments)))
             await self._tell(await self._pull(0, fragments))
         # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
         # What is delivered meanwhile stays: made after the reading, it is not among what was read.
@@ -134,7 +134,9 @@ class RegionClient:
         self.connected = True
         try:
             async with asyncio.TaskGroup() as lanes:
-                pushed: list[asyncio.Queue[UpdatePart]] = [asyncio.Queue() for _ in self.server.layout.fragments]
+                pushed: list[asyncio.Queue[UpdatePart]] = [
+                    asyncio.Queue() for _ in self.server.parameter_map.fragments
+                ]
                 for queue in pushed:
                     lanes.create_task(self._run_answers(queue))
                 lanes.create_task(self._run_updates(pushed))
@@ -169,16 +171,16 @@ class RegionClient:
             self._updates.popleft()
 
     async def _start_over(self, reason: str, sequence: int) -> NoReturn:
-        """An update was refused for good. The region begins again from the global weights, as a new life: the global
-        server must not count on what it sent to the old one."""
+        """An update was refused for good. The region begins again from the global weights, as a new incarnation: the
+        global server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
         await self._tell(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
 
-        def new_life() -> str:
+        def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
             return self.server.incarnation
 
-        self.link.live_as(await self.server_thread.read(new_life))
+        self.link.live_as(await self.server_thread.read(new_incarnation))
         raise _StartedOver
 
     async def _run_leases(self) -> None:
@@ -218,7 +220,7 @@ class RegionClient:
             await self._tell(await self._pull(update.sequence, self._fragments(update)))
 
     def _fragments(self, update: UpdatePart) -> tuple[int, ...]:
-        return self.server.layout.fragments_of([delta.piece for delta in update.deltas])
+        return self.server.parameter_map.fragments_of([delta.chunk for delta in update.deltas])
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
         return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from geotrain.net.server.vault_sessions import VaultSessions
+from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
 from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.outer.messages import PieceDelta, PieceWeights, UpdatePart
+from geotrain.outer.messages import ChunkDelta, ChunkWeights, UpdatePart
 
 FETCH_S = 20.0
 
 
 class RelayedLink(GrpcClient):
-    """The link of a region whose own vaults bring payloads up and fetch them: its book speaks with the book above,
-    and tells its vaults what to bring and fetch."""
+    """The link of a region whose own shards bring payloads up and fetch them: its coordinator speaks with the
+    coordinator above, and tells its shards what to bring and fetch."""
 
-    def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None, own: VaultSessions) -> None:
+    def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None, own: ShardSessions) -> None:
         super().__init__(address, member, incarnation, trust)
         self.own = own
 
     async def push(self, part: UpdatePart) -> int:
-        deltas = tuple(PieceDelta(d.piece, d.anchor_version, b"") for d in part.deltas)
+        deltas = tuple(ChunkDelta(d.chunk, d.anchor_version, b"") for d in part.deltas)
         bring = rpc.Bring(replace(part, deltas=deltas))
         await self.own.server_thread.read(lambda: self.own.tell_all(bring))
         while (applied := await self.commit(part)) is None:
@@ -33,11 +33,11 @@ class RelayedLink(GrpcClient):
     async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
     ) -> Any:
-        """A `HeldAnswer`, as the region's book takes it."""
+        """A `HeldAnswer`, as the region's coordinator takes it."""
         header = await super().pull(part, sequence, fragments, limit_bytes, wait_s)
         if header is None:
             return None
-        weights = tuple(PieceWeights(each.piece, each.version, b"") for each in header.weights)
+        weights = tuple(ChunkWeights(each.chunk, each.version, b"") for each in header.weights)
         fetch = rpc.Fetch(self.incarnation, fragments, replace(header, weights=weights))
         await self.own.server_thread.read(lambda: self.own.tell_all(fetch))
         return await self.own.answer(header, FETCH_S)

@@ -1,5 +1,5 @@
-"""Keeps updates that are arriving. When a stream breaks, the chunks that it brought are kept for a while, and the
-sender goes on from there instead of beginning again. Over a slow link that saves minutes."""
+"""Keeps updates that are arriving. When a stream breaks, the data frames that it brought are kept for a while, and
+the sender goes on from there instead of beginning again. Over a slow link that saves minutes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ResumableUploads:
         self.limit_bytes, self.keep_s, self._clock = limit_bytes, keep_s, clock
         self._uploads: dict[Rank, _Upload] = {}
 
-    def chunks(self, rank: Rank, header_crc: int) -> int:
-        """How many chunks of the rank's update have arrived; 0 unless its header has this checksum."""
+    def data_frames(self, rank: Rank, header_crc: int) -> int:
+        """How many data frames of the rank's update have arrived; 0 unless its header has this checksum."""
         upload = self._uploads.get(rank)
-        return upload.reader.chunks if upload and wire.crc_of(upload.reader.opening) == header_crc else 0
+        return upload.reader.data_frames if upload and wire.crc_of(upload.reader.opening) == header_crc else 0
 
     def begin(self, rank: Rank, reader: wire.FrameReader, again: bool) -> wire.FrameReader:
         """Note that a stream begins to bring an update; returns the reader to feed.
 
         reader: has taken the update's header. again: the stream goes on with an update that was broken off. Then the
-        reader is the one that has the chunks that arrived before, if its header is the same; otherwise `reader`.
+        reader is the one that has the data frames that arrived before, if its header is the same; otherwise `reader`.
         """
         upload = self._uploads.get(rank)
         if upload is None or not again or upload.reader.opening != reader.opening:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from geotrain.monitor.events import EventLog, Found, Lost, MemberSampled, ServerSampled, VaultSampled
+from geotrain.monitor.events import EventLog, Found, Lost, MemberSampled, ServerSampled, ShardSampled
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.server_thread import ServerThread
@@ -109,11 +109,11 @@ class Sampler:
             )
         )
 
-        for each in self._vaults():
-            self.events.write(VaultSampled(**each))
+        for each in self._shards():
+            self.events.write(ShardSampled(**each))
 
-    def _vaults(self) -> list[dict[str, Any]]:
-        return self.service.vaults.status() if self.service.vaults else []
+    def _shards(self) -> list[dict[str, Any]]:
+        return self.service.shards.status() if self.service.shards else []
 
     def metrics(self) -> dict[str, float]:
         """The numbers that a region's heartbeat tells the global server."""
@@ -133,7 +133,7 @@ class Sampler:
             "refused_workers": float(sum(m["refused"] for m in status["members"].values())),
             "lost_workers": float(len(self._lost)),
             "retries": float(self.region_client.link.retries if self.region_client else 0),
-            "vaults_down": float(sum(not each["up"] for each in self._vaults())),
+            "shards_down": float(sum(not each["up"] for each in self._shards())),
             "rss_bytes": float(rss_bytes),
             "disk_free_bytes": float(self._disk()[1]),
         }

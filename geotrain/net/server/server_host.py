@@ -36,10 +36,10 @@ from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.sampler import Sampler
 from geotrain.net.server.server_setup import LISTENING, ServerSetup
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.vault_sessions import FAREWELL_S, Lineage, VaultLost, VaultSessions
+from geotrain.net.server.shard_sessions import FAREWELL_S, Lineage, ShardLost, ShardSessions
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped, begin_snapshot, finish_snapshot
-from geotrain.net.storage.snapshot_mirror import Uploader
+from geotrain.net.storage.remote_snapshots import Uploader
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Credentials, Trust, identity
@@ -48,7 +48,7 @@ from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
 from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.shards.shards import FarVaults
+from geotrain.outer.shards.shards import RemoteShards
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
 LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snapshot's copy
 FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits longer for its servers
 LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
-VAULTS_LOOK_S = 0.05
-TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next life
+SHARDS_LOOK_S = 0.05
+TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next incarnation
 STATUS = "status.json"  # in the server's folder once it has ended: its last status
 
 
@@ -82,9 +82,10 @@ class ServerHost:
         self.events, self.folder, self.run_config, self.monitor = events, place.folder, place.run, monitor
         self.region_client: RegionClient | None = None
         self.guard: ConnectionGuard | None = None
-        self.vaults: VaultSessions | None = None  # where they are in processes of their own
+        self.shards: ShardSessions | None = None  # where they are in processes of their own
         self.saved_updates, self.saved_s = self._updates(), time.monotonic()  # at the last snapshot, or the start
-        self.alone = "" in self.store.moments().values()  # its vaults have no snapshot of the newest one's moment
+        # its shards have no snapshot of the newest one's moment
+        self.alone = "" in self.store.checkpoint_ids().values()
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.stop = asyncio.Event()
         self.saving = asyncio.Lock()
@@ -96,14 +97,14 @@ class ServerHost:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         self.server_thread = ServerThread(self.server, self.journal, self._deliver, self.events.write)
-        if isinstance(far := self.server.vaults, FarVaults):
+        if isinstance(far := self.server.shards, RemoteShards):
             lineage = Lineage(self.folder, self.uploader.copies if self.uploader else None)
             names = self.server.name, self.server.incarnation
-            self.vaults = VaultSessions(
+            self.shards = ShardSessions(
                 self.server_thread, far, *names, lineage, self._note_dismissed, self.dismissed
             )
             if self.uploader is not None:
-                self.uploader.vaults = self.vaults.upload
+                self.uploader.shards = self.shards.upload
         of_regions = self.server.member_role == "region"
         self.service = GrpcService(
             self.server_thread,
@@ -111,7 +112,7 @@ class ServerHost:
             self._status,
             silent_s=REGION_SILENT_S if of_regions else WORKER_SILENT_S,
             credentials=self.credentials,
-            vaults=self.vaults,
+            shards=self.shards,
         )
         address = self.place.address
         self.tcp_counters = TcpCounters(self._is_wide_area, self._traffic_before())
@@ -142,21 +143,21 @@ class ServerHost:
             self.guard.start()
             uploading = asyncio.ensure_future(self.uploader.run()) if self.uploader else None
             await self._until_over()
-            # Else some vaults may be gone for good, and the journals hold all.
-            whole = self.vaults is None or (self.vaults.ready and not self.stop.is_set())
+            # Else some shards may be gone for good, and the journals hold all.
+            whole = self.shards is None or (self.shards.ready and not self.stop.is_set())
             if whole:
                 await self._last_snapshot()
             # Behind the joins with which the last snapshot's journal begins: these lives have ended with this one.
             await self._note(Stopped())
             if whole:
                 await self._last_upload()
-            if self.vaults is not None:
-                await self._farewell(self.vaults)
+            if self.shards is not None:
+                await self._farewell(self.shards)
         finally:
             if uploading is not None:
                 uploading.cancel()
             listening.unlink(missing_ok=True)
-            ended_early = self.vaults is not None and self.vaults.lost.done()
+            ended_early = self.shards is not None and self.shards.lost.done()
             await self.service.stop(0 if ended_early else LINGER_S)
             self.server_thread.close()
             self.disk.shutdown()
@@ -173,8 +174,8 @@ class ServerHost:
             asyncio.ensure_future(self._tell_traffic()),
             asyncio.ensure_future(self._until_finished()),
         ]
-        if self.vaults is not None:
-            tasks.append(asyncio.ensure_future(self.vaults.until_lost()))
+        if self.shards is not None:
+            tasks.append(asyncio.ensure_future(self.shards.until_lost()))
         if self.run_config.monitor.enabled:
             tasks.append(asyncio.ensure_future(self.sampler.run()))
         try:
@@ -211,28 +212,28 @@ class ServerHost:
 
     async def _note(self, what: Stopped | Dismissed) -> None:
         def note() -> None:
-            with suppress(JournalFull):  # then lives count as restarted, and vaults are waited for
+            with suppress(JournalFull):  # then lives count as restarted, and shards are waited for
                 self.journal.append(what)
                 self.journal.flush()
 
         await self.server_thread.alone(note)
 
-    async def _note_dismissed(self, vault: int) -> None:
-        await self._note(Dismissed(vault))
+    async def _note_dismissed(self, shard: int) -> None:
+        await self._note(Dismissed(shard))
 
-    async def _wait_for_vaults(self) -> None:
+    async def _wait_for_shards(self) -> None:
         """Who had ended waits for none: to those that are left it says farewell."""
-        if self.vaults is not None and not self.ended_before:
-            await self.vaults.wait_ready()
+        if self.shards is not None and not self.ended_before:
+            await self.shards.wait_ready()
 
-    async def _farewell(self, vaults: VaultSessions) -> None:
-        """Wait until the vaults have heard that the server ended in good order, or until this process is told to
+    async def _farewell(self, shards: ShardSessions) -> None:
+        """Wait until the shards have heard that the server ended in good order, or until this process is told to
         end, as they are then, too."""
-        said = asyncio.ensure_future(vaults.farewell(FAREWELL_S if vaults.ready or self.ended_before else 0.0))
+        said = asyncio.ensure_future(shards.farewell(FAREWELL_S if shards.ready or self.ended_before else 0.0))
         told = asyncio.ensure_future(self.stop.wait())
         await asyncio.wait([said, told], return_when=asyncio.FIRST_COMPLETED)
-        for vault in [] if told.done() else said.result():
-            self._tell(f"{self.server.name}: vault {vault} has not heard that the server has ended: stop it")
+        for shard in [] if told.done() else said.result():
+            self._tell(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
         for task in (said, told):
             task.cancel()
 
@@ -251,7 +252,7 @@ class ServerHost:
 
     async def _until_finished(self) -> None:
         """Returns when the server has finished and this process should end in good order."""
-        await self._wait_for_vaults()
+        await self._wait_for_shards()
         while True:
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()
@@ -264,7 +265,7 @@ class ServerHost:
         server, evaluate, began_s = self.server, self.place.evaluate, time.monotonic()
         if evaluate is None or not server.final_validation:
             return
-        if self.vaults is not None:
+        if self.shards is not None:
             self._tell("the final weights are in other processes: `geotrain eval` validates them, with an export")
             return
         given_up = threading.Event()
@@ -272,8 +273,8 @@ class ServerHost:
         def go_on() -> bool:
             return not given_up.is_set() and time.monotonic() - began_s < FINAL_VALIDATION_S
 
-        layout, number, version = server.layout, server.final_validation, max(server.versions)
-        weights = (w for f in layout.fragments for w in layout.split(f.index, server.weights(f.index)))
+        parameter_map, number, version = server.parameter_map, server.final_validation, max(server.versions)
+        weights = (w for f in parameter_map.fragments for w in parameter_map.split(f.index, server.weights(f.index)))
         try:
             loss = await asyncio.to_thread(evaluate, weights, go_on)
             seconds = time.monotonic() - began_s
@@ -318,7 +319,7 @@ class ServerHost:
             return Traffic()
 
     def _keep_traffic(self) -> None:
-        """For the next life. What is counted after the last call before a kill is missing there."""
+        """For the next incarnation. What is counted after the last call before a kill is missing there."""
 
         def counts(traffic: Traffic) -> list[int]:
             return [traffic.sent_bytes, traffic.received_bytes, traffic.peak_sent_bytes, traffic.peak_received_bytes]
@@ -328,10 +329,10 @@ class ServerHost:
             json.dump({"links": counts(self.tcp_counters.total), "peers": peers}, file)
 
     def _snapshot_is_due(self) -> bool:
-        enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.layout.numel)
+        enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.parameter_map.numel)
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
-        if self.vaults is not None:
-            journal_bytes = max(journal_bytes, self.vaults.journal_bytes)
+        if self.shards is not None:
+            journal_bytes = max(journal_bytes, self.shards.journal_bytes)
         late = time.monotonic() - self.saved_s >= 60.0 * self.run_config.checkpoint.every_minutes
         due = (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
         return due or (self.alone and self.uploader is not None)
@@ -342,13 +343,13 @@ class ServerHost:
         Raises StoreError.
         """
         async with self.saving:
-            alone = self.vaults is not None and not self.store.numbers()
-            if self.vaults is not None and not alone:
-                await self.vaults.wait_ready()
-            moment = "" if alone else self.store.new_moment()
+            alone = self.shards is not None and not self.store.numbers()
+            if self.shards is not None and not alone:
+                await self.shards.wait_ready()
+            checkpoint_id = "" if alone else self.store.new_checkpoint_id()
             began_s, updates = time.monotonic(), self._updates()
             try:
-                writing = await self.server_thread.alone(partial(self._begin_snapshot, ended, moment))
+                writing = await self.server_thread.alone(partial(self._begin_snapshot, ended, checkpoint_id))
             except JournalFull as full:
                 raise StoreError(str(full)) from full
             wrapped = asyncio.wrap_future(writing)
@@ -361,29 +362,30 @@ class ServerHost:
                 self.uploader.wake()
             return f"{socket.gethostname()}:{self.store.path(number).absolute()}"
 
-    def _begin_snapshot(self, ended: bool, moment: str) -> Future[int]:
+    def _begin_snapshot(self, ended: bool, checkpoint_id: str) -> Future[int]:
         """Freeze the state, on the server's thread. It is written even if the caller is cancelled: what is frozen and
         never written would be copied in vain."""
         # One snapshot at a time: the one before may still be written, if its caller was cancelled.
         if wait(self.writing, timeout=LAST_WRITE_S).not_done:
             raise StoreError(f"{self.folder}: the snapshot before is still being written")
-        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended, moment, self.place.launch)
+        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended, checkpoint_id, self.place.launch)
         self.carried_bytes = self.journal.segment_bytes
-        if self.vaults is not None:
-            self.vaults.tell_all(rpc.Save(moment))
+        if self.shards is not None:
+            self.shards.tell_all(rpc.Save(checkpoint_id))
         finish = partial(finish_snapshot, self.store, self.journal, frozen, meta)
-        self.writing = [self.disk.submit(self._finish, finish, moment)]
+        self.writing = [self.disk.submit(self._finish, finish, checkpoint_id)]
         return self.writing[0]
 
-    def _finish(self, finish: Callable[[], int], moment: str) -> int:
-        """Write the book's part when the vaults have written theirs: what is before it is then asked for by none."""
+    def _finish(self, finish: Callable[[], int], checkpoint_id: str) -> int:
+        """Write the coordinator's part when the shards have written theirs: what is before it is then asked for by
+        none."""
         deadline_s = time.monotonic() + LAST_WRITE_S
-        while moment and self.vaults is not None and not self.vaults.saved(moment):
-            if self.vaults.lost.done():
-                raise VaultLost(f"{self.folder}: no snapshot, since a vault was lost")
+        while checkpoint_id and self.shards is not None and not self.shards.saved(checkpoint_id):
+            if self.shards.lost.done():
+                raise ShardLost(f"{self.folder}: no snapshot, since a shard was lost")
             if time.monotonic() > deadline_s:
-                raise StoreError(f"{self.folder}: no snapshot, since not all vaults have written theirs")
-            time.sleep(VAULTS_LOOK_S)
+                raise StoreError(f"{self.folder}: no snapshot, since not all shards have written theirs")
+            time.sleep(SHARDS_LOOK_S)
         return finish()
 
     def _updates(self) -> int:
@@ -408,7 +410,7 @@ class ServerHost:
         """
         members = self._traffic()
         total = self.tcp_counters.total
-        layout, by_member = self.server.layout, self.service.fragment_bytes
+        parameter_map, by_member = self.server.parameter_map, self.service.fragment_bytes
         fragments = FragmentBytes()
         above = [self.region_client.link.fragment_bytes] if self.region_client else []
         for counted in by_member.values() if self.place.role == "global" else above:
@@ -420,27 +422,28 @@ class ServerHost:
                 f"{received}_bytes": total.received_bytes,
                 f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
                 f"peak_{received}_bytes_per_s": total.peak_received_bytes,
-                "fragments": fragments.status(layout),
+                "fragments": fragments.status(parameter_map),
             },
             "peers": {
                 name: {
                     "sent_bytes": t.sent_bytes,
                     "received_bytes": t.received_bytes,
-                    "fragments": by_member[name].status(layout),
+                    "fragments": by_member[name].status(parameter_map),
                 }
                 for name, t in members.items()
             },
             "connected": self.region_client is None or self.region_client.connected,
             "snapshot_updates": self.saved_updates,
             "full": self.server_thread.full,
-            "vaults": self.vaults.status() if self.vaults else [],
+            "shards": self.shards.status() if self.shards else [],
             "page": self.monitor.page_url,
             "metrics": self.monitor.metrics_url,
             "snapshots": self.uploader.status() if self.uploader else None,
         }
 
     def _traffic(self) -> dict[str, Traffic]:
-        """Bytes with each member, over all its connections, in this life of the server and the earlier ones."""
+        """Bytes with each member, over all its connections, in this incarnation of the server and the earlier
+        ones."""
         traffic = self.tcp_counters.traffic()
         members = {name: replace(before) for name, before in self.peers_before.items()}
         for peer, member in list(self.service.peers.items()):
@@ -458,20 +461,20 @@ class RegionServerHost(ServerHost):
     def _until_finished(self) -> Coroutine[Any, Any, None]:
         # No coroutine function: the client is made at once, not when the task first runs. What the server sends
         # before there is a client would be lost.
-        name, life = self.server.name, self.server.incarnation
+        name, incarnation = self.server.name, self.server.incarnation
         self.region_client = self.sampler.region_client = RegionClient(
             self.server_thread,
             self.server,
             str(self.place.cluster.global_server),
             trust=Trust(self.credentials, identity("global", GLOBAL)) if self.credentials else None,
             on_lost=lambda updates: self.events.write(UpdatesLost(updates)),
-            on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, life, sequence)),
+            on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, incarnation, sequence)),
             metrics=self.sampler.metrics,
             above=self.place.above(),
-            own=self.vaults,
+            own=self.shards,
         )
         return self._run_client(self.region_client)
 
     async def _run_client(self, client: RegionClient) -> None:
-        await self._wait_for_vaults()
+        await self._wait_for_shards()
         await client.run()

@@ -29,8 +29,8 @@ from geotrain.config import (
     RunConfig,
     Topology,
     UnsupportedModelError,
-    vault_name,
-    vaults_of,
+    shard_name,
+    shards_of,
 )
 from geotrain.monitor.events import (
     EventLog,
@@ -39,14 +39,14 @@ from geotrain.monitor.events import (
 )
 from geotrain.net.server.server_host import RegionServerHost, ServerHost
 from geotrain.net.server.server_setup import Evaluate, ServerSetup, mirror_of
-from geotrain.net.server.vault_host import VaultSetup, run_vault
-from geotrain.net.server.vault_sessions import PastLost, VaultLost
-from geotrain.net.storage.disk_shelf import shelf_of
+from geotrain.net.server.shard_host import ShardSetup, run_shard
+from geotrain.net.server.shard_sessions import ShardLost, TimelineLost
+from geotrain.net.storage.disk_mirror_store import mirror_store_of
 from geotrain.net.storage.journal import JournalDamaged
-from geotrain.net.storage.past import Past, clear_void, go_back, take
 from geotrain.net.storage.recovery import JOURNAL, recover
-from geotrain.net.storage.snapshot_mirror import Copies, SnapshotMirror, Uploader, number_of
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, number_of
 from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError, alone_in
+from geotrain.net.storage.timeline import Timeline, clear_void, go_back, take
 from geotrain.net.transport.certs import CertificateError, load_credentials
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.rpc import ListenError
@@ -57,46 +57,50 @@ from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server, identity_of
-from geotrain.outer.server.shard_server import PayloadLost, VaultMachine
-from geotrain.outer.shards.shards import FarVaults
+from geotrain.outer.server.shard_server import PayloadLost, ShardServer
+from geotrain.outer.shards.shards import RemoteShards
 from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.layout import Layout, LayoutError, layout_of
 from geotrain.parameters.parameter_file import read_values
+from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, parameter_map_of
 
 log = logging.getLogger(__name__)
 
 ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk full tries again
 ROOM_LOOK_S = 2.0
-STORE_RETRY_S = 5.0  # where the object storage does not give a vault what it is to take
+STORE_RETRY_S = 5.0  # where the object storage does not give a shard what it is to take
 EVENTS = "events.jsonl"
 # Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
-FOR_GOOD = (JournalDamaged, CertificateError, LayoutError, ConfigError, UnsupportedModelError, PayloadLost)
+FOR_GOOD = (JournalDamaged, CertificateError, ParameterMapError, ConfigError, UnsupportedModelError, PayloadLost)
 EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
-def global_server(run: RunConfig, cluster: ClusterConfig, vaults: int | FarVaults) -> GlobalServer:
-    layout, regions = layout_of(run), Topology(run, cluster).regions
+def global_server(run: RunConfig, cluster: ClusterConfig, shards: int | RemoteShards) -> GlobalServer:
+    parameter_map, regions = parameter_map_of(run), Topology(run, cluster).regions
     samples = run.data.train_samples, run.samples_per_step
     numbers = run.monitor.validate_every_samples, run.data.sequence_length
-    return GlobalServer(identity_of(run, layout), layout, run.outer, regions, *samples, *numbers, vaults)
+    return GlobalServer(
+        identity_of(run, parameter_map), parameter_map, run.outer, regions, *samples, *numbers, shards
+    )
 
 
-def region_server(run: RunConfig, cluster: ClusterConfig, region: str, vaults: int | FarVaults) -> RegionServer:
-    layout, all_workers = layout_of(run), Topology(run, cluster).home
+def region_server(run: RunConfig, cluster: ClusterConfig, region: str, shards: int | RemoteShards) -> RegionServer:
+    parameter_map, all_workers = parameter_map_of(run), Topology(run, cluster).home
     workers = tuple(w.name for w in cluster.region(region).workers)
     samples = run.data.train_samples, run.samples_per_step
     updates = updates_in_run(*samples, run.outer.local_steps, len(workers), len(all_workers))
     rule = region_rule(run.outer.rule, workers, updates)
     validates = run.monitor.validate_every_samples is not None
-    server = RegionServer(region, identity_of(run, layout), layout, run.outer, rule, workers, validates, vaults)
+    server = RegionServer(
+        region, identity_of(run, parameter_map), parameter_map, run.outer, rule, workers, validates, shards
+    )
     server.leases.jobs_each = updates / len(workers)
     return server
 
 
-def any_server(run: RunConfig, cluster: ClusterConfig, name: str, vaults: int | FarVaults) -> Server:
+def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | RemoteShards) -> Server:
     """The global one or a region's."""
-    return global_server(run, cluster, vaults) if name == GLOBAL else region_server(run, cluster, name, vaults)
+    return global_server(run, cluster, shards) if name == GLOBAL else region_server(run, cluster, name, shards)
 
 
 def serve_global(
@@ -108,7 +112,7 @@ def serve_global(
     evaluate, launch: see `ServerSetup`."""
 
     def build() -> Server:
-        server = global_server(run, cluster, far_vaults(run, cluster, GLOBAL))
+        server = global_server(run, cluster, remote_shards(run, cluster, GLOBAL))
         server.validation_steps = validation_steps(run)
         return server
 
@@ -124,7 +128,7 @@ def serve_region(
     launch: see `ServerSetup`."""
 
     def build() -> Server:
-        server = region_server(run, cluster, region, far_vaults(run, cluster, region))
+        server = region_server(run, cluster, region, remote_shards(run, cluster, region))
         server.validation_steps = validation_steps(run)
         return server
 
@@ -136,59 +140,65 @@ def begin_server(server: Server, run: RunConfig) -> None:
     """Give a server what it has when a run begins: the global one's first weights. A region gets its from there.
     Raises ConfigError."""
     if server.name == GLOBAL:
-        far = isinstance(server.vaults, FarVaults)  # they begin with the weights themselves
+        far = isinstance(server.shards, RemoteShards)  # they begin with the weights themselves
         server.set_weights(
-            [torch.empty(0)] * len(server.layout.fragments) if far else initial_weights(run, server.layout)
+            [torch.empty(0)] * len(server.parameter_map.fragments)
+            if far
+            else initial_weights(run, server.parameter_map)
         )
 
 
-def far_vaults(run: RunConfig, cluster: ClusterConfig, server: str) -> int | FarVaults:
-    """The server's vaults: one in its process, or those that the cluster file names."""
-    if not (number := len(vaults_of(cluster, server))):
+def remote_shards(run: RunConfig, cluster: ClusterConfig, server: str) -> int | RemoteShards:
+    """The server's shards: one in its process, or those that the cluster file names."""
+    if not (number := len(shards_of(cluster, server))):
         return 1
     down = run.outer.down if server == GLOBAL else run.outer.local
-    return FarVaults(layout_of(run), number, make_codec(run.outer.up), sends_changes(down))
+    return RemoteShards(parameter_map_of(run), number, make_codec(run.outer.up), sends_changes(down))
 
 
-def serve_vault(run: RunConfig, cluster: ClusterConfig, server: str, index: int, folder: Path, resume: bool) -> int:
-    """Run one vault of a server until its book says that the server has ended, or SIGTERM. Returns the exit code."""
+def serve_shard(run: RunConfig, cluster: ClusterConfig, server: str, index: int, folder: Path, resume: bool) -> int:
+    """Run one shard of a server until its coordinator says that the server has ended, or SIGTERM. Returns the exit
+    code."""
 
     def live(new: bool) -> None:
-        mirror = mirror_of(run, vault_name(server, index))
+        mirror = mirror_of(run, shard_name(server, index))
         clear_void(folder)
         if new:
             _check_is_new(folder, mirror)
-        addresses, top = vaults_of(cluster, server), server == GLOBAL
+        addresses, top = shards_of(cluster, server), server == GLOBAL
         if not 0 <= index < len(addresses):
-            raise ConfigError(f"server {server!r} has {len(addresses)} vaults in the cluster file, and no {index}")
-        book = cluster.global_server if top else cluster.region(server).server
-        above = None if top else cluster.global_vaults[index]
-        own = load_credentials(Path(cluster.security.folder), "vault", server) if cluster.security else None
-        setup = VaultSetup(server, addresses[index], book, above, folder, own, run.checkpoint.keep, mirror)
-        with EventLog(folder / EVENTS, source=vault_name(server, index), enabled=run.monitor.enabled) as events:
-            shelf = shelf_of(run.outer, folder, events)
+            raise ConfigError(f"server {server!r} has {len(addresses)} shards in the cluster file, and no {index}")
+        coordinator = cluster.global_server if top else cluster.region(server).server
+        above = None if top else cluster.global_shards[index]
+        own = load_credentials(Path(cluster.security.folder), "shard", server) if cluster.security else None
+        setup = ShardSetup(server, addresses[index], coordinator, above, folder, own, run.checkpoint.keep, mirror)
+        with EventLog(folder / EVENTS, source=shard_name(server, index), enabled=run.monitor.enabled) as events:
+            mirror_store = mirror_store_of(run.outer, folder, events)
             while True:
-                machine = vault_machine(run, cluster, server, index)
+                machine = shard_server(run, cluster, server, index)
                 if not SnapshotStore(folder / SNAPSHOTS).numbers():
-                    begin_vault(machine, run)
-                if (past := run_vault(machine, setup, events, shelf)) is None:
+                    begin_shard(machine, run)
+                if (timeline := run_shard(machine, setup, events, mirror_store)) is None:
                     return
-                _go_back(setup, past, events)
+                _go_back(setup, timeline, events)
 
     return _live_on(folder, live, resume)
 
 
-def _go_back(setup: VaultSetup, past: Past, events: EventLog) -> None:
-    """Take the moment from which the past of the vault's book began, if its copy is there and good; else the vault is
-    as it was, and its book says what to do when it looks for good copies again. Raises StoreError, OSError."""
+def _go_back(setup: ShardSetup, timeline: Timeline, events: EventLog) -> None:
+    """Take the moment from which the past of the shard's coordinator began, if its copy is there and good; else the
+    shard is as it was, and its coordinator says what to do when it looks for good copies again. Raises StoreError,
+    OSError."""
     if (mirror := setup.mirror) is None:
-        raise StoreError(f"{setup.folder}: is to go back to {past.moment}, and has no checkpoint.snapshots")
-    said = f"{setup.folder}: goes back to {past.moment}, which came from {mirror.url}"
+        raise StoreError(
+            f"{setup.folder}: is to go back to {timeline.checkpoint_id}, and has no checkpoint.snapshots"
+        )
+    said = f"{setup.folder}: goes back to {timeline.checkpoint_id}, which came from {mirror.url}"
     try:
-        take(setup.folder, mirror, past, number_of(past.moment))
+        take(setup.folder, mirror, timeline, number_of(timeline.checkpoint_id))
     except DamagedSnapshot as error:
-        said = f"{mirror.url}/{past.moment}: damaged: {error}"
-        mirror.condemn(past.moment, str(error))
+        said = f"{mirror.url}/{timeline.checkpoint_id}: damaged: {error}"
+        mirror.condemn(timeline.checkpoint_id, str(error))
     except StoreError as error:
         if out_of_room(error):
             raise
@@ -198,21 +208,21 @@ def _go_back(setup: VaultSetup, past: Past, events: EventLog) -> None:
     events.write(Trouble(said))
 
 
-def vault_machine(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> VaultMachine:
-    """A vault in a process of its own, without state."""
-    number = len(vaults_of(cluster, server))
+def shard_server(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> ShardServer:
+    """A shard in a process of its own, without state."""
+    number = len(shards_of(cluster, server))
     whole = any_server(run, cluster, server, number)
-    return VaultMachine(whole.vaults.all[index], index, number, tuple(whole.members), whole.member_role)
+    return ShardServer(whole.shards.all[index], index, number, tuple(whole.members), whole.member_role)
 
 
-def begin_vault(machine: VaultMachine, run: RunConfig) -> None:
-    """As `begin_server`, of a vault in a process of its own. Raises ConfigError."""
+def begin_shard(machine: ShardServer, run: RunConfig) -> None:
+    """As `begin_server`, of a shard in a process of its own. Raises ConfigError."""
     if machine.name != GLOBAL:
         return
-    vectors = initial_weights(run, machine.layout)
-    for piece in machine.vault.pieces:
-        x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
-        machine.vault.set_weights(piece.index, x.clone())
+    vectors = initial_weights(run, machine.parameter_map)
+    for chunk in machine.shard.chunks:
+        x = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
+        machine.shard.set_weights(chunk.index, x.clone())
 
 
 def validation_steps(run: RunConfig) -> int:
@@ -220,23 +230,25 @@ def validation_steps(run: RunConfig) -> int:
     return ceil(run.data.validation_samples / run.samples_per_step)
 
 
-def initial_weights(run: RunConfig, layout: Layout) -> list[Tensor]:
+def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]:
     """The run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's parameters: a
     1-D fp32 vector for each fragment.
 
     Raises ConfigError.
     """
-    vectors = [torch.empty(f.numel) for f in layout.fragments]
-    places = {name: view for f in layout.fragments for name, view in layout.split(f.index, vectors[f.index])}
+    vectors = [torch.empty(f.numel) for f in parameter_map.fragments]
+    places = {
+        name: view for f in parameter_map.fragments for name, view in parameter_map.split(f.index, vectors[f.index])
+    }
     if run.model.weights is not None:
         for name, tensor in read_values(Path(run.model.weights)):
             places[name].copy_(tensor)
-        for fragment in layout.fragments:
-            if (bad := layout.not_finite(fragment.index, vectors[fragment.index])) is not None:
+        for fragment in parameter_map.fragments:
+            if (bad := parameter_map.not_finite(fragment.index, vectors[fragment.index])) is not None:
                 raise ConfigError(f"model.weights: {run.model.weights}: {bad} holds infinities or NaN")
         return vectors
     if run.model.init_from is None:
-        for parameter in layout.parameters:
+        for parameter in parameter_map.parameters:
             places[parameter.name].copy_(initial_tensor(parameter, run.seed))
         return vectors
     try:
@@ -260,15 +272,15 @@ def _serve(build: Callable[[], Server], begin: Callable[[Server], None], place: 
         clear_void(place.folder)
         if new:
             _check_is_new(place.folder, copies.own if copies else None)
-        vaults = len(copies.all) > 1 if copies else False
-        if copies and vaults and not SnapshotStore(place.folder / SNAPSHOTS).numbers() and copies.whole():
+        shards = len(copies.all) > 1 if copies else False
+        if copies and shards and not SnapshotStore(place.folder / SNAPSHOTS).numbers() and copies.whole():
             go_back_to_newest(copies)
         while True:
             try:
                 return _live(build, begin, place, copies)
-            except VaultLost as lost:
-                _say(f"{lost}; the server begins a new life")
-                if isinstance(lost, PastLost) and copies is not None:
+            except ShardLost as lost:
+                _say(f"{lost}; the server begins a new incarnation")
+                if isinstance(lost, TimelineLost) and copies is not None:
                     go_back_to_newest(copies)
 
     def go_back_to_newest(copies: Copies) -> None:
@@ -287,7 +299,7 @@ def _live_on(folder: Path, live: Callable[[bool], None], resume: bool) -> int:
         while True:
             try:
                 with alone_in(folder):
-                    new, resume = not resume, True  # what a life without room leaves behind is this run's own
+                    new, resume = not resume, True  # what a incarnation without room leaves behind is this run's own
                     live(new)
                 return 0
             except OSError as error:
@@ -301,7 +313,7 @@ def _live_on(folder: Path, live: Callable[[bool], None], resume: bool) -> int:
         return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
 
 
-def _check_is_new(folder: Path, mirror: SnapshotMirror | None = None) -> None:
+def _check_is_new(folder: Path, mirror: RemoteSnapshots | None = None) -> None:
     """Raises StoreError if there is a state already, which a new run must not take up or overwrite."""
     if SnapshotStore(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*")):
         raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
@@ -312,7 +324,7 @@ def _check_is_new(folder: Path, mirror: SnapshotMirror | None = None) -> None:
 def _live(
     build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup, copies: Copies | None
 ) -> None:
-    """One life of the server, from its recovery to its end."""
+    """One incarnation of the server, from its recovery to its end."""
     run, folder = place.run, place.folder
     credentials = place.credentials()
     mirror = copies.own if copies and len(copies.all) == 1 else None
@@ -320,17 +332,17 @@ def _live(
         EventLog(folder / EVENTS, source=place.name, enabled=run.monitor.enabled) as events,
         place.monitor(events) as monitor,
     ):
-        life = uuid.uuid4().hex
+        incarnation = uuid.uuid4().hex
 
-        shelf = shelf_of(run.outer, folder, events)
+        mirror_store = mirror_store_of(run.outer, folder, events)
 
         def named() -> Server:
             server = build()
-            server.incarnation = life
-            server.vaults.put_mirrors_on(shelf)
+            server.incarnation = incarnation
+            server.shards.put_mirrors_on(mirror_store)
             return server
 
-        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror, shelf, place.launch)
+        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror, mirror_store, place.launch)
         if recovered.ended:
             log.warning("it had ended in launch %s, and stays ended: only another launch begins again", place.launch)
         for fault in recovered.faults:
@@ -342,8 +354,8 @@ def _live(
         host = kind(recovered, events, place, credentials, monitor, uploader)
         try:
             asyncio.run(host.run())
-        except VaultLost:
-            if not host.stop.is_set():  # else both are told to end, and no new life is wanted
+        except ShardLost:
+            if not host.stop.is_set():  # else both are told to end, and no new incarnation is wanted
                 raise
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from geotrain.config import Address, ClusterConfig, RunConfig, vault_name, vaults_of
+from geotrain.config import Address, ClusterConfig, RunConfig, shard_name, shards_of
 from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
-from geotrain.net.storage.snapshot_mirror import Copies, SnapshotMirror
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots
 from geotrain.net.transport.certs import Credentials, Role, load_credentials
-from geotrain.net.transport.vaulted_link import VaultsAbove, vaults_above
+from geotrain.net.transport.sharded_link import ShardsAbove, shards_above
 from geotrain.outer.messages import GLOBAL
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
 
@@ -50,26 +50,26 @@ class ServerSetup:
         security = self.cluster.security
         return load_credentials(Path(security.folder), self.role, self.name) if security else None
 
-    def above(self) -> VaultsAbove | None:
-        """The vaults of the global server, for a region's. Raises CertificateError."""
-        return vaults_above(self.cluster, layout_of(self.run), "region", self.name, GLOBAL)
+    def above(self) -> ShardsAbove | None:
+        """The shards of the global server, for a region's. Raises CertificateError."""
+        return shards_above(self.cluster, parameter_map_of(self.run), "region", self.name, GLOBAL)
 
     def copies(self) -> Copies | None:
         """Where copies of this server's snapshots go. Raises ConfigError."""
         own = mirror_of(self.run, self.name)
-        vaults = range(len(vaults_of(self.cluster, self.name)))
-        others = [mirror_of(self.run, vault_name(self.name, vault)) for vault in vaults]
+        shards = range(len(shards_of(self.cluster, self.name)))
+        others = [mirror_of(self.run, shard_name(self.name, shard)) for shard in shards]
         return Copies(own, self.run.checkpoint.keep, [each for each in others if each]) if own else None
 
     def monitor(self, events: EventLog) -> Monitor:
         """Raises ConfigError."""
-        layout = layout_of(self.run)
-        names = tuple(fragment.name for fragment in layout.fragments)
-        top = facts(self.run, self.cluster, layout.numel, names) if self.role == "global" else None
+        parameter_map = parameter_map_of(self.run)
+        names = tuple(fragment.name for fragment in parameter_map.fragments)
+        top = facts(self.run, self.cluster, parameter_map.numel, names) if self.role == "global" else None
         return Monitor(self.run, self.cluster, self.name, events, top)
 
 
-def mirror_of(run: RunConfig, process: str) -> SnapshotMirror | None:
-    """Where copies of a server's or a vault's snapshots go. Raises ConfigError."""
+def mirror_of(run: RunConfig, process: str) -> RemoteSnapshots | None:
+    """Where copies of a server's or a shard's snapshots go. Raises ConfigError."""
     url = run.checkpoint.snapshots
-    return SnapshotMirror(f"{url.rstrip('/')}/{run.name}/{process}") if url else None
+    return RemoteSnapshots(f"{url.rstrip('/')}/{run.name}/{process}") if url else None

@@ -1,4 +1,4 @@
-"""A server's tensors as they were at one moment, read piece by piece beside the updates that change them.
+"""A server's tensors as they were at one moment, read chunk by chunk beside the updates that change them.
 
 Copy on write: nothing is copied at that moment. The server says of each tensor that it is about to change it, and
 only what the reader has not taken of that tensor yet is copied first.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 16 << 20  # so much is read, checksummed and written at once
+CHUNK_BYTES = 16 << 20  # so much is read, checksummed and written at once
 PATIENCE_S = 30.0  # an update waits at most so long for copies to be written; then memory grows beyond the budget
 
 
@@ -74,19 +74,19 @@ class FrozenState:
                 return
             yield name
 
-    def pieces(self, name: str) -> Iterator[memoryview]:
-        """The tensor's bytes; each piece is valid until the next is asked for."""
-        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """The tensor's bytes; each chunk is valid until the next is asked for."""
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         while True:
             with self._changed:
                 left = self._left.get(name)
                 if left is None or not left.numel():
                     read = self._drop(name)
                     break
-                piece = buffer[: left.numel()]
-                piece.copy_(left[: len(piece)])
-                self._left[name] = left[len(piece) :]
-            yield memoryview(piece.numpy())  # type: ignore[arg-type]
+                chunk = buffer[: left.numel()]
+                chunk.copy_(left[: len(chunk)])
+                self._left[name] = left[len(chunk) :]
+            yield memoryview(chunk.numpy())  # type: ignore[arg-type]
         if read is not None:
             self._done(read)
 

@@ -200,8 +200,8 @@ class Journal:
             try:
                 os.fdatasync(self._file.fileno())
             except OSError:
-                # The next life would read these records from the kernel's cache and take them for safe. Nobody was
-                # told that they are, so they may go.
+                # The next incarnation would read these records from the kernel's cache and take them for safe. Nobody
+                # was told that they are, so they may go.
                 with suppress(OSError):
                     self._file.truncate(self._durable_bytes)
                 raise
@@ -267,7 +267,7 @@ class Journal:
         except OSError as error:
             if file is not None:
                 file.close()
-            for left in (partial, path):  # a segment that is not used must not be found by the next life
+            for left in (partial, path):  # a segment that is not used must not be found by the next incarnation
                 with suppress(OSError):
                     left.unlink(missing_ok=True)
             raise _full(error, path) from error

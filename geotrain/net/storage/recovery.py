@@ -15,13 +15,13 @@ import torch
 
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import Journal
-from geotrain.net.storage.snapshot_mirror import SnapshotMirror, newest_snapshot
+from geotrain.net.storage.remote_snapshots import RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
-from geotrain.outer.mirror_store import Shelf
+from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.server import Server
-from geotrain.outer.server.shard_server import VaultMachine
-from geotrain.outer.shards.shards import FromVaults, HeldPart
+from geotrain.outer.server.shard_server import ShardServer
+from geotrain.outer.shards.shards import FromShards, HeldPart
 
 JOURNAL = "journal"  # within a server's folder
 
@@ -39,12 +39,12 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Dismissed:
-    """Another. This vault of a server that has ended knows that, and does not come back."""
+    """Another. This shard of a server that has ended knows that, and does not come back."""
 
-    vault: int
+    shard: int
 
 
-KINDS = (Restarted, Stopped, Dismissed, *typing.get_args(Message), *typing.get_args(FromVaults))
+KINDS = (Restarted, Stopped, Dismissed, *typing.get_args(Message), *typing.get_args(FromShards))
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Recovered:
 
     server: as it was when the last message in the journal had been applied, but with no member joined.
     faults: sentences about what was found damaged and passed over. replayed: how many messages since the snapshot.
-    ended: the server had ended in this launch, and stays ended. dismissed: which of its vaults know that, then.
+    ended: the server had ended in this launch, and stays ended. dismissed: which of its shards know that, then.
     """
 
     server: Server
@@ -70,8 +70,8 @@ def recover(
     begin: Callable[[Server], None],
     folder: Path,
     keep: int,
-    mirror: SnapshotMirror | None = None,
-    shelf: Shelf | None = None,
+    mirror: RemoteSnapshots | None = None,
+    mirror_store: MirrorStore | None = None,
     launch: str = "",
 ) -> Recovered:
     """Bring a server back from its folder, or begin a new one in an empty folder.
@@ -81,14 +81,14 @@ def recover(
 
     build: makes the server, without state. begin: gives a new server what it starts from. keep: how many snapshots
     stay. mirror: where copies of the snapshots are, for a folder that has lost its own; None: there are none, or the
-    server's vaults have theirs (see `geotrain.net.storage.past`). shelf: where the server's mirrors lie. launch:
-    names that which this process is started by; "": one of its own.
+    server's shards have theirs (see `geotrain.net.storage.timeline`). mirror_store: where the server's mirrors lie.
+    launch: names that which this process is started by; "": one of its own.
     Raises StoreError, JournalDamaged, OSError.
     """
-    store = SnapshotStore(folder / SNAPSHOTS, keep, shelf)
+    store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
     snapshot, faults = newest_snapshot(store, mirror)
     server, ended, dismissed = build(), False, set[int]()
-    journal = Journal(folder / JOURNAL, KINDS, limit_bytes=8 * server.layout.numel + 65536)
+    journal = Journal(folder / JOURNAL, KINDS, limit_bytes=8 * server.parameter_map.numel + 65536)
     if snapshot is not None:
         server.load(snapshot.tensors, snapshot.meta["state"])
         ended = bool(snapshot.meta["ended"] and launch and snapshot.meta.get("launch") == launch)
@@ -106,10 +106,10 @@ def recover(
             server = restarted(build, server)
             continue
         if isinstance(message, Stopped):
-            end_lives(server)
+            end_incarnations(server)
             continue
         if isinstance(message, Dismissed):
-            dismissed.add(message.vault)
+            dismissed.add(message.shard)
             continue
         # A message that is refused now was refused then. What the server sends is dropped here: it was sent then, or
         # will be sent again after the next join.
@@ -124,7 +124,7 @@ def recover(
     return Recovered(server, store, journal, faults, replayed, ended, frozenset(dismissed if ended else ()))
 
 
-def end_lives(server: Server) -> None:
+def end_incarnations(server: Server) -> None:
     """What `Stopped` means: the members' next lives follow no death."""
     for member in server.members.values():
         member.ended = True
@@ -133,17 +133,17 @@ def end_lives(server: Server) -> None:
 def restarted(build: Callable[[], Server], server: Server) -> Server:
     """A server with nothing but this one's durable state, as after the death of its process."""
     fresh = build()
-    fresh.vaults.take_over(server.vaults)
+    fresh.shards.take_over(server.shards)
     fresh.load(*server.state())
     return fresh
 
 
 def begin_snapshot(
-    server: Server | VaultMachine,
+    server: Server | ShardServer,
     store: SnapshotStore,
     journal: Journal,
     ended: bool,
-    moment: str | None = None,
+    checkpoint_id: str | None = None,
     launch: str = "",
 ) -> tuple[FrozenState, dict[str, Any]]:
     """Freeze the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes,
@@ -159,16 +159,22 @@ def begin_snapshot(
     store.check_room(sum(tensor.nbytes for tensor in tensors.values()))
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
-    for message in server.left_out() if isinstance(server, VaultMachine) else left_out(server):
+    for message in server.left_out() if isinstance(server, ShardServer) else left_out(server):
         journal.append(message)
     journal.flush()
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
     tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
-    share = max(f.numel for f in server.layout.fragments) / server.layout.numel
-    frozen = FrozenState(tensors, largest_share=share, done=store.shelf.back)
-    server.vaults.watch(frozen.before_write)
-    moment = store.new_moment() if moment is None else moment
-    return frozen, {"state": state, "segment": segment, "ended": ended, "moment": moment, "launch": launch}
+    share = max(f.numel for f in server.parameter_map.fragments) / server.parameter_map.numel
+    frozen = FrozenState(tensors, largest_share=share, done=store.mirror_store.page_out)
+    server.shards.watch(frozen.before_write)
+    checkpoint_id = store.new_checkpoint_id() if checkpoint_id is None else checkpoint_id
+    return frozen, {
+        "state": state,
+        "segment": segment,
+        "ended": ended,
+        "checkpoint_id": checkpoint_id,
+        "launch": launch,
+    }
 
 
 def left_out(server: Server) -> list[Message | HeldPart]:

@@ -1,14 +1,14 @@
 """Snapshots of a server's state. Each is a folder that exists either whole or not at all.
 
     <folder>/<number>/meta.json            the JSON part of the state, with the length and checksum of every file
-    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading go piece by piece
+    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading go chunk by chunk
 
-`Server.state()` names the tensors. `piece.<i>.x` is the fp32 vector of piece i of the layout, which export reads
-(`fragment.<i>.x` in older ones, of fragments that are one piece each).
+`Server.state()` names the tensors. `chunk.<i>.x` is the fp32 vector of chunk i of the layout, which export reads
+(`fragment.<i>.x` in older ones, of fragments that are one chunk each).
 
-`meta["moment"]` names the moment of the snapshot: the same in the snapshots that a server's book and its vaults took
-of it, and nowhere else, also where the server went back to an older one and counts from there again. "": the first
-snapshot of a book or a vault, which it takes by itself.
+`meta["moment"]` names the moment of the snapshot: the same in the snapshots that a server's coordinator and its
+shards took of it, and nowhere else, also where the server went back to an older one and counts from there again. "":
+the first snapshot of a coordinator or a shard, which it takes by itself.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from geotrain.common.files import make_folder, sync
-from geotrain.config import vault_name
-from geotrain.net.storage.frozen_state import PIECE_BYTES, FrozenState
-from geotrain.outer.mirror_store import Shelf
+from geotrain.config import shard_name
+from geotrain.net.storage.frozen_state import CHUNK_BYTES, FrozenState
+from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.shards.shard import MIRRORS
-from geotrain.parameters.layout import Layout, LayoutError
-from geotrain.parameters.pieces import deal
+from geotrain.parameters.chunks import deal
+from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
@@ -86,10 +86,10 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots in one folder. keep: how many stay when a new one is written. shelf: where mirrors lie."""
+    """The snapshots in one folder. keep: how many stay when a new one is written. mirror_store: where mirrors lie."""
 
-    def __init__(self, folder: Path, keep: int = 2, shelf: Shelf | None = None) -> None:
-        self.folder, self.keep, self.shelf = folder, keep, shelf or Shelf()
+    def __init__(self, folder: Path, keep: int = 2, mirror_store: MirrorStore | None = None) -> None:
+        self.folder, self.keep, self.mirror_store = folder, keep, mirror_store or MirrorStore()
         self._kept: set[int] = set()  # numbers of snapshots that are in use, and must not be dropped
 
     def save(self, state: FrozenState, meta: dict[str, Any]) -> int:
@@ -148,21 +148,21 @@ class SnapshotStore:
         folder.rename(self.path(number))
         sync(self.folder)
 
-    def new_moment(self) -> str:
+    def new_checkpoint_id(self) -> str:
         """A name for the moment of the next snapshot. Names of later moments are greater. Raises StoreError."""
         return f"{max(self.numbers(), default=0) + 1:08d}-{uuid.uuid4().hex[:12]}"
 
-    def moments(self) -> dict[int, str]:
+    def checkpoint_ids(self) -> dict[int, str]:
         """Of the snapshots that are whole, by number, ascending. Raises StoreError."""
         found = {}
         for number in self.numbers():
             with suppress(DamagedSnapshot):  # older ones name no moment, and are of servers of one process
-                found[number] = _load(self.path(number), number, ()).meta.get("moment", f"{number:08d}")
+                found[number] = _load(self.path(number), number, ()).meta.get("checkpoint_id", f"{number:08d}")
         return found
 
     def load(self, number: int) -> Snapshot:
         """Raises DamagedSnapshot."""
-        return _load(self.path(number), number, shelf=self.shelf)
+        return _load(self.path(number), number, mirror_store=self.mirror_store)
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
         """The newest whole snapshot, None if there is none, and sentences on what is wrong with it or newer ones.
@@ -172,7 +172,7 @@ class SnapshotStore:
         faults: list[str] = []
         for number in reversed(self.numbers()):
             try:
-                return _load(self.path(number), number, names, faults, self.shelf), faults
+                return _load(self.path(number), number, names, faults, self.mirror_store), faults
             except DamagedSnapshot as error:
                 faults.append(f"{self.path(number)}: damaged, passed over: {error}")
         return None, faults
@@ -197,41 +197,43 @@ class SnapshotStore:
         return self.folder / f"{number:08d}"
 
 
-def read_weights(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def read_weights(folder: Path, parameter_map: ParameterMap) -> Iterator[tuple[str, Tensor]]:
     """The newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
 
-    Raises StoreError when there is no whole snapshot, LayoutError when it is another model's, DamagedSnapshot.
+    Raises StoreError when there is no whole snapshot, ParameterMapError when it is another model's, DamagedSnapshot.
     """
     store = SnapshotStore(folder / SNAPSHOTS)
     newest, faults = store.load_newest(names=())
     if newest is None:
         raise StoreError("\n".join([f"{folder}: holds no snapshot that is whole", *faults]))
-    if newest.meta["state"]["layout_digest"] != layout.digest:
-        raise LayoutError(f"{folder}: holds weights of another model than the run file's")
-    places = {piece.index: store.path(newest.number) for piece in layout.pieces}
-    if "vaults" in newest.meta["state"]:
-        places = _in_vaults(folder, layout, newest.meta["state"]["vaults"]["number"], newest.meta.get("moment", ""))
-    for fragment in layout.fragments:
-        names = {f"piece.{piece.index}.x": places[piece.index] for piece in layout.pieces_of[fragment.index]}
+    if newest.meta["state"]["parameter_map_digest"] != parameter_map.digest:
+        raise ParameterMapError(f"{folder}: holds weights of another model than the run file's")
+    places = {chunk.index: store.path(newest.number) for chunk in parameter_map.chunks}
+    if "shards" in newest.meta["state"]:
+        places = _in_shards(
+            folder, parameter_map, newest.meta["state"]["shards"]["number"], newest.meta.get("checkpoint_id", "")
+        )
+    for fragment in parameter_map.fragments:
+        names = {f"chunk.{chunk.index}.x": places[chunk.index] for chunk in parameter_map.chunks_of[fragment.index]}
         if not all((place / _file(name)).exists() for name, place in names.items()):
             names = {f"fragment.{fragment.index}.x": store.path(newest.number)}
         vectors = [_load(place, 0, (name,)).tensors[name] for name, place in names.items()]
-        yield from layout.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
+        yield from parameter_map.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
 
 
-def _in_vaults(folder: Path, layout: Layout, number: int, moment: str) -> dict[int, Path]:
-    """Piece → the snapshot of that moment that its vault wrote. folder: the server's; those of its vaults are beside
+def _in_shards(folder: Path, parameter_map: ParameterMap, number: int, checkpoint_id: str) -> dict[int, Path]:
+    """Chunk → the snapshot of that moment that its shard wrote. folder: the server's; those of its shards are beside
     it. Raises StoreError, when one of them is not here or not whole."""
     places: dict[int, Path] = {}
-    for vault, own in enumerate(deal(layout.pieces, number)):
-        store = SnapshotStore(folder.with_name(vault_name(folder.name, vault)) / SNAPSHOTS)
-        alike = [n for n, of in store.moments().items() if of == moment]
+    for shard, own in enumerate(deal(parameter_map.chunks, number)):
+        store = SnapshotStore(folder.with_name(shard_name(folder.name, shard)) / SNAPSHOTS)
+        alike = [n for n, of in store.checkpoint_ids().items() if of == checkpoint_id]
         if not alike:
             raise StoreError(
-                f"{store.folder}: holds no whole snapshot of the server's last: bring the vaults' folders here, "
+                f"{store.folder}: holds no whole snapshot of the server's last: bring the shards' folders here, "
                 "beside the server's"
             )
-        places.update({piece.index: store.path(max(alike)) for piece in own})
+        places.update({chunk.index: store.path(max(alike)) for chunk in own})
     return places
 
 
@@ -240,10 +242,10 @@ def _in_vaults(folder: Path, layout: Layout, number: int, moment: str) -> dict[i
 
 def _load(
     folder: Path, number: int, names: tuple[str, ...] | None = None, faults: list[str] | None = None,
-    shelf: Shelf | None = None,
+    mirror_store: MirrorStore | None = None,
 ) -> Snapshot:  # fmt: skip
     """Read a snapshot. names: read only these tensors. faults: gets a sentence for each damaged tensor that a server
-    can do without (`DISPENSABLE`), which is left out; None: there may be none. shelf: where mirrors then lie.
+    can do without (`DISPENSABLE`), which is left out; None: there may be none. mirror_store: where mirrors then lie.
 
     Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable.
     """
@@ -253,9 +255,9 @@ def _load(
         tensors = {}
         for name, stated in wanted.items():
             try:
-                place = shelf if shelf is not None and name.startswith(MIRRORS) else Shelf()
+                place = mirror_store if mirror_store is not None and name.startswith(MIRRORS) else MirrorStore()
                 tensors[name] = _read(folder / _file(name), place, *stated)
-                place.back(tensors[name])
+                place.page_out(tensors[name])
             except UNREADABLE as error:
                 if faults is None or not name.startswith(DISPENSABLE):
                     raise
@@ -274,7 +276,7 @@ def check(folder: Path) -> None:
     for name, size, crc in stated:
         found = read = 0
         with (folder / name).open("rb") as file:
-            while content := file.read(PIECE_BYTES):
+            while content := file.read(CHUNK_BYTES):
                 found, read = crc32(content, found), read + len(content)
         if read != size:
             raise DamagedSnapshot(f"{name} has {read} bytes instead of {size}")
@@ -307,24 +309,24 @@ def _write_tensor(path: Path, name: str, state: FrozenState) -> tuple[int, int]:
     header = {"tensor": {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [0, data_bytes]}}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
-    return _write(path, chain((struct.pack("<Q", len(text)) + text,), state.pieces(name)))
+    return _write(path, chain((struct.pack("<Q", len(text)) + text,), state.chunks(name)))
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
     """Write a new file, which is on disk when this returns. Returns (bytes, crc32) of it."""
     size = crc = 0
     with path.open("xb") as file:
-        for piece in pieces:
-            crc = crc32(piece, crc)
-            size += file.write(piece)
+        for chunk in chunks:
+            crc = crc32(chunk, crc)
+            size += file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
     return size, crc
 
 
-def _read(path: Path, shelf: Shelf, size: int, crc: int) -> Tensor:
-    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. shelf: where the tensor then
-    lies. Raises DamagedSnapshot."""
+def _read(path: Path, mirror_store: MirrorStore, size: int, crc: int) -> Tensor:
+    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. mirror_store: where the
+    tensor then lies. Raises DamagedSnapshot."""
     if path.stat().st_size != size:
         raise DamagedSnapshot(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
     with path.open("rb") as file:
@@ -338,13 +340,13 @@ def _read(path: Path, shelf: Shelf, size: int, crc: int) -> Tensor:
         dtype = KINDS[stated["dtype"]]
         if prod(stated["shape"]) * dtype.itemsize != size - len(head) - len(text):
             raise DamagedSnapshot(f"{path.name}: its header does not fit its size")
-        tensor = shelf.room(stated["shape"], dtype)
+        tensor = mirror_store.room(stated["shape"], dtype)
         data = _bytes_of(tensor)
-        for start in range(0, len(data), PIECE_BYTES):
-            piece = data[start : start + PIECE_BYTES]
-            if file.readinto(piece) != len(piece):
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            if file.readinto(chunk) != len(chunk):
                 raise DamagedSnapshot(f"{path.name} ends early")
-            found = crc32(piece, found)
+            found = crc32(chunk, found)
     if found != crc:
         raise DamagedSnapshot(f"{path.name} differs from what was written (its checksum is wrong)")
     return tensor

@@ -23,10 +23,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from geotrain.config import Address, ClusterConfig, vaults_of
+from geotrain.config import Address, ClusterConfig, shards_of
 from geotrain.outer.messages import GLOBAL
 
-Role = Literal["global", "region", "worker", "operator", "vault"]
+Role = Literal["global", "region", "worker", "operator", "shard"]
 OPERATOR = "operator"
 AUTHORITY = "ca"
 DEFAULT_DAYS = 730
@@ -132,7 +132,7 @@ def make_certificates(cluster: ClusterConfig, folder: Path, days: int = DEFAULT_
     for region in cluster.regions:
         wanted += [("region", region.name), *(("worker", worker.name) for worker in region.workers)]
     wanted += [
-        ("vault", server) for server in (GLOBAL, *(r.name for r in cluster.regions)) if vaults_of(cluster, server)
+        ("shard", server) for server in (GLOBAL, *(r.name for r in cluster.regions)) if shards_of(cluster, server)
     ]
     try:
         folder.mkdir(parents=True, exist_ok=True)

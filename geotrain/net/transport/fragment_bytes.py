@@ -13,30 +13,30 @@ from itertools import islice
 from typing import Any
 
 from geotrain.net.transport import wire
-from geotrain.outer.messages import Answer, PieceDelta, PieceWeights, UpdatePart
-from geotrain.parameters.layout import Layout
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, UpdatePart
+from geotrain.parameters.parameter_map import ParameterMap
 
 
 @dataclass
 class FragmentBytes:
-    """One link's bytes by piece: deltas go up, weights come down."""
+    """One link's bytes by chunk: deltas go up, weights come down."""
 
     up: Counter[int] = field(default_factory=Counter)
     down: Counter[int] = field(default_factory=Counter)
 
     def sending(self, message: Any, first: int = 0) -> Iterator[bytes]:
-        """Yield the message's frames without its chunks before `first`, and count each when it is taken."""
+        """Yield the message's frames without its data frames before `first`, and count each when it is taken."""
         frames, counts = wire.frames(message, first), self._counts(message)
         owners = islice(_owners(message), first, None)
         yield next(frames)
-        for frame, piece in zip(frames, owners, strict=True):
-            counts[piece] += len(frame)
+        for frame, chunk in zip(frames, owners, strict=True):
+            counts[chunk] += len(frame)
             yield frame
 
     def receiving(self, header: Any, first: int = 0) -> Callable[[bytes], None]:
         """Returns a function to be called with each frame that follows the header, which counts it.
 
-        header: the message as `wire.FrameReader.header` gives it. first: the number of the first chunk that will
+        header: the message as `wire.FrameReader.header` gives it. first: the number of the first data frame that will
         come.
         """
         owners, counts = islice(_owners(header), first, None), self._counts(header)
@@ -50,14 +50,14 @@ class FragmentBytes:
         self.up.update(other.up)
         self.down.update(other.down)
 
-    def status(self, layout: Layout) -> dict[str, dict[str, int]]:
+    def status(self, parameter_map: ParameterMap) -> dict[str, dict[str, int]]:
         """Bytes each way, by the fragment's name."""
         return {
             fragment.name: {
-                "up_bytes": sum(self.up[piece.index] for piece in pieces),
-                "down_bytes": sum(self.down[piece.index] for piece in pieces),
+                "up_bytes": sum(self.up[chunk.index] for chunk in chunks),
+                "down_bytes": sum(self.down[chunk.index] for chunk in chunks),
             }
-            for fragment, pieces in zip(layout.fragments, layout.pieces_of, strict=True)
+            for fragment, chunks in zip(parameter_map.fragments, parameter_map.chunks_of, strict=True)
         }
 
     def _counts(self, message: Any) -> Counter[int]:
@@ -65,14 +65,14 @@ class FragmentBytes:
 
 
 def _owners(message: Any) -> Iterator[int]:
-    """For each frame after the header, the piece that it belongs to. Of payloads only their length is read, so it
+    """For each frame after the header, the chunk that it belongs to. Of payloads only their length is read, so it
     works on a header alone, too."""
-    pieces: tuple[PieceDelta | PieceWeights, ...] = ()
+    chunks: tuple[ChunkDelta | ChunkWeights, ...] = ()
     match message:
         case UpdatePart():
-            pieces = message.deltas
+            chunks = message.deltas
         case Answer():
-            pieces = message.weights
-    for piece in pieces:
-        for _ in range(0, len(piece.payload), wire.CHUNK_BYTES):
-            yield piece.piece
+            chunks = message.weights
+    for chunk in chunks:
+        for _ in range(0, len(chunk.payload), wire.DATA_FRAME_BYTES):
+            yield chunk.chunk

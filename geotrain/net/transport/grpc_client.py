@@ -72,10 +72,11 @@ class ConnectionLost(ConnectionError):
 
 
 class GrpcClient:
-    """Calls one server on behalf of one life of one member. Belongs to one event loop. trust: None means plaintext.
+    """Calls one server on behalf of one incarnation of one member. Belongs to one event loop. trust: None means
+    plaintext.
 
     Each call makes a single attempt, and raises ConnectionLost, Refused or wire.WireError. `persist` repeats it; a
-    transfer that was broken off then goes on from its last chunk.
+    transfer that was broken off then goes on from its last data frame.
     """
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
@@ -90,7 +91,7 @@ class GrpcClient:
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
 
     def live_as(self, incarnation: str) -> None:
-        """The member begins a new life."""
+        """The member begins a new incarnation."""
         self.incarnation = incarnation
 
     async def close(self) -> None:
@@ -137,7 +138,8 @@ class GrpcClient:
         return reply.applied
 
     async def commit(self, part: UpdatePart) -> int | None:
-        """Tell the book of a part whose payloads go to vaults. Returns as `push`, when it is taken; None: not yet."""
+        """Tell the coordinator of a part whose payloads go to shards. Returns as `push`, when it is taken; None: not
+        yet."""
         call = self._channel.unary_unary(f"/{rpc.SERVICE}/commit")
         try:
             reply = await call(next(wire.frames(part)), timeout=rpc.MAX_WAIT_S + REPLY_S)
@@ -147,14 +149,14 @@ class GrpcClient:
         return None if isinstance(ack, rpc.NotYet) else ack.applied
 
     async def _resume(self, call: Any, part: UpdatePart, header: int) -> int:
-        """Ask how many chunks of this update the server has already."""
+        """Ask how many data frames of this update the server has already."""
         resume = rpc.Resume(self.member, self.incarnation, part.part, header)
         await self._up.frame(call.write(wire.pack(resume)))
         frame = await rpc.next_frame(within(REPLY_S, call.read()))
         reply: rpc.Have | rpc.Refusal = wire.unpack(frame, rpc.Have, rpc.Refusal)
         if isinstance(reply, rpc.Refusal):
             raise reply.error()
-        return reply.chunks
+        return reply.data_frames
 
     async def _write(self, call: Any, frames: Iterator[bytes], replied: asyncio.Event) -> None:
         """Send the frames, but stop when the other side has replied."""
@@ -170,7 +172,7 @@ class GrpcClient:
         """The answer to update `sequence`; None if there is none yet after `wait_s`."""
         key = part, sequence, fragments
         reader = self._arriving.pop(key, None)
-        known = (wire.crc_of(reader.opening), reader.chunks) if reader else (0, 0)
+        known = (wire.crc_of(reader.opening), reader.data_frames) if reader else (0, 0)
         request = rpc.Pull(self.member, self.incarnation, part, sequence, fragments, wait_s, *known)
         call = self._channel.unary_stream(f"/{rpc.SERVICE}/pull")(wire.pack(request))
         try:
@@ -180,7 +182,7 @@ class GrpcClient:
             if reader is None or frame != reader.opening:
                 reader = wire.FrameReader(Answer, rpc.NotYet, limit_bytes=limit_bytes)
                 reader.feed(frame)
-            count = self.fragment_bytes.receiving(reader.header, reader.chunks)
+            count = self.fragment_bytes.receiving(reader.header, reader.data_frames)
             while not reader.complete:
                 frame = await rpc.next_frame(self._down.frame(call.read()))
                 reader.feed(frame)
@@ -246,7 +248,7 @@ class GrpcClient:
 
         An attempt that was lost is repeated after growing pauses, one that was refused after the time that the
         refusal says, and one that gave None ("not yet") at once.
-        rejoin: called when the server does not know this life of the member; without it, NotJoined is raised.
+        rejoin: called when the server does not know this incarnation of the member; without it, NotJoined is raised.
         patient: "not yet" counts as a sign of life, from which the deadline is counted anew.
 
         Raises Refused if the refusal is final, wire.WireError, and Unreachable when `deadline_s` is over.

@@ -31,7 +31,7 @@ from geotrain.net.transport.rpc import ListenError
 SERVICE = "geotrain.Probe"
 ECHOES, ECHO_S = 12, 0.5  # at least so many round trips over so long, or a busy moment would pass for a long way
 ECHO_BYTES = 64
-FIRST_FRAME_BYTES, MAX_FRAME_BYTES = 16 << 10, wire.CHUNK_BYTES
+FIRST_FRAME_BYTES, MAX_FRAME_BYTES = 16 << 10, wire.DATA_FRAME_BYTES
 FRAME_S = (0.005, 0.05)  # a frame that takes less is followed by a larger one, one that takes more by a smaller
 RAMP = 0.4  # the share of the time, at its beginning, that does not count for the rate
 MAX_S, MAX_BYTES = 60.0, 16 << 30  # a server does not do more than this, each way, whatever it is asked for

@@ -3,8 +3,8 @@
 method    request                    answer
 join      Join                       Welcome
 push      UpdatePart, streamed       Ack or Refusal, which may come before the whole update was sent
-          Resume, UpdatePart …       Have, then as above; the update goes on with chunk number `Have.chunks`
-commit    the header of an UpdatePart whose payloads go to vaults
+          Resume, UpdatePart …       Have, then as above; the update goes on with data frame number `Have.data_frames`
+commit    the header of an UpdatePart whose payloads go to shards
                                      Ack, or NotYet: not all is held
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
@@ -16,7 +16,7 @@ leave     SayLeave                   Ack
 beat      Beat                       Ack
 status    nothing                    JSON
 control   Control                    Told
-vault     VaultHello, then what it holds, streamed
+shard     ShardHello, then what it holds, streamed
                                      orders, and Belong, Bring, Fetch, Save, Upload, Farewell, streamed, several in a
                                      bundle; or GoBack alone
 
@@ -91,9 +91,9 @@ class Resume(FromMember):
 
 @dataclass(frozen=True)
 class Have:
-    """The answer to Resume: how many chunks of the update the server has already."""
+    """The answer to Resume: how many data frames of the update the server has already."""
 
-    chunks: int
+    data_frames: int
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class NotYet:
 class Pull(FromMember):
     """Asks for the answer to update `sequence` (0: to the join); the server may wait for it for `wait_s`.
 
-    header, chunks: of an answer that was broken off, the checksum of its header and how many chunks arrived. If the
-    answer is still this one, those chunks are left out; otherwise it is sent whole.
+    header, data frames: of an answer that was broken off, the checksum of its header and how many data frames
+    arrived. If the answer is still this one, those data frames are left out; otherwise it is sent whole.
     """
 
     part: int
@@ -114,7 +114,7 @@ class Pull(FromMember):
     fragments: tuple[int, ...]
     wait_s: float
     header: int = 0
-    chunks: int = 0
+    data_frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Beat(FromMember):
 class Control:
     """A command of the operator.
 
-    what: "snapshot", for any server; "pardon", for the server whose member `name` is quarantined; for the global
+    what: "snapshot", for any server; "unban", for the server whose member `name` is quarantined; for the global
     server also any command of `OperatorCommand`, with `name` the region to drain.
     """
 
@@ -187,39 +187,39 @@ class Told:
 
 
 @dataclass(frozen=True)
-class VaultHello:
-    """A vault calls its book. orders: how many it has obeyed that count, and has on disk. past: the name of the past
-    (`geotrain.net.storage.past`) that its state belongs to."""
+class ShardHello:
+    """A shard calls its coordinator. orders: how many it has obeyed that count, and has on disk. past: the name of
+    the past (`geotrain.net.storage.timeline`) that its state belongs to."""
 
     server: str
-    vault: int
-    vaults: int
-    orders: int
-    past: str
+    shard: int
+    shards: int
+    commands: int
+    timeline: str
 
 
 @dataclass(frozen=True)
-class VaultState:
-    """A vault tells how far it is on disk. saved: after how many orders its newest snapshot was taken. rss_bytes: its
+class ShardState:
+    """A shard tells how far it is on disk. saved: after how many orders its newest snapshot was taken. rss_bytes: its
     process's memory. moment: of that snapshot."""
 
-    orders: int
+    commands: int
     saved: int
     journal_bytes: int
     rss_bytes: int
-    moment: str = ""
+    checkpoint_id: str = ""
 
 
 @dataclass(frozen=True)
 class Bring:
-    """A region's vault shall push its pieces of an update to the vault of the same pieces above."""
+    """A region's shard shall push its chunks of an update to the shard of the same chunks above."""
 
     update: UpdatePart
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A region's vault shall pull its pieces of an answer from there. answer: without payloads."""
+    """A region's shard shall pull its chunks of an answer from there. answer: without payloads."""
 
     incarnation: str
     fragments: tuple[int, ...]
@@ -228,45 +228,45 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Belong:
-    """The vault's state belongs to this past of its server from here on. The vault says the same when that is on its
+    """The shard's state belongs to this past of its server from here on. The shard says the same when that is on its
     disk."""
 
-    past: str
+    timeline: str
 
 
 @dataclass(frozen=True)
 class GoBack:
-    """A vault that does not fit its book shall take its copy of this moment, from which that past began."""
+    """A shard that does not fit its coordinator shall take its copy of this moment, from which that past began."""
 
-    moment: str
-    past: str
+    checkpoint_id: str
+    timeline: str
 
 
 @dataclass(frozen=True)
 class Save:
-    """A vault shall write a snapshot of its state, as it is after the orders before this. moment: the snapshot's."""
+    """A shard shall write a snapshot of its state, as it is after the orders before this. moment: the snapshot's."""
 
-    moment: str
+    checkpoint_id: str
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A vault shall copy its snapshot of this moment to object storage. It answers with Uploaded."""
+    """A shard shall copy its snapshot of this moment to object storage. It answers with Uploaded."""
 
-    moment: str
+    checkpoint_id: str
 
 
 @dataclass(frozen=True)
 class Uploaded:
     """trouble: why there is no whole copy; "": there is."""
 
-    moment: str
+    checkpoint_id: str
     trouble: str = ""
 
 
 @dataclass(frozen=True)
 class Farewell:
-    """The server has ended in good order, and so shall its vaults. Each says the same before it goes."""
+    """The server has ended in good order, and so shall its shards. Each says the same before it goes."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 are the format's definition: their fields and type hints drive encoding, decoding and validation, so there is no other
 schema.
 
-A message is one *header* frame, and *chunk* frames when it carries payloads (fields of type bytes):
+A message is one *header* frame, and *data* frames when it carries payloads (fields of type bytes):
 
     header   crc32 (4 bytes, little endian) + msgpack [VERSION, "Type", [field, …]], a payload given as its length
-    chunk    crc32 + at most CHUNK_BYTES of the payloads, which stand end to end; a chunk never spans two payloads
+    data frame    crc32 + at most DATA_FRAME_BYTES of the payloads, which stand end to end; a data frame never spans
+    two payloads
 
-So a message of gigabytes is never built in one piece, and a receiver knows every size before it allocates memory.
+So a message of gigabytes is never built in one chunk, and a receiver knows every size before it allocates memory.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from zlib_ng.zlib_ng import crc32
 from geotrain.outer.messages import Elsewhere
 
 VERSION = 3
-CHUNK_BYTES = 1 << 20
+DATA_FRAME_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20
-MAX_FRAME_BYTES = 4 + max(CHUNK_BYTES, MAX_HEADER_BYTES)
+MAX_FRAME_BYTES = 4 + max(DATA_FRAME_BYTES, MAX_HEADER_BYTES)
 MAX_TEXT = 4096  # characters of a str field
 MAX_INT = 1 << 62
 CRC_BYTES = 4
@@ -51,14 +52,14 @@ class DamagedError(WireError):
 # ------------------------------------------------------------------------------------------------- writing
 
 
-def frames(message: Any, first_chunk: int = 0) -> Iterator[bytes]:
-    """The message as frames: a header, then the chunks of its payloads, from `first_chunk` on."""
-    for body in bodies(message, first_chunk):
+def frames(message: Any, first_frame: int = 0) -> Iterator[bytes]:
+    """The message as frames: a header, then the data frames of its payloads, from `first_frame` on."""
+    for body in bodies(message, first_frame):
         yield _sealed(body)
 
 
-def bodies(message: Any, first_chunk: int = 0) -> Iterator[Payload]:
-    """What is in these frames behind their checksums. Chunks are views of the payloads: nothing is copied."""
+def bodies(message: Any, first_frame: int = 0) -> Iterator[Payload]:
+    """What is in these frames behind their checksums. Data frames are views of the payloads: nothing is copied."""
     payloads: list[Payload] = []
     header = msgpack.packb([VERSION, type(message).__name__, _plain(message, payloads)])
     if len(header) > MAX_HEADER_BYTES:
@@ -66,11 +67,11 @@ def bodies(message: Any, first_chunk: int = 0) -> Iterator[Payload]:
     yield header
     for payload in payloads:
         view = memoryview(payload)
-        for start in range(0, len(view), CHUNK_BYTES):
-            if first_chunk:
-                first_chunk -= 1
+        for start in range(0, len(view), DATA_FRAME_BYTES):
+            if first_frame:
+                first_frame -= 1
             else:
-                yield view[start : start + CHUNK_BYTES]
+                yield view[start : start + DATA_FRAME_BYTES]
 
 
 def crc_of(frame: bytes) -> int:
@@ -80,8 +81,8 @@ def crc_of(frame: bytes) -> int:
 
 def pack(message: Any) -> bytes:
     """A message without payloads as its only frame."""
-    header, *chunks = frames(message)
-    if chunks:
+    header, *data_frames = frames(message)
+    if data_frames:
         raise WireError(f"{type(message).__name__} carries a payload and needs a stream")
     return header
 
@@ -130,7 +131,7 @@ class FrameReader:
         self._arriving = memoryview(b"")  # the payload that is arriving
         self.opening = b""  # the header frame, once it was fed
         self._missing = 0  # bytes of the payload that is arriving
-        self.chunks = 0  # how many have been fed
+        self.data_frames = 0  # how many have been fed
         self.taken_bytes = 0  # how many bytes of payloads have been fed
 
     @property
@@ -193,19 +194,19 @@ class FrameReader:
         return length
 
     def _take(self, body: memoryview) -> None:
-        if not 0 < len(body) <= min(self._missing, CHUNK_BYTES):
-            raise WireError(f"a chunk of {len(body)} bytes where {self._missing} are missing")
+        if not 0 < len(body) <= min(self._missing, DATA_FRAME_BYTES):
+            raise WireError(f"a data frame of {len(body)} bytes where {self._missing} are missing")
         begin = len(self._arriving) - self._missing
         self._arriving[begin : begin + len(body)] = body
         self._missing -= len(body)
-        self.chunks += 1
+        self.data_frames += 1
         self.taken_bytes += len(body)
         if not self._missing:
             self._payloads.append(self._arriving.toreadonly())
             self._next_payload()
 
     def _next_payload(self) -> None:
-        """Begin the next payload that has chunks; empty ones have none and are whole at once."""
+        """Begin the next payload that has data frames; empty ones have none and are whole at once."""
         while not self.complete and not self._lengths[len(self._payloads)]:
             self._payloads.append(b"")
         if not self.complete:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust
 from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
-from geotrain.net.transport.vaulted_link import VaultedLink, VaultsAbove
+from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -28,7 +28,7 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
-from geotrain.parameters.layout import numel
+from geotrain.parameters.parameter_map import numel
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class _Pushed:
 
     part: UpdatePart
     delivered: Future[None]
-    acknowledged: bool = False  # by the server's present life, so that it need not be sent again
+    acknowledged: bool = False  # by the server's present incarnation, so that it need not be sent again
 
     def settle(self, error: Exception | None = None) -> None:
         """Note that it was delivered or, with an error, cannot be. Only the first call has an effect."""
@@ -55,14 +55,14 @@ class _Pushed:
 
 
 class WorkerClient:
-    """One rank's connection, for one life of its member.
+    """One rank's connection, for one incarnation of its member.
 
     Updates are delivered in order. They are kept until they are part of the server's weights, so that a server that
     is restarted meanwhile can get them again. If the server does not know the member, as after a restart, the client
-    joins again by itself, in the same life, and goes on.
+    joins again by itself, in the same incarnation, and goes on.
 
     trust: None means plaintext. connect_s: how long `join` tries. deadline_s: how long each other call tries.
-    vaults: the server's, where they are processes of their own.
+    shards: the server's, where they are processes of their own.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class WorkerClient:
         connect_s: float = 60.0,
         deadline_s: float = 3600.0,
         trust: Trust | None = None,
-        vaults: VaultsAbove | None = None,
+        shards: ShardsAbove | None = None,
     ) -> None:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
-        self.vaults = vaults
+        self.shards = shards
         # Called, on the thread inside, with the sequence of each update that the server has applied.
         self.on_acknowledged: Callable[[int], None] = lambda sequence: None
-        self.mirrors: Callable[[], tuple[int, ...]] = tuple  # gives the marks for a join in the same life
+        self.mirrors: Callable[[], tuple[int, ...]] = tuple  # gives the marks for a join in the same incarnation
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
@@ -192,9 +192,13 @@ class WorkerClient:
 
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
-            raise RuntimeError(f"{join.member} has joined already; a new life needs a client of its own")
-        life = join.member, join.incarnation, self.trust
-        link = VaultedLink(self.address, *life, self.vaults) if self.vaults else GrpcClient(self.address, *life)
+            raise RuntimeError(f"{join.member} has joined already; a new incarnation needs a client of its own")
+        incarnation = join.member, join.incarnation, self.trust
+        link = (
+            ShardedLink(self.address, *incarnation, self.shards)
+            if self.shards
+            else GrpcClient(self.address, *incarnation)
+        )
         try:
             welcome = await link.persist(lambda: link.join(join), self.connect_s)
         except BaseException:
@@ -247,7 +251,7 @@ class WorkerClient:
                 await self._push(pushed)
 
     def _next(self) -> _Pushed | None:
-        """The first update that the server's present life has not acknowledged."""
+        """The first update that the server's present incarnation has not acknowledged."""
         return next((p for p in self._parts if not p.acknowledged), None)
 
     async def _beat(self) -> None:
@@ -271,8 +275,8 @@ class WorkerClient:
                 return NOT_YET
             lives = self._lives
             applied = await link.push(pushed.part)
-            # If this client has joined again meanwhile, an earlier life of the server has acknowledged. Unless all
-            # parts had come, that life has taken the part with it.
+            # If this client has joined again meanwhile, an earlier incarnation of the server has acknowledged. Unless
+            # all parts had come, that incarnation has taken the part with it.
             return applied if lives == self._lives else None
 
         try:

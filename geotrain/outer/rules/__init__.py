@@ -1,7 +1,7 @@
 """Rules of the outer loop: how a server applies a delta, when a region sends its progress up, and how it merges the
 global weights that come back. A file for each rule.
 
-A rule works on one fragment at a time: one half of it on its counts, the other on the vectors of a piece (`rule.py`).
+A rule works on one fragment at a time: one half of it on its counts, the other on the vectors of a chunk (`rule.py`).
 Classes named `…Region` run on region servers, classes named `…Global` on the global server (the only server of a flat
 run).
 """

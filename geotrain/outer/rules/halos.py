@@ -8,7 +8,7 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.config import HalosConfig, MomentumConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import AsyncRegion, Counts, Told, Vectors
+from geotrain.outer.rules.rule import AsyncRegion, Counts, Inputs, Vectors
 
 
 def delayed_nesterov(
@@ -34,18 +34,18 @@ def delayed_nesterov(
 class HalosRegion(AsyncRegion):
     """HALoS's local parameter server: delayed Nesterov on every worker's delta."""
 
-    narrow = ("momentum", "accumulated")
+    bf16_state = ("momentum", "accumulated")
 
     def __init__(self, config: HalosConfig) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, config.ledger)
         self.settings = config.region
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         _, answered = super().on_delta(c, member, weight)
         return _arrival(c), answered
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
-        _apply(v, delta, told, self.settings)
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
+        _apply(v, delta, inputs, self.settings)
 
 
 class HalosGlobal:
@@ -55,26 +55,26 @@ class HalosGlobal:
     """
 
     in_rounds = False
-    narrow = ("momentum", "accumulated")
+    bf16_state = ("momentum", "accumulated")
 
     def __init__(self, config: HalosConfig) -> None:
         self.settings = config.global_
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         return _arrival(c), (member,)
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
-        _apply(v, delta, told, self.settings)
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
+        _apply(v, delta, inputs, self.settings)
 
 
-def _arrival(c: Counts) -> Told:
+def _arrival(c: Counts) -> Inputs:
     # Counted apart from the version, and for each fragment: it says when the momentum is due.
     c.counts["arrivals"] = c.counts.get("arrivals", 0) + 1
     return {"arrival": c.counts["arrivals"]}
 
 
-def _apply(v: Vectors, delta: Tensor, told: Told, settings: MomentumConfig) -> None:
-    m, acc, arrival = v.vector("momentum"), v.vector("accumulated"), int(told["arrival"])
+def _apply(v: Vectors, delta: Tensor, inputs: Inputs, settings: MomentumConfig) -> None:
+    m, acc, arrival = v.vector("momentum"), v.vector("accumulated"), int(inputs["arrival"])
     lr, beta, buffer = settings.lr_per_update, settings.beta, settings.buffer
     delayed_nesterov(v.x, delta, m, acc, arrival, lr_per_update=lr, beta=beta, buffer=buffer)

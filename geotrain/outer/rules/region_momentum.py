@@ -11,7 +11,7 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.config import RegionMomentumConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Told, Vectors, average
+from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Inputs, Vectors, average
 
 # A momentum over fewer updates is no mean of many: it would only lengthen each step, over one by 63 % at a gain of 1,
 # and short runs ended several percent higher (docs/log.md).
@@ -54,13 +54,13 @@ class MomentumRegion(AsyncRegion):
     """The region's half of the rule, always with the ledger. workers: of the region; each delta weighs one over their
     number. decay: k of one update, from `momentum_decay`."""
 
-    narrow = ("momentum",)
+    bf16_state = ("momentum",)
 
     def __init__(self, config: RegionMomentumConfig, workers: int, decay: float) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
         self.decay, self.gain, self.weight = decay, momentum_gain(config.gain, decay), 1 / workers
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         momentum_average(v.x, delta, v.vector("momentum"), decay=self.decay, gain=self.gain, weight=self.weight)
 
 
@@ -72,9 +72,9 @@ class AveragingGlobal:
     def __init__(self, regions: int) -> None:
         self.weight = 1 / regions
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         return NOTHING, (member,)
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         average(v.x, delta, self.weight)

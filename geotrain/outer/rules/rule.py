@@ -1,9 +1,9 @@
 """What a server asks of a rule (`Rule`, `RegionRule`), what a rule works on (`Counts`, `Vectors`), and what the
 asynchronous rules of regions share (`AsyncRegion`).
 
-A rule has two halves. One counts, in the server's book: it decides who is answered and what is sent when, and knows
-no tensor. The other computes, in the vaults: it is *told* in plain numbers what was decided, and works element by
-element, so it does not matter how a fragment is divided among vaults.
+A rule has two halves. One counts, in the server's coordinator: it decides who is answered and what is sent when, and
+knows no tensor. The other computes, in the shards: it is *told* in plain numbers what was decided, and works element
+by element, so it does not matter how a fragment is divided among shards.
 
 Outer steps work in place on fp32 vectors of equal length. Δ (delta) is anchor − current, so weights move by −Δ. Each
 rule's file states its coefficients and their sources, with symbols and order as in the papers. The arithmetic is in
@@ -22,8 +22,8 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.kernels import OuterStep
 
-Told = dict[str, float]  # what the counting half tells the computing one: plain numbers by name
-NOTHING: Told = {}
+Inputs = dict[str, float]  # what the counting half tells the computing one: plain numbers by name
+NOTHING: Inputs = {}
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Counts:
 
 @dataclass
 class Vectors:
-    """The vectors that a rule keeps of one piece of a fragment."""
+    """The vectors that a rule keeps of one chunk of a fragment."""
 
     x: Tensor  # weights: fp32, 1-D
     aux: dict[str, Tensor] = field(default_factory=dict)  # further vectors like x: momentum, base, …
@@ -86,11 +86,11 @@ class Rule(Protocol):
     @property
     def in_rounds(self) -> bool: ...
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         """Count a member's delta, which stands for `weight` workers'. Returns what `apply` is told, and the members
         to answer now."""
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         """Take in what was counted. The delta's memory is used again for the next one: a rule that keeps it must
         copy it."""
 
@@ -102,7 +102,7 @@ class RegionRule(Rule, Protocol):
         """The fragment's x has just been set to the global weights: nothing is pending."""
 
     def begin(self, v: Vectors) -> None:
-        """The same, for a piece."""
+        """The same, for a chunk."""
 
     def pending(self, c: Counts) -> bool:
         """Whether a delta was taken that has not been sent up."""
@@ -111,11 +111,11 @@ class RegionRule(Rule, Protocol):
         """Whether an update should leave for the global server now; not while one is in flight. flush: send also what
         is too little otherwise, since nobody is at work who could add to it."""
 
-    def on_send(self, c: Counts) -> tuple[Told, int]:
+    def on_send(self, c: Counts) -> tuple[Inputs, int]:
         """What `progress` is told, and the number of workers' deltas that it stands for. From now on it is in
         flight."""
 
-    def progress(self, v: Vectors, told: Told) -> Tensor:
+    def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
         """The delta to send up."""
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
@@ -155,13 +155,13 @@ class AsyncRegion(ABC):
     def begin(self, v: Vectors) -> None:
         v.vector("base").copy_(v.x)
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         c.counts["pending"] += 1
         return NOTHING, (member,)
 
     @abstractmethod
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         """Move x by a worker's delta."""
 
     def pending(self, c: Counts) -> bool:
@@ -173,12 +173,12 @@ class AsyncRegion(ABC):
         pending = c.counts["pending"]
         return not c.counts["in_flight"] and (pending >= self.every or (flush and pending > 0))
 
-    def on_send(self, c: Counts) -> tuple[Told, int]:
+    def on_send(self, c: Counts) -> tuple[Inputs, int]:
         weight = c.counts["pending"]
         c.counts.update(pending=0, in_flight=1)
         return NOTHING, weight
 
-    def progress(self, v: Vectors, told: Told) -> Tensor:
+    def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
         delta = v.vector("base") - v.x
         if self.ledger:
             v.aux["base"].copy_(v.x)

@@ -12,7 +12,7 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.config import SyncConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import NOTHING, Counts, Told, Vectors, average
+from geotrain.outer.rules.rule import NOTHING, Counts, Inputs, Vectors, average
 
 
 def nesterov(x: Tensor, delta: Tensor, m: Tensor, *, lr: float, momentum: float) -> None:
@@ -34,16 +34,16 @@ class _Sync:
     def complete(self, c: Counts) -> bool:
         return len(c.waiting) == len(self.members)
 
-    def take_weights(self, c: Counts) -> Told:
+    def take_weights(self, c: Counts) -> Inputs:
         """The weight of each member's delta, all of which wait; none does any more."""
-        weights: Told = {member: c.waiting[member] for member in self.members}
+        weights: Inputs = {member: c.waiting[member] for member in self.members}
         c.waiting.clear()
         return weights
 
     def collect(self, v: Vectors, member: str, delta: Tensor) -> None:
-        v.waiting[member] = delta.clone()  # the vault decodes its next update into delta's memory
+        v.waiting[member] = delta.clone()  # the shard decodes its next update into delta's memory
 
-    def take_mean(self, v: Vectors, weights: Told) -> Tensor:
+    def take_mean(self, v: Vectors, weights: Inputs) -> Tensor:
         total = sum(weights.values())
         mean = torch.zeros_like(v.x)
         for member, weight in weights.items():
@@ -60,12 +60,12 @@ class SyncRegion(_Sync):
     def begin(self, v: Vectors) -> None:
         """The weights are all that it needs."""
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         c.waiting[member] = weight
         return NOTHING, ()
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         self.collect(v, member, delta)
 
     def pending(self, c: Counts) -> bool:
@@ -75,13 +75,13 @@ class SyncRegion(_Sync):
         # `flush` changes nothing: what is sent is the mean of all workers, or nothing.
         return not c.counts["in_flight"] and self.complete(c)
 
-    def on_send(self, c: Counts) -> tuple[Told, int]:
+    def on_send(self, c: Counts) -> tuple[Inputs, int]:
         c.counts["in_flight"] = 1
         weight = sum(c.waiting.values())
         return self.take_weights(c), weight
 
-    def progress(self, v: Vectors, told: Told) -> Tensor:
-        return self.take_mean(v, told)
+    def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
+        return self.take_mean(v, inputs)
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
         c.counts["in_flight"] = 0
@@ -94,20 +94,20 @@ class SyncRegion(_Sync):
 class SyncGlobal(_Sync):
     """DiLoCo's outer step once all members have sent."""
 
-    narrow = ("momentum",)
+    bf16_state = ("momentum",)
 
     def __init__(self, config: SyncConfig, members: tuple[str, ...]) -> None:
         super().__init__(members)
         self.lr, self.momentum = config.lr, config.momentum
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Told, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.waiting[member] = weight
         if not self.complete(c):
             return NOTHING, ()
         c.version += 1
         return self.take_weights(c), self.members
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         self.collect(v, member, delta)
-        if told:
-            nesterov(v.x, self.take_mean(v, told), v.vector("momentum"), lr=self.lr, momentum=self.momentum)
+        if inputs:
+            nesterov(v.x, self.take_mean(v, inputs), v.vector("momentum"), lr=self.lr, momentum=self.momentum)

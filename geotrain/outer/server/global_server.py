@@ -25,11 +25,11 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.rules import global_rule
-from geotrain.outer.server.leases import LeaseBook, Validations, check_numbers
+from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
 from geotrain.outer.server.member import MOST_WEIGHT
 from geotrain.outer.server.server import Identity, Server
-from geotrain.outer.shards.shards import FarVaults
-from geotrain.parameters.layout import Layout
+from geotrain.outer.shards.shards import RemoteShards
+from geotrain.parameters.parameter_map import ParameterMap
 
 
 class GlobalServer(Server):
@@ -42,9 +42,10 @@ class GlobalServer(Server):
     """
 
     def __init__(
-        self, identity: Identity, layout: Layout, config: OuterConfig, regions: dict[str, tuple[str, ...]],
+        self, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, regions: dict[str, tuple[str,
+        ...]],
         train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
-        sample_tokens: int = 1, vaults: int | FarVaults = 1,
+        sample_tokens: int = 1, shards: int | RemoteShards = 1,
     ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
@@ -53,11 +54,24 @@ class GlobalServer(Server):
         members = tuple(self._workers_of)
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
-        codecs, narrow = (config.up, config.down), config.server_state == "bf16"
-        super().__init__(GLOBAL, role, identity, layout, rule, members, *codecs, config.limits, vaults, narrow=narrow)
+        codecs, bf16_state = (config.up, config.down), config.server_state == "bf16"
+        super().__init__(
+            GLOBAL,
+            role,
+            identity,
+            parameter_map,
+            rule,
+            members,
+            *codecs,
+            config.limits,
+            shards,
+            bf16_state=bf16_state,
+        )
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
-        self.book = LeaseBook(train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds)
+        self.lease_table = LeaseTable(
+            train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds
+        )
         self.validations = Validations(validate_every_samples)
         self.paused = self.stopping = False
         self.draining: set[str] = set()  # members that shall leave, or have left because they were drained
@@ -67,7 +81,7 @@ class GlobalServer(Server):
             case LeaseRequest():
                 return self._on_lease_request(message)
             case Release():
-                return self.book.release(message.leases)
+                return self.lease_table.release(message.leases)
             case Trained():
                 self._commit(message.member, message.leases)
                 return None
@@ -75,8 +89,8 @@ class GlobalServer(Server):
                 return self._on_operator_command(message)
             case Validated():
                 self.copy_weights(None)
-                if self.validations.on_validated(message, self.book):
-                    tokens = self.book.committed_samples * self.sample_tokens
+                if self.validations.on_validated(message, self.lease_table):
+                    tokens = self.lease_table.committed_samples * self.sample_tokens
                     self._events.append(ValidationDone(**asdict(message), tokens=tokens))
                 return None
         return super()._route(message)
@@ -91,7 +105,7 @@ class GlobalServer(Server):
             case "drain":
                 if command.region not in self.members_of:
                     raise Refused(f"no region is called {command.region!r} here; known: {', '.join(self.members_of)}")
-                if self.book.rounds is not None:
+                if self.lease_table.rounds is not None:
                     raise Refused("each round of a synchronous run needs every worker: stop the run instead")
                 self.draining.update(self.members_of[command.region])
             case _:
@@ -108,18 +122,18 @@ class GlobalServer(Server):
             self._check_request(request)  # otherwise its region has done so
         self._present(self._member_of[request.worker])
         leaves = self.leaves(request.worker)
-        task = self.validations.task_for(request.worker, self.book)
-        granted = self.book.grant(request, not (self.paused or leaves), task)
+        task = self.validations.task_for(request.worker, self.lease_table)
+        granted = self.lease_table.grant(request, not (self.paused or leaves), task)
         # The lease may be one granted before, which is given again as it was and does not carry the new task.
         if task and isinstance(granted, Lease) and granted.validate == task:
-            self.validations.handed_out(self.book.committed_samples)
+            self.validations.handed_out(self.lease_table.committed_samples)
         # A worker that is to leave still gets the leases it held already, and is told that it is finished after them.
-        return self.book.dismiss(request) if granted is None and leaves else granted
+        return self.lease_table.dismiss(request) if granted is None and leaves else granted
 
     @property
     def final_validation(self) -> int:
         """The number of the validation that the run's final weights still need; 0: none."""
-        return self.validations.final_task(self.book) if self.finished else 0
+        return self.validations.final_task(self.lease_table) if self.finished else 0
 
     def versions_to_validate(self) -> list[int]:
         return self.versions
@@ -141,48 +155,51 @@ class GlobalServer(Server):
 
     def lent(self, member: str) -> int:
         workers = self._workers_of[member]  # each may send one more, at the end
-        return len(workers) + len(self.holds(member)) + self.book.returned_by(workers)
+        return len(workers) + len(self.holds(member)) + self.lease_table.returned_by(workers)
 
     def workers_of(self, member: str) -> tuple[str, ...]:
         return self._workers_of[member]
 
     def _on_join(self, join: Join) -> Welcome:
-        """A drained member that has left and comes back in a new life takes part again: that ends the draining."""
+        """A drained member that has left and comes back in a new incarnation takes part again: that ends the
+        draining."""
         before = self.members.get(join.member)
         back = before is not None and before.left and before.incarnation != join.incarnation
         welcome = super()._on_join(join)
         if back and join.member in self.draining:
             self.draining.remove(join.member)
             for worker in self._workers_of[join.member]:
-                self.book.dismissed.pop(worker, None)
+                self.lease_table.dismissed.pop(worker, None)
         return welcome
 
     def holds(self, name: str) -> dict[int, Lease]:
-        return self.book.held_by(self._workers_of[name])
+        return self.lease_table.held_by(self._workers_of[name])
 
     def _release_leases(self, name: str) -> None:
-        self.book.release(self.holds(name))
+        self.lease_table.release(self.holds(name))
 
-    def _begin_life(self, join: Join) -> None:
+    def _begin_incarnation(self, join: Join) -> None:
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
-        self.book.release(self.holds(join.member).keys() - set(join.leases))
+        self.lease_table.release(self.holds(join.member).keys() - set(join.leases))
 
     def _commit(self, member: str, leases: tuple[int, ...]) -> int:
         """Commit those of the leases that went to the member, be they open or, since it counted as dead, returned.
         Returns their samples."""
         self._member(member)
         workers = self._workers_of[member]
-        return self.book.commit(tuple(n for n in dict.fromkeys(leases) if self.book.given_to(n) in workers))
+        return self.lease_table.commit(
+            tuple(n for n in dict.fromkeys(leases) if self.lease_table.given_to(n) in workers)
+        )
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
-        return self._commit(part.member, part.leases), self.book.committed_samples * self.sample_tokens
+        return self._commit(part.member, part.leases), self.lease_table.committed_samples * self.sample_tokens
 
     def begin_again(self) -> None:
         super().begin_again()
         # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
-        self.book.dismissed.clear()
-        self.book.shorten()
+        self.lease_table.dismissed.clear()
+        self.lease_table.shorten()
         self.paused = self.stopping = False
         self.draining.clear()
 
@@ -195,7 +212,7 @@ class GlobalServer(Server):
     @property
     def over(self) -> bool:
         """Whether nothing is left to train: all data is committed, or the run is to stop and no lease is out."""
-        return self.book.finished or (self.stopping and not self.book.open)
+        return self.lease_table.finished or (self.stopping and not self.lease_table.open)
 
     @property
     def phase(self) -> str:
@@ -209,25 +226,25 @@ class GlobalServer(Server):
             **super().status(),
             "phase": self.phase,
             "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
-            "complete": self.book.finished,
+            "complete": self.lease_table.finished,
             "validation": self.validations.latest,
-            "train_samples": self.book.train_samples,
-            "committed_samples": self.book.committed_samples,
-            "dispatched_samples": self.book.next_start,
-            "repeated_samples": self.book.repeated_samples,
-            "open_leases": len(self.book.open),
+            "train_samples": self.lease_table.train_samples,
+            "committed_samples": self.lease_table.committed_samples,
+            "dispatched_samples": self.lease_table.next_start,
+            "repeated_samples": self.lease_table.repeated_samples,
+            "open_leases": len(self.lease_table.open),
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
-        meta["leases"] = self.book.state()
+        meta["leases"] = self.lease_table.state()
         meta["validations"] = self.validations.state()
         meta["steered"] = {"paused": self.paused, "stopping": self.stopping, "draining": sorted(self.draining)}
         return tensors, meta
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
-        self.book.load(meta["leases"])
+        self.lease_table.load(meta["leases"])
         if "validations" in meta:
             self.validations.load(meta["validations"])
         steered = meta.get("steered", {})  # older snapshots have none

@@ -23,10 +23,10 @@ MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
 PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
 LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not tell: a checkpoint, a slow disk, a first compilation
-ROUNDS_KEPT = 8  # of a synchronous run: the next life of a worker that died may ask for a recent round again
+ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
-class LeaseBook:
+class LeaseTable:
     """The leases of one run: what is left to hand out, what is out, and how much is committed.
 
     train_samples: samples in the run, a multiple of samples_per_step (the samples of one inner step of any worker).
@@ -81,7 +81,7 @@ class LeaseBook:
 
         Finished is said as soon as nothing is left to hand out, although leases that are out with others may still
         come back: waiting for their commits could deadlock, since a region sends its last updates only when its
-        workers have left. What comes back is trained by the next life of the worker that held it.
+        workers have left. What comes back is trained by the next incarnation of the worker that held it.
         Raises Refused for a worker or a round that is not of this synchronous run.
         """
         held = self._held.get(request.worker, {}).get(request.job)
@@ -134,7 +134,7 @@ class LeaseBook:
             lease = self._close(number)
             if lease is None:
                 continue
-            # Its worker may have been told that it is finished; now there is data again for its next life.
+            # Its worker may have been told that it is finished; now there is data again for its next incarnation.
             self.dismissed.pop(lease.worker, None)
             self.pool.append((lease.start, lease.samples))
             self.returned[number] = lease
@@ -345,16 +345,16 @@ class Validations:
         self.due_samples = every_samples or 0
         self.latest: dict[str, Any] | None = None
 
-    def task_for(self, worker: str, book: LeaseBook) -> int:
+    def task_for(self, worker: str, lease_table: LeaseTable) -> int:
         """The number of the task that this worker would get if it were granted a lease now; 0: none.
 
         The fastest worker gets it, since it loses the least time. If it has not asked within half a period (it may be
         dead, or cut off), whoever asks next gets the task.
         """
-        if self.every_samples is None or book.committed_samples < self.due_samples:
+        if self.every_samples is None or lease_table.committed_samples < self.due_samples:
             return 0
-        fastest = min(book.step_s, key=lambda name: book.step_s[name], default=worker)
-        late = book.committed_samples >= self.due_samples + self.every_samples // 2
+        fastest = min(lease_table.step_s, key=lambda name: lease_table.step_s[name], default=worker)
+        late = lease_table.committed_samples >= self.due_samples + self.every_samples // 2
         return self.number + 1 if worker == fastest or late else 0
 
     def handed_out(self, committed_samples: int) -> None:
@@ -364,25 +364,25 @@ class Validations:
         # The next multiple: a task that went out late does not shift the ones after it, nor does any pile up.
         self.due_samples = (committed_samples // self.every_samples + 1) * self.every_samples
 
-    def final_task(self, book: LeaseBook) -> int:
+    def final_task(self, lease_table: LeaseTable) -> int:
         """The number of the final weights' validation; 0: it is not due yet, it has been done, or there are none."""
-        if self.every_samples is None or not book.finished:
+        if self.every_samples is None or not lease_table.finished:
             return 0
         last = self.latest
-        done = last is not None and last["worker"] == GLOBAL and last["samples"] >= book.committed_samples
+        done = last is not None and last["worker"] == GLOBAL and last["samples"] >= lease_table.committed_samples
         return 0 if done else self.number + 1
 
-    def on_validated(self, result: Validated, book: LeaseBook) -> bool:
+    def on_validated(self, result: Validated, lease_table: LeaseTable) -> bool:
         """Take a worker's result, or the global server's own. Returns whether it is a new one: it is sent again when
         the reply was lost. Raises Refused for a validation that was not asked for, or a loss that is not finite."""
         numbers = result.loss, result.seconds
         if result.worker == GLOBAL:
-            self.number = max(self.number, self.final_task(book))
+            self.number = max(self.number, self.final_task(lease_table))
         if not 0 < result.number <= self.number or not all(map(isfinite, numbers)) or result.version < 0:
             raise Refused(f"{result.worker}: validation {result.number} with loss {result.loss} was not asked for")
         if self.latest is not None and result.number <= self.latest["number"]:
             return False
-        self.latest = {**asdict(result), "samples": book.committed_samples}
+        self.latest = {**asdict(result), "samples": lease_table.committed_samples}
         return True
 
     def state(self) -> dict[str, Any]:

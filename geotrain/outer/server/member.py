@@ -1,4 +1,4 @@
-"""What a server knows about each of its members: their lives, their updates, and their offences.
+"""What a server knows about each of its members: their lives, their updates, and their strikes.
 
 The functions below the class check a join or an update before the server changes anything. Each raises Refused, with
 a reason that tells the operator of the other end what to do.
@@ -17,19 +17,19 @@ from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.codec import Codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Identity, Join, Refused, UpdatePart
-from geotrain.parameters import coverage as cover
-from geotrain.parameters.layout import Layout, LayoutError, numel
+from geotrain.parameters import coverage
+from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
 
 MOST_METRICS = 64  # of an update
 MOST_NAME = 64  # characters of a metric's name
 MOST_LEASES = 4096  # that an update completes; what is more goes with the next
 MOST_JOBS = 1 << 40  # of a worker in a run
 MOST_WEIGHT = 1 << 20  # worker updates in one of a region
-MOST_LIVES = 65536  # of a member in a run: all of them are remembered, in every snapshot
+MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
-    *("incarnation", "former", "restarts", "ended", "barred", "sequence", "job", "updates", "left", "silent"),
-    *("quarantined", "refused", "offences", "fault", "step_s", "metrics"),
+    *("incarnation", "former", "restarts", "ended", "banned", "sequence", "job", "updates", "left", "silent"),
+    *("quarantined", "refused", "strikes", "fault", "step_s", "metrics"),
 )
 
 
@@ -37,17 +37,17 @@ SAVED = (
 class Member:
     """A worker or a region server, as the server above it knows it."""
 
-    incarnation: str = ""  # names its present life; empty before it has joined for the first time
+    incarnation: str = ""  # names its present incarnation; empty before it has joined for the first time
     former: list[str] = field(default_factory=list)  # digests of earlier lives' incarnations: they may not come back
-    restarts: int = 0  # how often a new life came without the old one having ended
-    ended: bool = False  # its present life said goodbye or was told to stop, and has not joined again since
-    barred: str = ""  # the incarnation that was quarantined last: it may not come back either
+    restarts: int = 0  # how often a new incarnation came without the old one having ended
+    ended: bool = False  # its present incarnation said goodbye or was told to stop, and has not joined again since
+    banned: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0  # its ranks
-    joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this life of member and server
+    joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this incarnation of member and server
     sequence: int = 0  # of the last update applied
     job: int = 0  # of the last update applied
     came: dict[int, int] = field(default_factory=dict)  # fragment → job of its last delta (of regions: 0)
-    # Sequence → part → what came, without its payloads, which are in the vaults.
+    # Sequence → part → what came, without its payloads, which are in the shards.
     arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)
     admitted: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # part → outline that `Server.admit` checked
     # Fragments whose delta was taken and whose answer the rule has not released yet (synchronous rules wait for all).
@@ -64,12 +64,12 @@ class Member:
     silent: bool = False  # not heard from for too long
     quarantined: bool = False
     refused: int = 0  # updates refused for good, since the run began
-    offences: list[int] = field(default_factory=list)  # the refused ones of its last updates, numbered as in `offend`
+    strikes: list[int] = field(default_factory=list)  # the refused ones of its last updates, numbered as in `strike`
     fault: str = ""  # why the last of them was refused
 
     @property
     def complete(self) -> bool:
-        """Whether every part of this life has joined."""
+        """Whether every part of this incarnation has joined."""
         return 0 < self.parts == len(self.joined)
 
     @property
@@ -94,11 +94,11 @@ class Member:
             del self.answers[sequence]
         return dropped
 
-    def begin_life(self, incarnation: str) -> None:
+    def begin_incarnation(self, incarnation: str) -> None:
         """It joins with a new incarnation. The old one is remembered, so that a process that was only cut off, and
         not dead, cannot come back beside its successor."""
         if self.incarnation:
-            self.former.append(life_digest(self.incarnation))
+            self.former.append(incarnation_digest(self.incarnation))
             self.restarts += not self.ended
         self.incarnation, self.left = incarnation, False
 
@@ -106,13 +106,13 @@ class Member:
         """Whether a delta of this fragment came in this job of a worker already. Regions' updates are of no job."""
         return 0 < job <= self.came.get(fragment, 0)
 
-    def offend(self, fault: str, window: int) -> int:
+    def strike(self, fault: str, window: int) -> int:
         """One of its updates was refused. Returns how many of its last `window` updates were."""
         self.refused, self.fault = self.refused + 1, fault
         # Counts every update it has tried. A sequence number would not do: a refused one is used again.
         tried = self.updates + self.refused
-        self.offences = [number for number in self.offences if number > tried - window] + [tried]
-        return len(self.offences)
+        self.strikes = [number for number in self.strikes if number > tried - window] + [tried]
+        return len(self.strikes)
 
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -142,7 +142,7 @@ def check_identity(join: Join, ours: Identity, data: str) -> None:
     for what, their, our in (
         ("run", join.run, ours.run),
         ("config digest", join.config_digest, ours.config_digest),
-        ("layout digest", join.layout_digest, ours.layout_digest),
+        ("layout digest", join.parameter_map_digest, ours.parameter_map_digest),
     ):
         if their != our:
             raise Refused(
@@ -157,59 +157,61 @@ def check_identity(join: Join, ours: Identity, data: str) -> None:
 
 
 def check_quarantine(name: str, member: Member, incarnation: str, limits: LimitsConfig) -> None:
-    """Raise Refused while the member is quarantined, and afterwards for the very life that was: it has to be started
-    anew."""
+    """Raise Refused while the member is quarantined, and afterwards for the very incarnation that was: it has to be
+    started anew."""
     if member.quarantined:
         raise Refused(
-            f"{name} is quarantined after {len(member.offences)} refused updates; the last one: {member.fault}. "
-            f"Started anew it may join {limits.quarantine_s:g} s later, or once the operator pardons it"
+            f"{name} is quarantined after {len(member.strikes)} refused updates; the last one: {member.fault}. "
+            f"Started anew it may join {limits.quarantine_s:g} s later, or once the operator unbans it"
         )
-    if incarnation and incarnation == member.barred:
-        raise Refused(f"{name}: this life of it was quarantined; start it anew")
+    if incarnation and incarnation == member.banned:
+        raise Refused(f"{name}: this incarnation of it was quarantined; start it anew")
 
 
-def life_digest(incarnation: str) -> str:
-    """What is remembered of a life: 64 bits, however long a name it gave itself."""
+def incarnation_digest(incarnation: str) -> str:
+    """What is remembered of a incarnation: 64 bits, however long a name it gave itself."""
     return blake2b(incarnation.encode(), digest_size=8).hexdigest()
 
 
-def check_life(name: str, member: Member, incarnation: str) -> None:
-    """Raise Refused for a former life of the member, and for a new one when no more can be remembered."""
-    if life_digest(incarnation) in member.former:
+def check_incarnation(name: str, member: Member, incarnation: str) -> None:
+    """Raise Refused for a former incarnation of the member, and for a new one when no more can be remembered."""
+    if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
-    if incarnation != member.incarnation and len(member.former) >= MOST_LIVES:
-        raise Refused(f"{name}: it has had more than {MOST_LIVES:,} lives; find out why, and resume in a new folder")
+    if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:
+        raise Refused(
+            f"{name}: it has had more than {MOST_INCARNATIONS:,} lives; find out why, and resume in a new folder"
+        )
 
 
-def check_slices(join: Join, layout: Layout, down: CodecConfig) -> None:
+def check_slices(join: Join, parameter_map: ParameterMap, down: CodecConfig) -> None:
     """Raise Refused unless this part's slices lie within the fragments and suit the codec of the way down."""
-    wanted = len(layout.pieces)
+    wanted = len(parameter_map.chunks)
     if len(join.pushes) != wanted or len(join.holds) != wanted:
-        raise Refused(f"{join.member}: slices for {len(join.pushes)} pieces, the run has {wanted}")
+        raise Refused(f"{join.member}: slices for {len(join.pushes)} chunks, the run has {wanted}")
     try:
         for i in range(wanted):
-            layout.check_slices(i, join.pushes[i])
-            layout.check_slices(i, join.holds[i])
-    except LayoutError as error:
+            parameter_map.check_slices(i, join.pushes[i])
+            parameter_map.check_slices(i, join.holds[i])
+    except ParameterMapError as error:
         raise Refused(f"{join.member}, part {join.part}: {error}") from None
-    whole = all(join.holds[i] == layout.whole(i) for i in range(wanted))
+    whole = all(join.holds[i] == parameter_map.whole(i) for i in range(wanted))
     if sends_changes(down) and not (join.parts == 1 and whole):
         # Ranks that hold copies of one parameter have it at different places of their vectors, thus in different
         # blocks with different scales: with a lossy codec their copies would drift apart.
         raise Refused(f"{join.member}: codec {down.name!r} downwards needs a member that holds everything")
 
 
-def check_cover(name: str, joined: dict[int, Join], layout: Layout) -> None:
+def check_coverage(name: str, joined: dict[int, Join], parameter_map: ParameterMap) -> None:
     """Raise Refused unless all parts' slices together are the model, each element exactly once."""
     try:
-        for piece in range(len(layout.pieces)):
-            cover.check_cover(layout, piece, [s for join in joined.values() for s in join.pushes[piece]])
-    except LayoutError as error:
+        for chunk in range(len(parameter_map.chunks)):
+            coverage.check_coverage(parameter_map, chunk, [s for join in joined.values() for s in join.pushes[chunk]])
+    except ParameterMapError as error:
         raise Refused(f"{name}: its ranks do not cover the model: {error}") from None
 
 
 def check_part(
-    part: UpdatePart, member: Member, layout: Layout, up: Codec, versions: list[int], most_weight: int
+    part: UpdatePart, member: Member, parameter_map: ParameterMap, up: Codec, versions: list[int], most_weight: int
 ) -> tuple[int, ...]:
     """Raise Refused unless this part of an update fits the member's slices and the server's versions. Returns its
     fragments.
@@ -220,8 +222,8 @@ def check_part(
     if part.part not in member.joined:
         raise Refused(f"{part.member}: part {part.part} has not joined")
     try:
-        fragments = layout.fragments_of([delta.piece for delta in part.deltas])
-    except LayoutError as error:
+        fragments = parameter_map.fragments_of([delta.chunk for delta in part.deltas])
+    except ParameterMapError as error:
         raise Refused(f"{part.member}: this update is none: {error}") from None
     if not fragments or part.weight < 1:
         raise Refused(f"{part.member}: an update of fragments {list(fragments)} with weight {part.weight} is none")
@@ -237,20 +239,20 @@ def check_part(
             f"{MOST_NAME} characters"
         )
     for delta in part.deltas:
-        where = f"{part.member}, part {part.part}: {layout.called(delta.piece)}"
-        wanted = up.encoded_bytes(numel(member.joined[part.part].pushes[delta.piece]))
+        where = f"{part.member}, part {part.part}: {parameter_map.called(delta.chunk)}"
+        wanted = up.encoded_bytes(numel(member.joined[part.part].pushes[delta.chunk]))
         if len(delta.payload) != wanted:
             raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted} with codec {up.name!r}")
-        version = versions[layout.pieces[delta.piece].fragment]
+        version = versions[parameter_map.chunks[delta.chunk].fragment]
         if not 0 <= delta.anchor_version <= version:
             raise Refused(
                 f"{where} starts from version {delta.anchor_version}, which this server never gave; "
                 f"it is at version {version}"
             )
     if len(part.deltas) > len(fragments):
-        anchors = {(layout.pieces[delta.piece].fragment, delta.anchor_version) for delta in part.deltas}
+        anchors = {(parameter_map.chunks[delta.chunk].fragment, delta.anchor_version) for delta in part.deltas}
         if len(anchors) > len(fragments):
-            raise Refused(f"{part.member}, part {part.part}: pieces of one fragment start from different versions")
+            raise Refused(f"{part.member}, part {part.part}: chunks of one fragment start from different versions")
     return fragments
 
 
@@ -271,7 +273,7 @@ def check_round(part: UpdatePart, fragments: tuple[int, ...], member: Member) ->
 def outline(part: UpdatePart) -> tuple[Any, ...]:
     """What `check_part` and `check_round` look at. Of two parts of the same rank with equal outlines, both pass the
     checks or neither."""
-    deltas = tuple((delta.piece, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
+    deltas = tuple((delta.chunk, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
     return part.incarnation, part.sequence, part.job, part.weight, part.leases, tuple(part.metrics), deltas
 
 

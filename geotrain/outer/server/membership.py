@@ -1,4 +1,4 @@
-"""Who belongs to a server: joining, leaving, being taken for dead, offences, quarantine. The base of `Server`."""
+"""Who belongs to a server: joining, leaving, being taken for dead, strikes, quarantine. The base of `Server`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import inf
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
-from geotrain.outer.events import Event, Joined, Left, Pardoned, Quarantined, SentWhole, UpdateRefused
+from geotrain.outer.events import Event, Joined, Left, Quarantined, SentWhole, Unbanned, UpdateRefused
 from geotrain.outer.messages import (
     Identity,
     Join,
@@ -26,15 +26,15 @@ from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
 from geotrain.outer.server.member import (
     Member,
-    check_cover,
+    check_coverage,
     check_identity,
-    check_life,
+    check_incarnation,
     check_quarantine,
     check_slices,
 )
 from geotrain.outer.shards.shard import Forget
-from geotrain.outer.shards.shards import FarVaults, Vaults
-from geotrain.parameters.layout import Layout
+from geotrain.outer.shards.shards import LocalShards, RemoteShards
+from geotrain.parameters.parameter_map import ParameterMap
 
 JOIN_RETRY_S = 0.5
 
@@ -45,14 +45,22 @@ class Membership(ABC):
     members: names of those who may join. down: codec of the link to them. rule: of the server.
     """
 
-    vaults: Vaults | FarVaults
+    shards: LocalShards | RemoteShards
 
     def __init__(
-        self, identity: Identity, layout: Layout, rule: Rule, members: tuple[str, ...], down: CodecConfig,
+        self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
+        down: CodecConfig,
         limits: LimitsConfig,
     ) -> None:  # fmt: skip
-        self.identity, self.layout, self.rule, self.down, self.limits = identity, layout, rule, down, limits
-        self.incarnation = ""  # names this life of the server; its process sets it, since drawing it is not pure
+        self.identity, self.parameter_map, self.rule, self.down, self.limits = (
+            identity,
+            parameter_map,
+            rule,
+            down,
+            limits,
+        )
+        # names this incarnation of the server; its process sets it, since drawing it is not pure
+        self.incarnation = ""
         self.members = {name: Member() for name in members}
         self.fragments: list[Counts] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member has told it
@@ -76,7 +84,7 @@ class Membership(ABC):
         return all(member.away or not member.incarnation for member in self.members.values())
 
     def current(self, name: str, incarnation: str, part: int | None = None) -> Member:
-        """Return the member if this life of it has joined with every part.
+        """Return the member if this incarnation of it has joined with every part.
 
         part: of the caller, where it is known. Once it has joined it is told to wait for its peers, and not to join
         again. Raises Refused, NotJoined.
@@ -109,25 +117,25 @@ class Membership(ABC):
         check_identity(join, self.identity, self.data)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
-        check_life(join.member, member, join.incarnation)
+        check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
         parts = join.parts if new or not member.joined else member.parts
         if join.parts != parts or not 0 <= join.part < parts:
             raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
-        check_slices(join, self.layout, self.down)
+        check_slices(join, self.parameter_map, self.down)
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
-            check_cover(join.member, joined, self.layout)
+            check_coverage(join.member, joined, self.parameter_map)
         known = self._holds_what_was_sent(join) if sends_changes(self.down) else not new
         if not known and any(join.mirrors):
             self._events.append(SentWhole(join.member))
         if new:
-            member.begin_life(join.incarnation)
-        # Where it has what it was sent in its former life, it is owed the answers that are frozen.
-        self._forget(join.member, joins=new, sent=not known and (new or self.vaults.was_sent(join.member)))
+            member.begin_incarnation(join.incarnation)
+        # Where it has what it was sent in its former incarnation, it is owed the answers that are frozen.
+        self._forget(join.member, joins=new, sent=not known and (new or self.shards.was_sent(join.member)))
         if new:
-            self._begin_life(join)
-        self.vaults.hear(join)
+            self._begin_incarnation(join)
+        self.shards.receive(join)
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
         member.parts, member.joined, member.silent, member.ended = parts, joined, False, member.left
         self.data = self.data or join.data
@@ -135,7 +143,7 @@ class Membership(ABC):
         return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
 
     def next_job(self, name: str) -> int:
-        """The job that a new life of this worker begins with.
+        """The job that a new incarnation of this worker begins with.
 
         In synchronous rounds it is the first one whose data is not trained: others wait for all of its deltas.
         Elsewhere its data has gone to others, and any job that was not begun will do.
@@ -144,7 +152,7 @@ class Membership(ABC):
         if not self.rule.in_rounds:
             return member.job + 1
         held = [lease.job for lease in self.holds(name).values()]
-        return min([*held, 1 + min(member.came.get(f, 0) for f in range(len(self.layout.fragments)))])
+        return min([*held, 1 + min(member.came.get(f, 0) for f in range(len(self.parameter_map.fragments)))])
 
     def _on_leave(self, leave: Leave) -> None:
         """It is done; leases that it still holds were reserved for it, and it did not come to them."""
@@ -156,30 +164,30 @@ class Membership(ABC):
     def _on_member_silent(self, silence: MemberSilent) -> None:
         """The member counts as dead, or as one who trains no more; others train what it had been given."""
         member = self._member(silence.member)
-        # A newer life may have joined after the silence of the old one was noticed.
+        # A newer incarnation may have joined after the silence of the old one was noticed.
         if member.incarnation == silence.incarnation:
             member.silent = True
             self._release_leases(silence.member)
 
-    def _on_update_rejected(self, offence: UpdateRejected) -> bool:
-        """Count the offence. Returns whether the member is quarantined for it now; then others get its leases."""
-        member = self._member(offence.member)
-        ours = not member.quarantined and member.incarnation == offence.incarnation
-        quarantined = ours and member.offend(offence.reason, self.limits.offence_window) >= self.limits.offences
-        self._events.append(UpdateRefused(offence.member, offence.reason, len(member.offences)))
+    def _on_update_rejected(self, strike: UpdateRejected) -> bool:
+        """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
+        member = self._member(strike.member)
+        ours = not member.quarantined and member.incarnation == strike.incarnation
+        quarantined = ours and member.strike(strike.reason, self.limits.strike_window) >= self.limits.strikes
+        self._events.append(UpdateRefused(strike.member, strike.reason, len(member.strikes)))
         if quarantined:
-            member.quarantined, member.barred = True, offence.incarnation
-            self._forget(offence.member)
-            self._release_leases(offence.member)
-            self._events.append(Quarantined(offence.member, offence.reason))
+            member.quarantined, member.banned = True, strike.incarnation
+            self._forget(strike.member)
+            self._release_leases(strike.member)
+            self._events.append(Quarantined(strike.member, strike.reason))
         return quarantined
 
-    def _on_lift_quarantine(self, pardon: LiftQuarantine) -> None:
-        """A new life of the member may join; the one that was quarantined stays barred."""
-        member = self._member(pardon.member)
+    def _on_lift_quarantine(self, unban: LiftQuarantine) -> None:
+        """A new incarnation of the member may join; the one that was quarantined stays banned."""
+        member = self._member(unban.member)
         member.quarantined = False
-        member.offences.clear()
-        self._events.append(Pardoned(pardon.member))
+        member.strikes.clear()
+        self._events.append(Unbanned(unban.member))
 
     def _check_request(self, request: LeaseRequest, waiting: Collection[int] = ()) -> int:
         """Raise Refused unless this member, a worker, asks for a job that it may come to. Returns the last such job.
@@ -195,29 +203,41 @@ class Membership(ABC):
 
     def mirrors_of(self, name: str) -> tuple[int, ...]:
         """The marks with which the member would join now, when it has, or will have, what it was sent."""
-        marks = self.vaults.marks_of(name)
-        return tuple(marks.get(piece.index, (0, 0))[0] for piece in self.layout.pieces) if marks else ()
+        fingerprints = self.shards.fingerprints_of(name)
+        return (
+            tuple(fingerprints.get(chunk.index, (0, 0))[0] for chunk in self.parameter_map.chunks)
+            if fingerprints
+            else ()
+        )
 
     def _holds_what_was_sent(self, join: Join) -> bool:
-        """Whether the next weights may be changes of what the member was sent: its marks are those of the vaults, or
+        """Whether the next weights may be changes of what the member was sent: its marks are those of the shards, or
         will be once it was given the last weights of fragments that are still frozen in an answer."""
-        marks, settled, frozen = self.vaults.marks_of(join.member), self.vaults.settled(join.member), set[int]()
+        fingerprints, settled, frozen = (
+            self.shards.fingerprints_of(join.member),
+            self.shards.settled(join.member),
+            set[int](),
+        )
         for given in self.members[join.member].answers.values():
             frozen |= given.keys()
-        for piece, (mark, before) in marks.items():
-            good = (mark, before) if settled and self.layout.pieces[piece].fragment in frozen else (mark,)
-            if piece >= len(join.mirrors) or join.mirrors[piece] not in good:
+        for chunk, (fingerprint, before) in fingerprints.items():
+            good = (
+                (fingerprint, before)
+                if settled and self.parameter_map.chunks[chunk].fragment in frozen
+                else (fingerprint,)
+            )
+            if chunk >= len(join.mirrors) or join.mirrors[chunk] not in good:
                 if not settled:
                     raise Refused(f"{join.member}: what it was sent last is being coded", JOIN_RETRY_S)
                 return False
-        return bool(marks) and any(join.mirrors)
+        return bool(fingerprints) and any(join.mirrors)
 
     def _forget(self, name: str, joins: bool = True, sent: bool = True) -> None:
         """joins: its joins and half-arrived updates; it has to join again. sent: what it holds is not known any more:
         its answers are frozen anew, with whole weights."""
         member = self.members[name]
         answers = tuple(member.answers) if sent else ()
-        self.vaults.obey(Forget(name, joins, sent, answers, (member.sequence,)))
+        self.shards.execute(Forget(name, joins, sent, answers, (member.sequence,)))
         if joins:
             for table in (member.joined, member.arriving, member.admitted):
                 table.clear()
@@ -232,7 +252,7 @@ class Membership(ABC):
         for member in self.members.values():
             member.left = False
             # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
-            whole = min((member.came.get(f, 0) for f in range(len(self.layout.fragments))), default=0)
+            whole = min((member.came.get(f, 0) for f in range(len(self.parameter_map.fragments))), default=0)
             member.came = dict.fromkeys(member.came, whole)
 
     @abstractmethod
@@ -241,8 +261,9 @@ class Membership(ABC):
         with their worker, whichever of its lives: a round has a place for each."""
 
     @abstractmethod
-    def _begin_life(self, join: Join) -> None:
-        """A new life of a member joins, after a death or for the first time: clear what its former life had begun."""
+    def _begin_incarnation(self, join: Join) -> None:
+        """A new incarnation of a member joins, after a death or for the first time: clear what its former incarnation
+        had begun."""
 
     def _member(self, name: str) -> Member:
         if name not in self.members:

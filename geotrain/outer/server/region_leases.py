@@ -16,18 +16,18 @@ CUT_S = 60.0  # longer cuts of a link are rare
 MOST_RESERVED = 0.02  # of a worker's jobs in the run
 
 
-class LentLeases:
+class RegionLeases:
     """in_rounds: leases stay with their workers, and there is no reserve."""
 
     def __init__(self, workers: tuple[str, ...], config: OuterConfig, in_rounds: bool) -> None:
         self.config, self.in_rounds = config, in_rounds
         self.jobs_each = 0.0  # jobs of a worker in the whole run, about; whoever builds the server may say
         self.held: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
-        # Worker → lease number → lease that went back while its present life counted as dead. It may train it all the
-        # same: it was only cut off, or has not heard of it.
+        # Worker → lease number → lease that went back while its present incarnation counted as dead. It may train it
+        # all the same: it was only cut off, or has not heard of it.
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
         self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
-        self.asked: dict[str, int] = {}  # worker → last job that its present life has asked for
+        self.asked: dict[str, int] = {}  # worker → last job that its present incarnation has asked for
         # Worker → last job for which the region has asked. Lasts as long as the process: to ask twice does no harm.
         self.asked_above = dict.fromkeys(workers, 0)
 
@@ -62,7 +62,7 @@ class LentLeases:
     def follows(self, worker: str, job: int, next_job: int) -> bool:
         """Whether the worker can come to this job: it has asked for it, or the data of all jobs before it is here.
         With a gap it would be told at the run's end that there is no data for one job, and leave that of a later one.
-        next_job: with which a life of it begins."""
+        next_job: with which a incarnation of it begins."""
         asked = self.asked.get(worker, next_job - 1)
         return self.in_rounds or all(between in self.held[worker] for between in range(asked + 1, job))
 

@@ -19,6 +19,7 @@ from geotrain.outer.events import Left, Merged, SentUp, StartedOver
 from geotrain.outer.messages import (
     GLOBAL,
     Answer,
+    ChunkDelta,
     Finished,
     Join,
     Lease,
@@ -27,7 +28,6 @@ from geotrain.outer.messages import (
     MemberSilent,
     Message,
     OperatorCommand,
-    PieceDelta,
     Recall,
     Refused,
     Release,
@@ -41,11 +41,11 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server.member import MOST_LEASES, mean_metrics
-from geotrain.outer.server.region_leases import LentLeases
+from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled, Identity, Server
 from geotrain.outer.shards.shard import Merge, SendUp, StartOver
-from geotrain.outer.shards.shards import FarVaults
-from geotrain.parameters.layout import Layout
+from geotrain.outer.shards.shards import RemoteShards
+from geotrain.parameters.parameter_map import ParameterMap
 
 
 class RegionServer(Server):
@@ -58,25 +58,25 @@ class RegionServer(Server):
     rule: RegionRule
 
     def __init__(
-        self, name: str, identity: Identity, layout: Layout, config: OuterConfig, rule: RegionRule,
-        workers: tuple[str, ...], validates: bool = False, vaults: int | FarVaults = 1,
+        self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
+        workers: tuple[str, ...], validates: bool = False, shards: int | RemoteShards = 1,
     ) -> None:  # fmt: skip
         super().__init__(
-            name, "worker", identity, layout, rule, workers, config.local, config.local, config.limits, vaults,
+            name, "worker", identity, parameter_map, rule, workers, config.local, config.local, config.limits, shards,
             (config.up, config.down), validates, config.server_state == "bf16",
         )  # fmt: skip
-        self.global_versions = [0] * len(layout.fragments)
+        self.global_versions = [0] * len(parameter_map.fragments)
         self.sequence = 0  # of the last update sent up
-        # Sequence → update whose answer has not come yet, without its payloads, which are in the vaults.
+        # Sequence → update whose answer has not come yet, without its payloads, which are in the shards.
         self.in_flight: dict[int, UpdatePart] = {}
-        self.leases = LentLeases(workers, config, rule.in_rounds)
+        self.leases = RegionLeases(workers, config, rule.in_rounds)
         self.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
         self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
-        # Fragments whose newest global weights the vaults have kept for validation, since this process began.
+        # Fragments whose newest global weights the shards have kept for validation, since this process began.
         self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
-        self.first_versions = [0] * len(layout.fragments)
+        self.first_versions = [0] * len(parameter_map.fragments)
         self._over = False  # the global server has said that all data of the run is committed
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
@@ -125,7 +125,7 @@ class RegionServer(Server):
             case UpdateRejected() if message.member == self.name:
                 return self._on_own_update_rejected(message)
             case OperatorCommand():
-                raise Refused(f"a region's server can be told to snapshot and to pardon, not to {message.what!r}")
+                raise Refused(f"a region's server can be told to snapshot and to unban, not to {message.what!r}")
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work: what is pending
         # then leaves without waiting for more.
@@ -143,10 +143,12 @@ class RegionServer(Server):
     def join_message(self) -> Join:
         """The Join to the global server. It names all leases for which this region answers, be they not trained,
         trained and not sent, or in flight; the global server gives every other lease of the region to others."""
-        whole = tuple(self.layout.whole(piece.index) for piece in self.layout.pieces)
-        i, marks = self.identity, self.vaults.own_marks()
-        mirrors = tuple(marks.get(piece.index, 0) for piece in self.layout.pieces) if marks else ()
-        names = i.run, i.config_digest, i.layout_digest, i.model, self.name, self.incarnation
+        whole = tuple(self.parameter_map.whole(chunk.index) for chunk in self.parameter_map.chunks)
+        i, fingerprints = self.identity, self.shards.own_fingerprints()
+        mirrors = (
+            tuple(fingerprints.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if fingerprints else ()
+        )
+        names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation
         return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors)
 
     def _answered_for(self) -> tuple[int, ...]:
@@ -166,7 +168,7 @@ class RegionServer(Server):
         the global weights.
         """
         known = welcome.sequence - 1
-        if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.layout.fragments)):
+        if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.parameter_map.fragments)):
             told = f"sequence {welcome.sequence}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {told} is none")
         if known > self.sequence and self.fragments:
@@ -185,7 +187,7 @@ class RegionServer(Server):
         if lost and welcome.versions:
             self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
             for s, u in self.in_flight.items():
-                known_to_it = [self.global_versions[self.layout.pieces[d.piece].fragment] for d in u.deltas]
+                known_to_it = [self.global_versions[self.parameter_map.chunks[d.chunk].fragment] for d in u.deltas]
                 both = zip(u.deltas, known_to_it, strict=True)
                 deltas = tuple(replace(d, anchor_version=min(d.anchor_version, version)) for d, version in both)
                 self.in_flight[s] = replace(u, deltas=deltas)
@@ -205,12 +207,12 @@ class RegionServer(Server):
     def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
         """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
         those that wait here for other workers'. Leases whose training that was are the workers' again. A worker that
-        is concerned finds its acknowledged update unknown when it joins: so it begins a new life, with the first job
-        that is not trained.
+        is concerned finds its acknowledged update unknown when it joins: so it begins a new incarnation, with the
+        first job that is not trained.
         """
-        refused = {self.layout.pieces[delta.piece].fragment for update in untaken for delta in update.deltas}
+        refused = {self.parameter_map.chunks[delta.chunk].fragment for update in untaken for delta in update.deltas}
         again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
-        for fragment in range(len(self.layout.fragments)):
+        for fragment in range(len(self.parameter_map.fragments)):
             # A round ends before the next begins: all have sent this round's, or some have and the others the last.
             taken = min(member.came.get(fragment, 0) for member in self.members.values()) - (fragment in refused)
             for name, member in self.members.items():
@@ -232,7 +234,7 @@ class RegionServer(Server):
         self.fragments = []
         for table in (self.in_flight, self.trained, self.leases.up):
             table.clear()
-        self.vaults.obey(StartOver())
+        self.shards.execute(StartOver())
         for name, member in self.members.items():
             self._forget(name)
             member.owed.clear()
@@ -254,8 +256,8 @@ class RegionServer(Server):
             return  # a second copy of an answer: its changes must not be added to the mirror twice
         versions = self._versions_told(answer, first)
         # All are checked before any is decoded, since decoding changes the mirror.
-        for fault in self.vaults.hear(answer):
-            where = self.layout.called(fault.piece)
+        for fault in self.shards.receive(answer):
+            where = self.parameter_map.called(fault.chunk)
             raise Refused(f"{self.name}: {where} of the global server: {fault.fault}")
         if self.newest is not None:
             self.newest |= versions.keys()
@@ -265,7 +267,7 @@ class RegionServer(Server):
             self.leases.are_committed(self.in_flight.pop(answer.sequence).leases)
         for fragment, version in versions.items():
             self.global_versions[fragment] = version
-            self.vaults.obey(Merge(fragment, first))
+            self.shards.execute(Merge(fragment, first))
             if first:
                 self.rule.start(self.fragments[fragment])
             else:
@@ -277,13 +279,15 @@ class RegionServer(Server):
     def _versions_told(self, answer: Answer, first: bool) -> dict[int, int]:
         """Version of each fragment that the answer gives: all of them at first, else those of our update. Raises
         Refused when they are others, or not whole."""
-        wanted = [p.index for p in self.layout.pieces]
+        wanted = [p.index for p in self.parameter_map.chunks]
         if not first:
-            wanted = [delta.piece for delta in self.in_flight[answer.sequence].deltas]
-        fragments = self.layout.fragments_of(wanted)
-        # Not in order: fragments that a former life of this region has sent come when their round has ended.
-        if sorted(weights.piece for weights in answer.weights) == sorted(wanted):
-            told = {(self.layout.pieces[weights.piece].fragment, weights.version) for weights in answer.weights}
+            wanted = [delta.chunk for delta in self.in_flight[answer.sequence].deltas]
+        fragments = self.parameter_map.fragments_of(wanted)
+        # Not in order: fragments that a former incarnation of this region has sent come when their round has ended.
+        if sorted(weights.chunk for weights in answer.weights) == sorted(wanted):
+            told = {
+                (self.parameter_map.chunks[weights.chunk].fragment, weights.version) for weights in answer.weights
+            }
             if len(told) == len(fragments) and all(version >= 0 for _, version in told):
                 return dict(sorted(told))
         raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {list(fragments)}")
@@ -334,13 +338,14 @@ class RegionServer(Server):
             self._sends.append(Send(GLOBAL, self.join_message()))
         return welcome
 
-    def _begin_life(self, join: Join) -> None:
-        """The data of jobs that its former life had not begun stays here: the link may be slow, or cut just now."""
+    def _begin_incarnation(self, join: Join) -> None:
+        """The data of jobs that its former incarnation had not begun stays here: the link may be slow, or cut just
+        now."""
         name, first = join.member, self.next_job(join.member)
         self.wanted[name].clear()
         self.leases.asked.pop(name, None)
         self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
-        self.leases.given_back[name].clear()  # its former life trained them, if anyone
+        self.leases.given_back[name].clear()  # its former incarnation trained them, if anyone
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -380,11 +385,13 @@ class RegionServer(Server):
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
-            "marks": {str(piece): mark for piece, mark in self.vaults.own_marks().items()},
+            "fingerprints": {
+                str(chunk): fingerprint for chunk, fingerprint in self.shards.own_fingerprints().items()
+            },
             **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
-                [s, u.weight, list(u.leases), u.metrics, [[d.piece, d.anchor_version] for d in u.deltas]]
+                [s, u.weight, list(u.leases), u.metrics, [[d.chunk, d.anchor_version] for d in u.deltas]]
                 for s, u in self.in_flight.items()
             ],
         }
@@ -399,16 +406,16 @@ class RegionServer(Server):
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for s, weight, leases, metrics, deltas in saved["in_flight"]:
-            sent, life = tuple(PieceDelta(piece, version, b"") for piece, version in deltas), self.incarnation
-            self.in_flight[s] = UpdatePart(self.name, life, s, 0, sent, 0, weight, tuple(leases), metrics)
+            sent, incarnation = tuple(ChunkDelta(chunk, version, b"") for chunk, version in deltas), self.incarnation
+            self.in_flight[s] = UpdatePart(self.name, incarnation, s, 0, sent, 0, weight, tuple(leases), metrics)
 
     def resend(self) -> list[Send]:
-        """What is in flight, under this life's name, to be sent again after a join. The global server knows by their
-        numbers which of them it has applied already."""
+        """What is in flight, under this incarnation's name, to be sent again after a join. The global server knows by
+        their numbers which of them it has applied already."""
         now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
         self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
         return [
-            *(Send(GLOBAL, self.vaults.as_it_goes(update)) for update in self.in_flight.values()),
+            *(Send(GLOBAL, self.shards.as_it_goes(update)) for update in self.in_flight.values()),
             *self._last_words(),
         ]
 
@@ -442,9 +449,9 @@ class RegionServer(Server):
                 continue
             told, weight = self.rule.on_send(state)
             self.sequence += 1
-            self.vaults.obey(SendUp(fragment, self.sequence, told))
+            self.shards.execute(SendUp(fragment, self.sequence, told))
             version = self.global_versions[fragment]
-            sent = tuple(PieceDelta(piece.index, version, b"") for piece in self.layout.pieces_of[fragment])
+            sent = tuple(ChunkDelta(chunk.index, version, b"") for chunk in self.parameter_map.chunks_of[fragment])
             # A lease goes up with the last of its fragments that leaves.
             for fragments in self.trained.values():
                 fragments.discard(fragment)
@@ -460,7 +467,7 @@ class RegionServer(Server):
                 metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
             )  # fmt: skip
             self.in_flight[self.sequence] = update
-            update = self.vaults.as_it_goes(update)
+            update = self.shards.as_it_goes(update)
             self._sends.append(Send(GLOBAL, update))
             size = sum(len(delta.payload) for delta in update.deltas)
             self._events.append(SentUp(update.sequence, [fragment], weight, size))

@@ -1,5 +1,5 @@
 """What region and global servers have in common: members, parts of updates, answers. A state machine, which decides;
-its vectors are in its vaults (`geotrain.outer.shards.shard`), to which it gives orders.
+its vectors are in its shards (`geotrain.outer.shards.shard`), to which it gives orders.
 
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
 send, and what happened. `geotrain.net` calls it, in two parts, behind a journal and sockets, `geotrain.simulate`
@@ -25,13 +25,13 @@ from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
+    ChunkWeights,
     Identity,
     Join,
     Leave,
     LiftQuarantine,
     MemberSilent,
     Message,
-    PieceWeights,
     Refused,
     Send,
     UpdatePart,
@@ -42,15 +42,15 @@ from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, check_part, check_round, outline
 from geotrain.outer.server.membership import Membership
 from geotrain.outer.shards.shard import Apply, Copy, Decode, Decoded, Forget, Freeze
-from geotrain.outer.shards.shards import FarVaults, HeldPart, Vaults, sent
-from geotrain.parameters.layout import Layout, LayoutError, numel
+from geotrain.outer.shards.shards import HeldPart, LocalShards, RemoteShards, sent
+from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
 
 
-def identity_of(run: RunConfig, layout: Layout, data: str = "") -> Identity:
+def identity_of(run: RunConfig, parameter_map: ParameterMap, data: str = "") -> Identity:
     """What everybody who takes part in this run must agree on. data: sha256 of the training data that is here; a
     server, which has none, knows what the run file says."""
-    model = f"{run.model.config.get('model_type', 'a model')} of {layout.numel:,} parameters"
-    return Identity(run.name, config_digest(run), layout.digest, model, data or run.data.sha256 or "")
+    model = f"{run.model.config.get('model_type', 'a model')} of {parameter_map.numel:,} parameters"
+    return Identity(run.name, config_digest(run), parameter_map.digest, model, data or run.data.sha256 or "")
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,27 @@ class Server(Membership):
     `workers_of`, `lease_is_due`, `over`, `finished`, `lost_updates`, `status`, and `state` for snapshots.
 
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
-    the links to them. vaults: how many are in this process, or those that are not; it changes nothing else.
+    the links to them. shards: how many are in this process, or those that are not; it changes nothing else.
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
 
     def __init__(
-        self, name: str, member_role: Literal["region", "worker"], identity: Identity, layout: Layout, rule: Rule,
-        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig, vaults: int | FarVaults,
-        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, narrow: bool = False,
+        self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
+        rule: Rule,
+        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
+        shards: int | RemoteShards,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(identity, layout, rule, members, down, limits)
+        super().__init__(identity, parameter_map, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        settings = layout, self.up, self.down, above, validates, narrow
-        self.vaults = Vaults.here(name, rule, vaults, *settings) if isinstance(vaults, int) else vaults
-        # Number and versions of the global weights that a worker evaluates at present. The vaults keep a copy.
+        settings = parameter_map, self.up, self.down, above, validates, bf16_state
+        self.shards = LocalShards.here(name, rule, shards, *settings) if isinstance(shards, int) else shards
+        # Number and versions of the global weights that a worker evaluates at present. The shards keep a copy.
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
-        self.norms = NormLimits(limits, len(layout.fragments), len(members)) if judged else None
+        self.norms = NormLimits(limits, len(parameter_map.fragments), len(members)) if judged else None
         self._sends: list[Send] = []  # what `handle` is about to return
 
     def handle(self, message: Message) -> Handled:
@@ -104,7 +106,7 @@ class Server(Membership):
 
     def take(self, message: Message) -> Handled:
         """The part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        told = self.vaults.told(message)
+        told = self.shards.unwrap(message)
         return self._handled(None if told is None else self._route(told))
 
     def go_on(self) -> Handled:
@@ -190,7 +192,7 @@ class Server(Membership):
         parts = member.arriving.setdefault(part.sequence, {})
         if part.part in parts:
             return False
-        parts[part.part] = self.vaults.hear_update(part)
+        parts[part.part] = self.shards.hear_update(part)
         if len(parts) < member.parts:
             member.silent = False
             return False
@@ -214,7 +216,7 @@ class Server(Membership):
 
     def _check(self, part: UpdatePart, member: Member) -> None:
         most = self.most_weight(part.member)
-        fragments = check_part(part, member, self.layout, self.up, self.versions, most)
+        fragments = check_part(part, member, self.parameter_map, self.up, self.versions, most)
         if self.rule.in_rounds:
             check_round(part, fragments, member)
 
@@ -246,16 +248,16 @@ class Server(Membership):
         if sequence not in member.answers or member.awaiting.get(sequence):
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
         weights = [
-            PieceWeights(piece.index, version, *self.vaults.answer(name, sequence, part, piece.index))
+            ChunkWeights(chunk.index, version, *self.shards.answer(name, sequence, part, chunk.index))
             for fragment, version in member.answers[sequence].items()
-            for piece in self.layout.pieces_of[fragment]
+            for chunk in self.parameter_map.chunks_of[fragment]
         ]
         return Answer(sequence, tuple(weights), self.incarnation)
 
-    def lacks_answer(self, name: str, life: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
+    def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
         """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
-        member = self.current(name, life, part)
-        known = set(range(len(self.layout.fragments)))
+        member = self.current(name, incarnation, part)
+        known = set(range(len(self.parameter_map.fragments)))
         if part not in member.joined or sequence < 0 or not set(wanted) <= known:
             raise Refused(f"{name}: no part {part}, update {sequence} or fragments {list(wanted)}")
         if not self.fragments or sequence > member.sequence:
@@ -272,7 +274,7 @@ class Server(Membership):
             if len(member.answers) > len(self.fragments):
                 raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
             if sequence == 0:  # it begins anew
-                self.vaults.obey(Forget(name, mirrors=True))
+                self.shards.execute(Forget(name, mirrors=True))
             member.begin_answer(sequence, set(wanted.fragments))
         for fragment in sorted(member.awaiting[sequence] - member.owed):
             self._freeze(name, sequence, fragment)
@@ -297,16 +299,16 @@ class Server(Membership):
         if self.frozen is None or self.frozen[0] != number:
             return Answer(number, (), self.incarnation)
         weights = []
-        for piece in self.layout.pieces:
-            payload = self.vaults.copied(name, part, piece.index)
-            weights.append(PieceWeights(piece.index, self.frozen[1][piece.fragment], payload))
+        for chunk in self.parameter_map.chunks:
+            payload = self.shards.copied(name, part, chunk.index)
+            weights.append(ChunkWeights(chunk.index, self.frozen[1][chunk.fragment], payload))
         return Answer(number, tuple(weights), self.incarnation)
 
     def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
-        """Have the vaults copy the newest global weights, for validation. of: its number and the weights' versions;
+        """Have the shards copy the newest global weights, for validation. of: its number and the weights' versions;
         None: drop the copy, which nobody needs any more."""
         self.frozen = of
-        self.vaults.obey(Copy(of[0] if of else 0))
+        self.shards.execute(Copy(of[0] if of else 0))
 
     @abstractmethod
     def versions_to_validate(self) -> list[int]:
@@ -315,21 +317,24 @@ class Server(Membership):
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON data). The number of vaults is not in it."""
-        return self.vaults.state(), {
-            **self.vaults.meta(),
-            "layout_digest": self.layout.digest,
+        """(tensors, JSON data). The number of shards is not in it."""
+        return self.shards.state(), {
+            **self.shards.meta(),
+            "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
-            "sent": {n: sent(self.vaults, n, m) for n, m in self.members.items() if self.vaults.was_sent(n)},
+            "sent": {n: sent(self.shards, n, m) for n, m in self.members.items() if self.shards.was_sent(n)},
             "norms": self.norms.state() if self.norms else None,
         }
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """The counterpart of `state`. Raises LayoutError when the state is another model's, or is cut otherwise."""
-        if meta["layout_digest"] != self.layout.digest:
-            raise LayoutError(f"the state is of layout {meta['layout_digest']}, the run's is {self.layout.digest}")
+        """The counterpart of `state`. Raises ParameterMapError when the state is another model's, or is cut
+        otherwise."""
+        if meta["parameter_map_digest"] != self.parameter_map.digest:
+            raise ParameterMapError(
+                f"the state is of layout {meta['parameter_map_digest']}, the run's is {self.parameter_map.digest}"
+            )
         self.fragments = [Counts(**saved) for saved in meta["fragments"]]
         self.data = meta["data"] or self.data
         if self.norms and meta["norms"]:
@@ -337,19 +342,19 @@ class Server(Membership):
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
-        fragment_of = [piece.fragment for piece in self.layout.pieces]
-        for name, saved in self.vaults.load(tensors, meta, self.layout, self.members).items():
+        fragment_of = [chunk.fragment for chunk in self.parameter_map.chunks]
+        for name, saved in self.shards.load(tensors, meta, self.parameter_map, self.members).items():
             member = self.members[name]
             member.parts = 1  # where weights travel as changes
             for sequence, waiting, frozen in saved["answers"]:
-                member.answers[sequence] = {fragment_of[piece]: version for piece, version, _ in frozen}
+                member.answers[sequence] = {fragment_of[chunk]: version for chunk, version, _ in frozen}
                 if waiting:
                     member.awaiting[sequence] = set(waiting)
 
     def weights(self, fragment: int) -> Tensor:
         """The fragment's weights: fp32, 1-D; not to be written."""
-        pieces = [self.vaults.vectors(p.index).x for p in self.layout.pieces_of[fragment]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        chunks = [self.shards.vectors(p.index).x for p in self.parameter_map.chunks_of[fragment]]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
@@ -371,9 +376,9 @@ class Server(Membership):
     def set_weights(self, vectors: list[Tensor]) -> None:
         """The first weights: one fp32 vector a fragment."""
         self.fragments = [Counts() for _ in vectors]
-        for piece in self.layout.pieces:
-            x = vectors[piece.fragment][piece.start : piece.start + piece.numel]
-            self.vaults.set_weights(piece.index, x)
+        for chunk in self.parameter_map.chunks:
+            x = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
+            self.shards.set_weights(chunk.index, x)
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
         """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
@@ -381,55 +386,55 @@ class Server(Membership):
             member = self.members[name]
             member.owed.discard(fragment)
             waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
-            if waiting and member.complete:  # else it asks when it has joined this life of the server
+            if waiting and member.complete:  # else it asks when it has joined this incarnation of the server
                 self._freeze(name, min(waiting), fragment)
 
     def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
         """What came of the member's updates that are not whole yet, as it came."""
         arriving = self.members[name].arriving.values()
-        return [self.vaults.as_it_came(part) for parts in arriving for part in parts.values()]
+        return [self.shards.as_it_came(part) for parts in arriving for part in parts.values()]
 
     # -- inside
 
     def _apply(self, name: str, member: Member, parts: list[UpdatePart]) -> None:
         first = parts[0]
-        fragments = self.layout.fragments_of([d.piece for d in first.deltas])
+        fragments = self.parameter_map.fragments_of([d.chunk for d in first.deltas])
         del member.arriving[first.sequence]  # also when it is refused below, so that it can be sent anew
-        spoken = [([d.piece for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
+        spoken = [([d.chunk for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
         alike = all(each == spoken[0] for each in spoken)
         try:
             if not alike:
                 raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
             self._judge(name, member, first, fragments)
         except Refused:
-            self.vaults.obey(Forget(name, updates=(first.sequence,)))
+            self.shards.execute(Forget(name, updates=(first.sequence,)))
             raise
         member.silent = False  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
         dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
         member.begin_answer(first.sequence, set(fragments))
-        anchors = {self.layout.pieces[d.piece].fragment: d.anchor_version for d in first.deltas}
+        anchors = {self.parameter_map.chunks[d.chunk].fragment: d.anchor_version for d in first.deltas}
         for fragment in fragments:
             state = self.fragments[fragment]
             member.staleness[fragment] = state.version - anchors[fragment]
             if self.rule.in_rounds and member.has_sent(fragment, first.job):
-                # A former life sent it in this round, which has one delta of each worker. This one is only answered:
-                # now, or when the round is complete.
+                # A former incarnation sent it in this round, which has one delta of each worker. This one is only
+                # answered: now, or when the round is complete.
                 names: tuple[str, ...] = () if fragment in member.owed else (name,)
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
                 told, names = self.rule.on_delta(state, name, first.weight)
-                self.vaults.obey(Apply(name, first.sequence, fragment, state.version, told))
+                self.shards.execute(Apply(name, first.sequence, fragment, state.version, told))
             self.answer_members(names, fragment)
-        self.vaults.obey(Forget(name, answers=dropped, updates=(first.sequence,)))
+        self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
         metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
         member.metrics = {**metrics, "staleness": float(staleness)}
         samples, tokens = self._count_trained(first)
         if self.reports_updates:
-            pushes = [join.pushes[delta.piece] for join in member.joined.values() for delta in first.deltas]
+            pushes = [join.pushes[delta.chunk] for join in member.joined.values() for delta in first.deltas]
             size_bytes = sum(self.up.encoded_bytes(numel(slices)) for slices in pushes)
             numbers = [member.staleness[f] for f in fragments], [member.norms[f] for f in fragments]
             applied = name, first.sequence, first.job, list(fragments), self.versions, staleness, samples, size_bytes
@@ -437,7 +442,7 @@ class Server(Membership):
 
     def _judge(self, name: str, member: Member, first: UpdatePart, fragments: tuple[int, ...]) -> None:
         """Raise Refused when the update is not finite, or its norm not to be believed."""
-        self._measure(name, member, self.vaults.obey(Decode(name, first.sequence, fragments)))
+        self._measure(name, member, self.shards.execute(Decode(name, first.sequence, fragments)))
         if self.norms is not None:
             sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
             at_work = {other for other, each in self.members.items() if not each.away}
@@ -451,8 +456,8 @@ class Server(Membership):
         squares: dict[int, list[float]] = {}
         for each in decoded:
             if each.fault:
-                raise Refused(f"{name}, part {each.part}: {self.layout.called(each.piece)}: {each.fault}")
-            squares.setdefault(self.layout.pieces[each.piece].fragment, []).append(each.squares)
+                raise Refused(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
+            squares.setdefault(self.parameter_map.chunks[each.chunk].fragment, []).append(each.squares)
         for fragment, sums in squares.items():
             member.norms[fragment] = norm(sums)
             if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
@@ -461,7 +466,7 @@ class Server(Membership):
     def _freeze(self, name: str, sequence: int, fragment: int) -> None:
         """Encode the fragment's weights for all parts at once and put them into the member's answer."""
         member, version = self.members[name], self.fragments[fragment].version
-        self.vaults.obey(Freeze(name, sequence, fragment, version))
+        self.shards.execute(Freeze(name, sequence, fragment, version))
         member.answers[sequence][fragment] = version
         member.awaiting[sequence].discard(fragment)
         member.owed.discard(fragment)

@@ -1,8 +1,8 @@
-"""A vault in a process of its own: a state machine around `geotrain.outer.shards.shard.Vault`. Pure logic.
+"""A shard in a process of its own: a state machine around `geotrain.outer.shards.shard.ServerShard`. Pure logic.
 
-It is told its book's orders, and payloads by members and by the global server's vaults. Whoever runs it keeps all of
-them in a journal, in the order in which they were handled, and lets what it says (`Handled.sends`) leave when they
-are on disk. To members it looks like their server, but knows payloads only.
+It is told its coordinator's orders, and payloads by members and by the global server's shards. Whoever runs it keeps
+all of them in a journal, in the order in which they were handled, and lets what it says (`Handled.sends`) leave when
+they are on disk. To members it looks like their server, but knows payloads only.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from geotrain.outer.downlink import mark, sends_changes
-from geotrain.outer.messages import Answer, Join, PieceDelta, PieceWeights, Refused, Send, UpdatePart
+from geotrain.outer.downlink import fingerprint, sends_changes
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.member import Member
 from geotrain.outer.server.server import Handled
-from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver, Vault
+from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, ServerShard, StartOver
 from geotrain.outer.shards.shards import (
     Checked,
+    Fingerprint,
     Froze,
     HeldAnswer,
     HeldPart,
-    Mark,
+    LocalShards,
     Measured,
-    NewLife,
-    Vaults,
+    NewIncarnation,
     bare,
     counts,
 )
-from geotrain.parameters.layout import LayoutError, numel
+from geotrain.parameters.parameter_map import ParameterMapError, numel
 
-BOOK = "book"  # to whom it speaks
+COORDINATOR = "coordinator"  # to whom it speaks
 RETRY_S = 0.2
 MOST_HELD = 2  # updates of a rank: one that waits for the other ranks', and the next
 
 
 class PayloadLost(RuntimeError):
-    """An order speaks of what is not here: this vault's disk was lost, or brought back from another time."""
+    """An order speaks of what is not here: this shard's disk was lost, or brought back from another time."""
 
 
-class VaultMachine:
-    """index, vaults: which of how many it is. Its state says so, too.
+class ShardServer:
+    """index, shards: which of how many it is. Its state says so, too.
 
-    orders: how many it has obeyed that count. incarnation: the life of the server that it is, or was last, part of.
-    open: whether that lasts; members are not spoken to before.
+    orders: how many it has obeyed that count. incarnation: the incarnation of the server that it is, or was last,
+    part of. open: whether that lasts; members are not spoken to before.
     """
 
     def __init__(
-        self, vault: Vault, index: int, vaults: int, members: tuple[str, ...], role: Literal["region", "worker"]
+        self, shard: ServerShard, index: int, shards: int, members: tuple[str, ...], role: Literal["region", "worker"]
     ) -> None:
-        self.name, self.vault, self.index, self.number, self.member_role = vault.name, vault, index, vaults, role
-        self.vaults, self.layout, self.up = Vaults([vault]), vault.layout, vault.up
-        self.changes = sends_changes(vault.down)
+        self.name, self.shard, self.index, self.number, self.member_role = shard.name, shard, index, shards, role
+        self.shards, self.parameter_map, self.up = LocalShards([shard]), shard.parameter_map, shard.up
+        self.changes = sends_changes(shard.down)
         self.members = {name: Member() for name in members}
-        self.orders = 0
+        self.commands = 0
         self.incarnation, self.open = "", False
         self.copied = 0  # number of the validation whose weights are copied
-        self.pieces = {piece.index: piece for piece in vault.pieces}
-        self._of = [[p.index for p in pieces if p.index in self.pieces] for pieces in self.layout.pieces_of]
+        self.chunks = {chunk.index: chunk for chunk in shard.chunks}
+        self._of = [[p.index for p in chunks if p.index in self.chunks] for chunks in self.parameter_map.chunks_of]
 
     # -- what changes it
 
@@ -69,7 +69,7 @@ class VaultMachine:
             case UpdatePart():
                 if not self.admit(message):
                     return Handled(None)
-                self.vault.hear(message)
+                self.shard.receive(message)
                 return self._say(self._held(message))
             case Answer():
                 return self._say(self._checked(message))
@@ -79,19 +79,19 @@ class VaultMachine:
                     member.joined.clear()
                     member.incarnation = message.incarnation
                 member.parts, member.joined[message.part] = message.parts, message
-                self.vault.hear(message)
-            case NewLife():
-                self._begin_life(message.life)
-                return self._say(*[self._froze(name) for name in self.members if self.vault.marks_of(name)])
+                self.shard.receive(message)
+            case NewIncarnation():
+                self._begin_incarnation(message.incarnation)
+                return self._say(*[self._froze(name) for name in self.members if self.shard.fingerprints_of(name)])
             case Apply() | Freeze() | Forget() | SendUp() | Merge() | StartOver() | Copy():
                 try:
-                    self.vault.obey(message)
+                    self.shard.execute(message)
                 except KeyError as error:
                     raise PayloadLost(
-                        f"vault {self.index} of {self.name!r} has not what {type(message).__name__} needs: its disk "
+                        f"shard {self.index} of {self.name!r} has not what {type(message).__name__} needs: its disk "
                         "was lost, or brought back from another time; docs/servers.md says what to do"
                     ) from error
-                self.orders += counts(message, self.changes)
+                self.commands += counts(message, self.changes)
                 if isinstance(message, Freeze) and self.changes:
                     return self._say(self._froze(message.member))
                 if isinstance(message, Forget):
@@ -99,7 +99,7 @@ class VaultMachine:
                 if isinstance(message, Copy):
                     self.copied = message.number
             case _:
-                raise Refused(f"a {type(message).__name__} means nothing to a vault")
+                raise Refused(f"a {type(message).__name__} means nothing to a shard")
         return Handled(None)
 
     take = handle  # see `Server.take`
@@ -108,64 +108,71 @@ class VaultMachine:
         """Nothing is left: each order is one message."""
         return Handled(None)
 
-    def end_life(self) -> None:
-        """The book is gone, or this process was: members are not spoken to before the next life."""
+    def end_incarnation(self) -> None:
+        """The coordinator is gone, or this process was: members are not spoken to before the next incarnation."""
         self.open = False
 
-    def _begin_life(self, life: str) -> None:
-        self.incarnation, self.open, self.copied = life, True, 0
-        self.vault.obey(Copy(0))
+    def _begin_incarnation(self, incarnation: str) -> None:
+        self.incarnation, self.open, self.copied = incarnation, True, 0
+        self.shard.execute(Copy(0))
         for name, member in self.members.items():
-            self.vault.forget_life(name, answers=not self.changes)
+            self.shard.forget_incarnation(name, answers=not self.changes)
             member.joined.clear()
             member.incarnation, member.parts, member.sequence = "", 0, 0
 
-    def _forget(self, order: Forget) -> None:
-        """The book has judged the member's updates up to the one that it names."""
-        member = self.members[order.member]
-        if order.joins:
+    def _forget(self, command: Forget) -> None:
+        """The coordinator has judged the member's updates up to the one that it names."""
+        member = self.members[command.member]
+        if command.joins:
             member.joined.clear()
-        if order.updates:
-            member.sequence = max(order.updates)
-            held = self.vault.members[order.member].updates
+        if command.updates:
+            member.sequence = max(command.updates)
+            held = self.shard.members[command.member].updates
             for sequence in [sequence for sequence in held if sequence <= member.sequence]:
                 del held[sequence]
 
-    # -- what it says to its book
+    # -- what it says to its coordinator
 
     def _say(self, *messages: HeldPart | HeldAnswer | Froze) -> Handled:
-        return Handled(None, tuple(Send(BOOK, message) for message in messages))  # type: ignore[arg-type]
+        return Handled(None, tuple(Send(COORDINATOR, message) for message in messages))  # type: ignore[arg-type]
 
     def _held(self, part: UpdatePart) -> HeldPart:
-        squares = {each.piece: each for each in self.vault.measure(part.member, part.sequence, part.part)}
+        squares = {each.chunk: each for each in self.shard.measure(part.member, part.sequence, part.part)}
         measured = [
-            Measured(d.piece, len(d.payload), squares[d.piece].squares, squares[d.piece].fault) for d in part.deltas
+            Measured(d.chunk, len(d.payload), squares[d.chunk].squares, squares[d.chunk].fault) for d in part.deltas
         ]
         return HeldPart(bare(part), tuple(measured))
 
     def _checked(self, answer: Answer) -> HeldAnswer:
-        faults = {each.piece: each.fault for each in self.vault.hear(answer)}
-        checked, marks = [], self.vault.downlink.marks
+        faults = {each.chunk: each.fault for each in self.shard.receive(answer)}
+        checked, fingerprints = [], self.shard.downlink.fingerprints
         for w in answer.weights:
-            after = mark(w, marks.get(w.piece, 0) if w.increment else 0) if self.vault.downlink.changes else 0
-            checked.append(Checked(w.piece, w.version, w.increment, after, faults.get(w.piece, "")))
-        weights = tuple(PieceWeights(w.piece, w.version, b"", w.increment) for w in answer.weights)
-        return HeldAnswer(Answer(answer.sequence, weights, answer.life), tuple(checked))
+            after = (
+                fingerprint(w, fingerprints.get(w.chunk, 0) if w.increment else 0)
+                if self.shard.downlink.changes
+                else 0
+            )
+            checked.append(Checked(w.chunk, w.version, w.increment, after, faults.get(w.chunk, "")))
+        weights = tuple(ChunkWeights(w.chunk, w.version, b"", w.increment) for w in answer.weights)
+        return HeldAnswer(Answer(answer.sequence, weights, answer.incarnation), tuple(checked))
 
     def _froze(self, member: str) -> Froze:
-        marks = tuple(Mark(piece, *both) for piece, both in sorted(self.vault.marks_of(member).items()))
-        return Froze(member, self.index, self.orders, marks)
+        fingerprints = tuple(
+            Fingerprint(chunk, *both) for chunk, both in sorted(self.shard.fingerprints_of(member).items())
+        )
+        return Froze(member, self.index, self.commands, fingerprints)
 
     # -- what members ask
 
     def current(self, name: str, incarnation: str, part: int | None = None) -> Member:
-        """The member, if this life of it has joined the book and the vault has heard of it. Raises Refused, always to
-        be repeated: whether somebody may be here is for the book to say, and it is asked as well."""
+        """The member, if this incarnation of it has joined the coordinator and the shard has heard of it. Raises
+        Refused, always to be repeated: whether somebody may be here is for the coordinator to say, and it is asked as
+        well."""
         member = self.members.get(name)
         if member is None:
             raise Refused(f"no member is called {name!r} here; known: {', '.join(self.members)}")
         if not self.open or member.incarnation != incarnation or part not in (None, *member.joined):
-            raise Refused(f"{name}: this vault has not heard that it joined", RETRY_S)
+            raise Refused(f"{name}: this shard has not heard that it joined", RETRY_S)
         return member
 
     def admit(self, part: UpdatePart) -> bool:
@@ -174,86 +181,92 @@ class VaultMachine:
         member = self.current(part.member, part.incarnation, part.part)
         if part.sequence <= member.sequence:
             return False
-        pieces = [delta.piece for delta in part.deltas]
-        fragments = {self.layout.pieces[i].fragment for i in pieces if i in self.pieces}
-        if pieces != [i for fragment, own in enumerate(self._of) if fragment in fragments for i in own]:
-            raise Refused(f"{part.member}: pieces {pieces} are not what this vault has of a fragment")
+        chunks = [delta.chunk for delta in part.deltas]
+        fragments = {self.parameter_map.chunks[i].fragment for i in chunks if i in self.chunks}
+        if chunks != [i for fragment, own in enumerate(self._of) if fragment in fragments for i in own]:
+            raise Refused(f"{part.member}: chunks {chunks} are not what this shard has of a fragment")
         for delta in part.deltas:
-            wanted = self.up.encoded_bytes(numel(member.joined[part.part].pushes[delta.piece]))
+            wanted = self.up.encoded_bytes(numel(member.joined[part.part].pushes[delta.chunk]))
             if len(delta.payload) != wanted:
-                where = f"{part.member}, part {part.part}: {self.layout.called(delta.piece)}"
+                where = f"{part.member}, part {part.part}: {self.parameter_map.called(delta.chunk)}"
                 raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted}")
-        known = self.vault.members[part.member].updates
+        known = self.shard.members[part.member].updates
         held = {sequence for sequence, payloads in known.items() if any(p == part.part for p, _ in payloads)}
         if len(held - {part.sequence}) >= MOST_HELD:
             raise Refused(f"{part.member}: updates {sorted(held)} of this rank wait to be taken", RETRY_S)
-        return not all((part.part, i) in known.get(part.sequence, {}) for i in pieces)
+        return not all((part.part, i) in known.get(part.sequence, {}) for i in chunks)
 
-    def lacks_answer(self, name: str, life: str, part: int, sequence: int, fragments: tuple[int, ...]) -> bool:
-        """That it is wanted, the book is told."""
-        self.current(name, life, part)
+    def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> bool:
+        """That it is wanted, the coordinator is told."""
+        self.current(name, incarnation, part)
         return False
 
-    def answer(self, name: str, life: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Answer | None:
-        """The vault's pieces of an answer, once all of them are frozen."""
-        self.current(name, life, part)
-        answer = self.vault.members[name].answers.get(sequence, {})
+    def answer(
+        self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
+    ) -> Answer | None:
+        """The shard's chunks of an answer, once all of them are frozen."""
+        self.current(name, incarnation, part)
+        answer = self.shard.members[name].answers.get(sequence, {})
         wanted = [i for f in sorted(set(fragments)) if f < len(self._of) for i in self._of[f]]
         if any((part, i) not in answer for i in wanted):
             return None
         return Answer(sequence, tuple(answer[part, i] for i in wanted), self.incarnation)
 
     def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
-        """The vault's pieces of what validation `number` is to evaluate; empty when they are not here (any more)."""
+        """The shard's chunks of what validation `number` is to evaluate; empty when they are not here (any more)."""
         self.current(name, incarnation, part)
         weights = [
-            PieceWeights(i, 0, self.vault.copied(name, part, i))
-            for i in (self.pieces if number == self.copied else ())
+            ChunkWeights(i, 0, self.shard.copied(name, part, i))
+            for i in (self.chunks if number == self.copied else ())
         ]
         return Answer(number, tuple(weights), self.incarnation)
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
-        """The vault's part of an update that is in flight to the global server."""
-        own = [d for d in update.deltas if d.piece in self.pieces]
-        deltas = tuple(PieceDelta(d.piece, d.anchor_version, self.vault.in_flight[d.piece]) for d in own)
+        """The shard's part of an update that is in flight to the global server."""
+        own = [d for d in update.deltas if d.chunk in self.chunks]
+        deltas = tuple(ChunkDelta(d.chunk, d.anchor_version, self.shard.in_flight[d.chunk]) for d in own)
         return UpdatePart(update.member, update.incarnation, update.sequence, update.part, deltas)
 
     # -- state
 
     def left_out(self) -> Iterator[Any]:
         """What a journal that follows the state must begin with: members' slices, what came and is not taken yet."""
-        for name, known in self.vault.members.items():
+        for name, known in self.shard.members.items():
             yield from known.joins.values()
             for sequence, payloads in known.updates.items():
                 for part in sorted({part for part, _ in payloads}):
-                    deltas = [PieceDelta(i, 0, payload) for (p, i), payload in sorted(payloads.items()) if p == part]
+                    deltas = [ChunkDelta(i, 0, payload) for (p, i), payload in sorted(payloads.items()) if p == part]
                     yield UpdatePart(name, known.joins[part].incarnation, sequence, part, tuple(deltas))
-        yield from self.vault.heard()
+        yield from self.shard.received()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON data)."""
-        return self.vault.state(), {
-            "layout_digest": self.layout.digest,
-            "vault": [self.index, self.number],
-            "orders": self.orders,
-            "life": self.incarnation,
-            "marks": {str(piece): mark for piece, mark in self.vault.downlink.marks.items()},
-            "sent": self.vault.sent(),
+        return self.shard.state(), {
+            "parameter_map_digest": self.parameter_map.digest,
+            "shard": [self.index, self.number],
+            "commands": self.commands,
+            "incarnation": self.incarnation,
+            "fingerprints": {
+                str(chunk): fingerprint for chunk, fingerprint in self.shard.downlink.fingerprints.items()
+            },
+            "sent": self.shard.sent(),
         }
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """The counterpart of `state`, for a replay, which `end_life` ends. Raises LayoutError."""
-        if meta["layout_digest"] != self.layout.digest:
-            raise LayoutError(f"the state is of layout {meta['layout_digest']}, the run's is {self.layout.digest}")
-        if meta["vault"] != [self.index, self.number]:
-            index, number = meta["vault"]
-            raise LayoutError(
-                f"the state is that of vault {index} of {number}, this is {self.index} of {self.number}; a run keeps "
-                "the number of vaults with which it began"
+        """The counterpart of `state`, for a replay, which `end_incarnation` ends. Raises ParameterMapError."""
+        if meta["parameter_map_digest"] != self.parameter_map.digest:
+            raise ParameterMapError(
+                f"the state is of layout {meta['parameter_map_digest']}, the run's is {self.parameter_map.digest}"
             )
-        self.orders, self.incarnation, self.open = meta["orders"], meta["life"], True
-        self.vault.load(tensors, meta["marks"], meta["sent"])
+        if meta["shard"] != [self.index, self.number]:
+            index, number = meta["shard"]
+            raise ParameterMapError(
+                f"the state is that of shard {index} of {number}, this is {self.index} of {self.number}; a run keeps "
+                "the number of shards with which it began"
+            )
+        self.commands, self.incarnation, self.open = meta["commands"], meta["incarnation"], True
+        self.shard.load(tensors, meta["fingerprints"], meta["sent"])
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
-        return {"vault": self.index, "of": self.number, "orders": self.orders, "pieces": len(self.pieces)}
+        return {"shard": self.index, "of": self.number, "commands": self.commands, "chunks": len(self.chunks)}

@@ -1,7 +1,7 @@
 """What a server keeps in 16 bits between updates (`outer.server_state`): momenta, accumulators, residuals.
 
 A momentum moves by a thousandth of itself at each update, less than bf16 can tell. So it is rounded up or down by
-chance, right on the average; the random bits follow from a seed, so a replay and any number of vaults give the same.
+chance, right on the average; the random bits follow from a seed, so a replay and any number of shards give the same.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from geotrain import kernels
-from geotrain.kernels.layout import Spec
+from geotrain.kernels.payload_format import Spec
 from geotrain.outer.codec import rounding_seed
 from geotrain.outer.rules.rule import Vectors
 
 _BF16 = Spec("bf16", stochastic=True)
 
 
-def narrow(wide: Tensor, out: Tensor, *stream: str | int) -> None:
+def bf16_state(wide: Tensor, out: Tensor, *stream: str | int) -> None:
     """Round fp32 into bf16, in place of what `out` holds. stream: tells this rounding from all others."""
     kernels.quantize(wide, _BF16, seed=rounding_seed(*stream), payload=out.view(torch.uint8))
 
 
 @contextmanager
-def widened(v: Vectors, names: Sequence[str], *stream: str | int) -> Iterator[Vectors]:
+def in_fp32(v: Vectors, names: Sequence[str], *stream: str | int) -> Iterator[Vectors]:
     """The vectors with those of these names in fp32, zeros at first, as a rule computes; rounded again at the end.
 
-    stream: tells this update of this piece from all others.
+    stream: tells this update of this chunk from all others.
     """
     if not names:
         yield v
@@ -40,6 +40,6 @@ def widened(v: Vectors, names: Sequence[str], *stream: str | int) -> Iterator[Ve
     for name, vector in computed.aux.items():
         if name in wide:
             kept = v.aux.setdefault(name, torch.empty_like(vector, dtype=torch.bfloat16))
-            narrow(vector, kept, name, *stream)
+            bf16_state(vector, kept, name, *stream)
         else:
             v.aux[name] = vector

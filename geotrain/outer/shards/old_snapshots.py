@@ -6,8 +6,8 @@ import re
 
 from torch import Tensor
 
-# Fragments that are one piece each: fragment.3.x, in_flight.12.3.
-_OLDER = ((re.compile(r"fragment\.(?=\d)"), "piece."), (re.compile(r"in_flight\.\d+\.(?=\d)"), "in_flight."))
+# Fragments that are one chunk each: fragment.3.x, in_flight.12.3.
+_OLDER = ((re.compile(r"fragment\.(?=\d)"), "chunk."), (re.compile(r"in_flight\.\d+\.(?=\d)"), "in_flight."))
 
 
 def state_as_now(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -15,9 +15,9 @@ def state_as_now(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     now = {as_now(name): tensor for name, tensor in tensors.items()}
     # What was sent had memory of its own; now it takes that of base, which is not needed before the answer.
     for name in [name for name in now if name.endswith(".aux.sent")]:
-        sent, piece = now.pop(name), name.split(".")[1]
-        if f"in_flight.{piece}" in now:
-            now[f"piece.{piece}.aux.base"] = sent
+        sent, chunk = now.pop(name), name.split(".")[1]
+        if f"in_flight.{chunk}" in now:
+            now[f"chunk.{chunk}.aux.base"] = sent
     return now
 
 

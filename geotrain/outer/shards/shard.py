@@ -1,9 +1,10 @@
-"""Vaults: all of a server's vectors and payloads, and the arithmetic on them.
+"""Shards: all of a server's vectors and payloads, and the arithmetic on them.
 
-A server is a *book*, the state machine that decides (`geotrain.outer.server.server`), and vaults, each of which has
-some of the model's pieces. The book touches no tensor: it gives *orders*, plain data, which every vault carries out
-for its own pieces, and which cannot be refused. What a vault does with a piece depends on no other piece, so the
-number of vaults changes no bit. Slices and payloads reach a vault in its members' own messages (`Vault.hear`).
+A server is a *coordinator*, the state machine that decides (`geotrain.outer.server.server`), and shards, each of
+which has some of the model's chunks. The coordinator touches no tensor: it gives *orders*, plain data, which every
+shard carries out for its own chunks, and which cannot be refused. What a shard does with a chunk depends on no other
+chunk, so the number of shards changes no bit. Slices and payloads reach a shard in its members' own messages
+(`ServerShard.receive`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from torch import Tensor
 from geotrain.config import CodecConfig
 from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, rounding_seed
 from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender
-from geotrain.outer.messages import Answer, Join, PieceWeights, UpdatePart
-from geotrain.outer.mirror_store import Shelf
+from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
+from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
-from geotrain.outer.rules.rule import Told
-from geotrain.outer.shards.bf16_state import narrow, widened
-from geotrain.parameters.layout import Layout, Piece, gather, numel, scatter
+from geotrain.outer.rules.rule import Inputs
+from geotrain.outer.shards.bf16_state import bf16_state, in_fp32
+from geotrain.parameters.parameter_map import Chunk, ParameterMap, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
 
 
 @dataclass(frozen=True)
 class Decode:
     """Decode a member's update, all of whose parts were heard, into buffers that hold it until the next one. Changes
-    nothing else. Replies with a `Decoded` for each piece and part."""
+    nothing else. Replies with a `Decoded` for each chunk and part."""
 
     member: str
     sequence: int
@@ -41,7 +42,7 @@ class Decode:
 class Decoded:
     """squares: sum of the squares of the values. fault: what is wrong with the payload; "": nothing is."""
 
-    piece: int
+    chunk: int
     part: int
     squares: float
     fault: str = ""
@@ -56,7 +57,7 @@ class Apply:
     sequence: int
     fragment: int
     version: int
-    told: Told
+    inputs: Inputs
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class SendUp:
 
     fragment: int
     sequence: int
-    told: Told
+    inputs: Inputs
 
 
 @dataclass(frozen=True)
@@ -112,154 +113,163 @@ class Copy:
     number: int
 
 
-Order = Decode | Apply | Freeze | Forget | SendUp | Merge | StartOver | Copy
+Command = Decode | Apply | Freeze | Forget | SendUp | Merge | StartOver | Copy
 
 
 @dataclass
 class _Known:
-    """What a vault knows of a member."""
+    """What a shard knows of a member."""
 
     joins: dict[int, Join] = field(default_factory=dict)  # part → its slices
-    # sequence → (part, piece) → what came, and what was frozen
+    # sequence → (part, chunk) → what came, and what was frozen
     updates: dict[int, dict[tuple[int, int], bytes]] = field(default_factory=dict)
-    answers: dict[int, dict[tuple[int, int], PieceWeights]] = field(default_factory=dict)
+    answers: dict[int, dict[tuple[int, int], ChunkWeights]] = field(default_factory=dict)
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
 
 
-MIRRORS = "held.", "mirror."  # how the names of those begin in `Vault.state`
+MIRRORS = "held.", "mirror."  # how the names of those begin in `ServerShard.state`
 
 
 def no_snapshot(*tensors: Tensor) -> None:
     """None is being written that would need these as they are."""
 
 
-class Vault:
-    """name: of the server. pieces: those that it has. up, down: codecs of the links to members.
+class ServerShard:
+    """name: of the server. chunks: those that it has. up, down: codecs of the links to members.
     above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
     newest global weights for workers that evaluate them (2 bytes a parameter). narrow: whether momenta and residuals
     are kept in bf16 between updates.
     """
 
     def __init__(
-        self, name: str, layout: Layout, pieces: Sequence[Piece], rule: Rule, up: Codec, down: CodecConfig,
-        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, narrow: bool = False,
+        self, name: str, parameter_map: ParameterMap, chunks: Sequence[Chunk], rule: Rule, up: Codec,
+        down: CodecConfig,
+        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
-        self.kept = torch.bfloat16 if narrow else torch.float32  # dtype of residuals, and of what the rule can narrow
-        self.narrow = getattr(rule, "narrow", ()) if narrow else ()
-        self.name, self.layout, self.pieces, self.rule, self.up, self.down = name, layout, pieces, rule, up, down
-        self._own = {piece.index: piece for piece in pieces}
-        self._of = [tuple(p for p in pieces if p.fragment == f.index) for f in layout.fragments]  # by fragment
-        self.vectors: dict[int, Vectors] = {}  # piece → what the rule keeps; empty before there are weights
-        # Piece → its delta as decoded last, in one of the buffers that are kept for this: fresh memory for each
+        # dtype of residuals, and of what the rule can narrow
+        self.kept = torch.bfloat16 if bf16_state else torch.float32
+        self.bf16_state = getattr(rule, "bf16_state", ()) if bf16_state else ()
+        self.name, self.parameter_map, self.chunks, self.rule, self.up, self.down = (
+            name,
+            parameter_map,
+            chunks,
+            rule,
+            up,
+            down,
+        )
+        self._own = {chunk.index: chunk for chunk in chunks}
+        self._of = [tuple(p for p in chunks if p.fragment == f.index) for f in parameter_map.fragments]  # by fragment
+        self.vectors: dict[int, Vectors] = {}  # chunk → what the rule keeps; empty before there are weights
+        # Chunk → its delta as decoded last, in one of the buffers that are kept for this: fresh memory for each
         # update would take longer to map than to fill; so rules must copy what they keep.
         self._deltas: dict[int, Tensor] = {}
         self._decoded = ("", 0)  # member and sequence of the update that they are
-        self._spare: list[Tensor] = []  # buffers that hold nothing; each has room for the largest piece
+        self._spare: list[Tensor] = []  # buffers that hold nothing; each has room for the largest chunk
         self.members: dict[str, _Known] = {}
         self.newest: dict[int, Tensor] | None = {} if validates else None  # global weights, bf16, for validation
         self.copy: dict[int, Tensor] = {}  # those that a worker evaluates at present
         self.residuals: dict[int, Tensor] = {}  # what coding has kept back on the way up so far
         self.in_flight: dict[int, bytes] = {}  # payloads whose answer has not come yet
-        self._came: dict[int, PieceWeights] = {}  # global weights that were heard and are not merged yet
+        self._came: dict[int, ChunkWeights] = {}  # global weights that were heard and are not merged yet
         self.up_codec = up if above is None else make_codec(above[0])
         self.downlink = WeightsReceiver(down if above is None else above[1])
-        self.shelf = Shelf()  # of mirrors: see `put_mirrors_on`
+        self.mirror_store = MirrorStore()  # of mirrors: see `put_mirrors_on`
         # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
         self.will_change: Callable[..., None] = no_snapshot
 
-    def put_mirrors_on(self, shelf: Shelf) -> None:
-        """For a vault that has no state yet."""
-        self.shelf = self.downlink.shelf = shelf
+    def put_mirrors_on(self, mirror_store: MirrorStore) -> None:
+        """For a shard that has no state yet."""
+        self.mirror_store = self.downlink.mirror_store = mirror_store
 
     # -- what comes from outside
 
-    def hear(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
-        """Take one's part of a message that the book has accepted. Of global weights it is said what is wrong with
-        them; they change nothing yet."""
+    def receive(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
+        """Take one's part of a message that the coordinator has accepted. Of global weights it is said what is wrong
+        with them; they change nothing yet."""
         own = self._own
         match message:
             case Join():
                 self._member(message.member).joins[message.part] = message
             case UpdatePart():
-                payloads = {(message.part, d.piece): d.payload for d in message.deltas if d.piece in own}
+                payloads = {(message.part, d.chunk): d.payload for d in message.deltas if d.chunk in own}
                 self._member(message.member).updates.setdefault(message.sequence, {}).update(payloads)
                 if self._decoded == (message.member, message.sequence):
-                    self._decoded = ("", 0)  # a former life's: the number is used again
+                    self._decoded = ("", 0)  # a former incarnation's: the number is used again
             case Answer():
-                came = {weights.piece: weights for weights in message.weights if weights.piece in own}
+                came = {weights.chunk: weights for weights in message.weights if weights.chunk in own}
                 self._came.update(came)
                 return [d for i, w in came.items() if (d := self._checked(w, own[i])).fault]
         return []
 
-    def _checked(self, weights: PieceWeights, piece: Piece) -> Decoded:
+    def _checked(self, weights: ChunkWeights, chunk: Chunk) -> Decoded:
         try:
-            self.downlink.check(weights, piece.numel)
+            self.downlink.check(weights, chunk.numel)
         except CodecError as error:
-            return Decoded(piece.index, 0, 0.0, str(error))
-        return Decoded(piece.index, 0, 0.0)
+            return Decoded(chunk.index, 0, 0.0, str(error))
+        return Decoded(chunk.index, 0, 0.0)
 
-    def set_weights(self, piece: int, x: Tensor) -> None:
+    def set_weights(self, chunk: int, x: Tensor) -> None:
         """The first weights of a run."""
-        self.vectors[piece] = Vectors(x)
+        self.vectors[chunk] = Vectors(x)
 
     # -- orders
 
-    def obey(self, order: Order) -> list[Decoded]:
-        match order:
+    def execute(self, command: Command) -> list[Decoded]:
+        match command:
             case Decode():
-                return list(self._decode(order))
+                return list(self._decode(command))
             case Apply():
-                decoded = self._deltas.keys() if self._decoded == (order.member, order.sequence) else ()
-                if any(piece.index not in decoded for piece in self._of[order.fragment]):
-                    list(self._decode(Decode(order.member, order.sequence, (order.fragment,))))
-                for piece in self._of[order.fragment]:
-                    v, delta = self.vectors[piece.index], self._deltas[piece.index][: piece.numel]
+                decoded = self._deltas.keys() if self._decoded == (command.member, command.sequence) else ()
+                if any(chunk.index not in decoded for chunk in self._of[command.fragment]):
+                    list(self._decode(Decode(command.member, command.sequence, (command.fragment,))))
+                for chunk in self._of[command.fragment]:
+                    v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
                     self.will_change(*v.all())
-                    with widened(v, self.narrow, self.name, order.version, piece.index) as wide:
-                        self.rule.apply(wide, order.member, delta, order.told)
+                    with in_fp32(v, self.bf16_state, self.name, command.version, chunk.index) as wide:
+                        self.rule.apply(wide, command.member, delta, command.inputs)
             case Freeze():
-                self._freeze(order)
+                self._freeze(command)
             case Forget():
-                self._forget(order)
+                self._forget(command)
             case SendUp():
-                for piece in self._of[order.fragment]:
-                    self.in_flight[piece.index] = self._progress(piece, order)
+                for chunk in self._of[command.fragment]:
+                    self.in_flight[chunk.index] = self._progress(chunk, command)
             case Merge():
-                for piece in self._of[order.fragment]:
-                    self._merge(piece, order.first)
+                for chunk in self._of[command.fragment]:
+                    self._merge(chunk, command.first)
             case StartOver():
                 for table in (self.vectors, self.in_flight, self.residuals, self._came):
                     table.clear()
                 self.downlink.clear()
             case Copy():
                 newest = {i: v.x for i, v in self.vectors.items()} if self.newest is None else self.newest
-                self.copy = {i: x.bfloat16() for i, x in newest.items()} if order.number else {}
+                self.copy = {i: x.bfloat16() for i, x in newest.items()} if command.number else {}
         return []
 
-    def _decode(self, order: Decode) -> Iterator[Decoded]:
-        known = self._member(order.member)
-        payloads = known.updates[order.sequence]
+    def _decode(self, command: Decode) -> Iterator[Decoded]:
+        known = self._member(command.member)
+        payloads = known.updates[command.sequence]
         self._spare += self._deltas.values()
         self._deltas.clear()
-        self._decoded = order.member, order.sequence
-        for piece in (piece for fragment in order.fragments for piece in self._of[fragment]):
-            buffer = self._deltas[piece.index] = self._buffer()
-            vector = buffer[: piece.numel]
+        self._decoded = command.member, command.sequence
+        for chunk in (chunk for fragment in command.fragments for chunk in self._of[fragment]):
+            buffer = self._deltas[chunk.index] = self._buffer()
+            vector = buffer[: chunk.numel]
             for part in sorted(known.joins):
-                slices = known.joins[part].pushes[piece.index]
+                slices = known.joins[part].pushes[chunk.index]
                 in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
                 decoded = gather(vector, slices) if in_place else torch.empty(numel(slices))
                 try:
-                    squares = self.up.decode_measured(from_bytes(payloads[part, piece.index]), decoded)
+                    squares = self.up.decode_measured(from_bytes(payloads[part, chunk.index]), decoded)
                 except ValueError as error:
-                    yield Decoded(piece.index, part, 0.0, str(error))
+                    yield Decoded(chunk.index, part, 0.0, str(error))
                     continue
                 if not in_place:
                     scatter(decoded, slices, vector)
-                yield Decoded(piece.index, part, squares)
+                yield Decoded(chunk.index, part, squares)
 
     def _buffer(self) -> Tensor:
-        return self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.pieces))
+        return self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.chunks))
 
     def measure(self, member: str, sequence: int, part: int) -> Iterator[Decoded]:
         """What `Decode` will say of what came of this part. Nothing decoded is kept."""
@@ -274,62 +284,62 @@ class Vault:
                     yield Decoded(i, part, 0.0, str(error))
                 self._spare.append(buffer)
 
-    def _freeze(self, order: Freeze) -> None:
-        known = self._member(order.member)
-        for piece in self._of[order.fragment]:
-            answer = known.answers.setdefault(order.sequence, {})
+    def _freeze(self, command: Freeze) -> None:
+        known = self._member(command.member)
+        for chunk in self._of[command.fragment]:
+            answer = known.answers.setdefault(command.sequence, {})
             for part, join in known.joins.items():
-                held = gather(self.vectors[piece.index].x, join.holds[piece.index])
+                held = gather(self.vectors[chunk.index].x, join.holds[chunk.index])
                 if part not in known.senders:
-                    known.senders[part] = WeightsSender(self.down, self.shelf)
+                    known.senders[part] = WeightsSender(self.down, self.mirror_store)
                 sender = known.senders[part]
-                if (mirror := sender.mirror.get(piece.index)) is not None:
+                if (mirror := sender.mirror.get(chunk.index)) is not None:
                     self.will_change(mirror)
-                    self.shelf.fetch(mirror)
-                answer[part, piece.index] = sender.encode(piece.index, order.version, held)
+                    self.mirror_store.page_in(mirror)
+                answer[part, chunk.index] = sender.encode(chunk.index, command.version, held)
                 if sender.changes:
-                    self.shelf.back(sender.mirror[piece.index])
+                    self.mirror_store.page_out(sender.mirror[chunk.index])
 
-    def _forget(self, order: Forget) -> None:
-        known = self._member(order.member)
-        if order.joins:
+    def _forget(self, command: Forget) -> None:
+        known = self._member(command.member)
+        if command.joins:
             known.joins.clear()
             known.updates.clear()
-        if order.mirrors:
+        if command.mirrors:
             known.senders.clear()
-        for table, sequences in ((known.answers, order.answers), (known.updates, order.updates)):
+        for table, sequences in ((known.answers, command.answers), (known.updates, command.updates)):
             for sequence in sequences:
                 table.pop(sequence, None)
 
-    def _progress(self, piece: Piece, order: SendUp) -> bytes:
+    def _progress(self, chunk: Chunk, command: SendUp) -> bytes:
         """The payload of the region's progress. Raises NonFiniteError, naming the parameter."""
         rule: RegionRule = self.rule  # type: ignore[assignment]
-        v = self.vectors[piece.index]
+        v = self.vectors[chunk.index]
         self.will_change(*v.all())
-        delta, stream = rule.progress(v, order.told), (self.name, 0, order.sequence, piece.index)
+        delta, stream = rule.progress(v, command.inputs), (self.name, 0, command.sequence, chunk.index)
         residual = None
         if self.up_codec.error_feedback:
-            if piece.index not in self.residuals:
-                self.residuals[piece.index] = torch.zeros_like(delta, dtype=self.kept)
-            self.will_change(self.residuals[piece.index])
-            residual = self.residuals[piece.index].float()  # itself, where it is kept in fp32
+            if chunk.index not in self.residuals:
+                self.residuals[chunk.index] = torch.zeros_like(delta, dtype=self.kept)
+            self.will_change(self.residuals[chunk.index])
+            residual = self.residuals[chunk.index].float()  # itself, where it is kept in fp32
         try:
             payload = self.up_codec.encode(delta, residual=residual, seed=rounding_seed(*stream)).payload
             if residual is not None and self.kept == torch.bfloat16:
-                narrow(residual, self.residuals[piece.index], "residual", *stream)
+                bf16_state(residual, self.residuals[chunk.index], "residual", *stream)
             return to_bytes(payload)
         except NonFiniteError:
-            parameter = self.layout.not_finite(piece.fragment, delta, piece.start)
+            parameter = self.parameter_map.not_finite(chunk.fragment, delta, chunk.start)
             what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
             raise refusal(f"region {self.name}: {what}") from None
 
-    def _merge(self, piece: Piece, first: bool) -> None:
+    def _merge(self, chunk: Chunk, first: bool) -> None:
         rule: RegionRule = self.rule  # type: ignore[assignment]
-        i = piece.index
+        i = chunk.index
         if (mirror := self.downlink.mirror.get(i)) is not None:
             self.will_change(mirror)
-            self.shelf.fetch(mirror)
-        vector = self.downlink.decode(self._came.pop(i), piece.numel)
+            self.mirror_store.page_in(mirror)
+        vector = self.downlink.decode(self._came.pop(i), chunk.numel)
         if self.newest is not None:
             self.newest[i] = vector.bfloat16()
         if first:
@@ -339,40 +349,44 @@ class Vault:
             self.in_flight.pop(i)
             self.will_change(*self.vectors[i].all())
             rule.merge(self.vectors[i], vector)
-        self.shelf.back(vector)
+        self.mirror_store.page_out(vector)
 
     # -- what others get
 
-    def arrived(self, member: str, sequence: int, part: int, piece: int) -> bytes:
+    def arrived(self, member: str, sequence: int, part: int, chunk: int) -> bytes:
         """What came of an update that is not whole yet."""
-        return self._member(member).updates[sequence][part, piece]
+        return self._member(member).updates[sequence][part, chunk]
 
-    def answer(self, member: str, sequence: int, part: int, piece: int) -> tuple[bytes, bool]:
+    def answer(self, member: str, sequence: int, part: int, chunk: int) -> tuple[bytes, bool]:
         """(payload, whether it is a change) of a frozen answer."""
-        weights = self._member(member).answers[sequence][part, piece]
+        weights = self._member(member).answers[sequence][part, chunk]
         return weights.payload, weights.increment
 
-    def marks_of(self, member: str) -> dict[int, tuple[int, int]]:
-        """Piece → (mark of the member's mirror, mark before its last weights). Empty where weights travel whole."""
+    def fingerprints_of(self, member: str) -> dict[int, tuple[int, int]]:
+        """Chunk → (mark of the member's mirror, mark before its last weights). Empty where weights travel whole."""
         sender = self._member(member).senders.get(0)  # where they do not, a member has one part
-        return {i: (mark, sender.before[i]) for i, mark in sender.marks.items()} if sender and sender.changes else {}
+        return (
+            {i: (fingerprint, sender.before[i]) for i, fingerprint in sender.fingerprints.items()}
+            if sender and sender.changes
+            else {}
+        )
 
-    def copied(self, member: str, part: int, piece: int) -> bytes:
+    def copied(self, member: str, part: int, chunk: int) -> bytes:
         """The copied weights that this part holds."""
-        held = gather(self.copy[piece], self._member(member).joins[part].holds[piece])
+        held = gather(self.copy[chunk], self._member(member).joins[part].holds[chunk])
         return to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload)
 
-    # -- for a vault in a process of its own
+    # -- for a shard in a process of its own
 
-    def forget_life(self, member: str, answers: bool) -> None:
-        """The server begins a new life: what a state leaves out is forgotten. answers: all of them."""
+    def forget_incarnation(self, member: str, answers: bool) -> None:
+        """The server begins a new incarnation: what a state leaves out is forgotten. answers: all of them."""
         known = self._member(member)
         for table in (known.joins, known.updates, *((known.answers, known.senders) if answers else ())):
             table.clear()
         self._decoded = ("", 0)
 
-    def heard(self) -> Iterator[Answer]:
-        """The global weights that are not merged yet, as `hear` takes them."""
+    def received(self) -> Iterator[Answer]:
+        """The global weights that are not merged yet, as `receive` takes them."""
         for weights in self._came.values():
             yield Answer(0, (weights,))
 
@@ -380,29 +394,29 @@ class Vault:
         """What members were sent, where weights travel as changes: the counterpart of what `load` takes."""
         return {
             name: {
-                "marks": [[piece, *both] for piece, both in sorted(marks.items())],
+                "fingerprints": [[chunk, *both] for chunk, both in sorted(fingerprints.items())],
                 "answers": [
-                    [sequence, [], [[w.piece, w.version, w.increment] for _, w in sorted(answer.items())]]
+                    [sequence, [], [[w.chunk, w.version, w.increment] for _, w in sorted(answer.items())]]
                     for sequence, answer in sorted(self.members[name].answers.items())
                 ],
             }
             for name in self.members
-            if (marks := self.marks_of(name))
+            if (fingerprints := self.fingerprints_of(name))
         }
 
     # -- state
 
     def state(self) -> dict[str, Tensor]:
-        """By names that tell piece and owner. Joins, half-arrived updates and whole weights that were frozen are left
+        """By names that tell chunk and owner. Joins, half-arrived updates and whole weights that were frozen are left
         out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
         tensors: dict[str, Tensor] = {}
         for i, v in self.vectors.items():
-            tensors.update(v.state(f"piece.{i}."))
+            tensors.update(v.state(f"chunk.{i}."))
         tensors.update({f"residual.{i}": residual for i, residual in self.residuals.items()})
         tensors.update({f"in_flight.{i}": from_bytes(payload) for i, payload in self.in_flight.items()})
         tensors.update({f"mirror.{i}": mirror for i, mirror in self.downlink.mirror.items()})
         for name in self.members:
-            if not self.marks_of(name):
+            if not self.fingerprints_of(name):
                 continue
             known = self.members[name]
             tensors.update({f"held.{name}.{i}": mirror for i, mirror in known.senders[0].mirror.items()})
@@ -412,36 +426,37 @@ class Vault:
                 )
         return tensors
 
-    def load(self, tensors: dict[str, Tensor], marks: dict[str, int], sent: dict[str, Any]) -> None:
-        """The counterpart of `state`. marks: of one's own mirrors, by piece. sent: by member, as the book has it."""
-        for piece in self.pieces:
-            i = piece.index
-            if f"piece.{i}.x" in tensors:
-                self.vectors[i] = Vectors.of(f"piece.{i}.", tensors)
+    def load(self, tensors: dict[str, Tensor], fingerprints: dict[str, int], sent: dict[str, Any]) -> None:
+        """The counterpart of `state`. marks: of one's own mirrors, by chunk. sent: by member, as the coordinator has
+        it."""
+        for chunk in self.chunks:
+            i = chunk.index
+            if f"chunk.{i}.x" in tensors:
+                self.vectors[i] = Vectors.of(f"chunk.{i}.", tensors)
             if f"residual.{i}" in tensors:
                 self.residuals[i] = tensors[f"residual.{i}"]
             if f"in_flight.{i}" in tensors:
                 self.in_flight[i] = to_bytes(tensors[f"in_flight.{i}"])
             if f"mirror.{i}" in tensors:
-                self.downlink.mirror[i] = self.shelf.put(tensors[f"mirror.{i}"])
-            if str(i) in marks:
-                self.downlink.marks[i] = marks[str(i)]
+                self.downlink.mirror[i] = self.mirror_store.put(tensors[f"mirror.{i}"])
+            if str(i) in fingerprints:
+                self.downlink.fingerprints[i] = fingerprints[str(i)]
             for name, saved in sent.items():
                 self._load_sent(name, i, tensors, saved)
 
-    def _load_sent(self, name: str, piece: int, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    def _load_sent(self, name: str, chunk: int, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
         known = self._member(name)
-        sender = known.senders.setdefault(0, WeightsSender(self.down, self.shelf))
-        for i, mark, before in saved["marks"]:
-            if i == piece:
-                sender.marks[i], sender.before[i] = mark, before
-                sender.mirror[i] = self.shelf.put(tensors[f"held.{name}.{i}"])
+        sender = known.senders.setdefault(0, WeightsSender(self.down, self.mirror_store))
+        for i, fingerprint, before in saved["fingerprints"]:
+            if i == chunk:
+                sender.fingerprints[i], sender.before[i] = fingerprint, before
+                sender.mirror[i] = self.mirror_store.put(tensors[f"held.{name}.{i}"])
         for sequence, _, frozen in saved["answers"]:
             for i, version, increment in frozen:
-                if i == piece:
+                if i == chunk:
                     payload = to_bytes(tensors[f"answer.{name}.{sequence}.{i}"])
                     answer = known.answers.setdefault(sequence, {})
-                    answer[0, i] = PieceWeights(i, version, payload, increment)
+                    answer[0, i] = ChunkWeights(i, version, payload, increment)
 
     # -- inside
 

@@ -10,7 +10,7 @@ from geotrain.parallelism.checks import accumulates_in_fp32, offloads_masters, t
 from geotrain.parallelism.memory import MemoryPerRank, fp8_weights, memory_per_rank, moment_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
-from geotrain.staging.cuda import PIECE
+from geotrain.staging.cuda import CHUNK
 
 
 def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
@@ -43,7 +43,7 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
 def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
     """Bytes of host memory that the same rank takes: the optimizer's where it is offloaded; the outer loop's where it
     is not on the device; the pinned buffers through which the outer loop's data cross, which are fixed where they
-    carry pieces of masters, and as large as what is sent and received where that crosses whole; and the copy of a
+    carry chunks of masters, and as large as what is sent and received where that crosses whole; and the copy of a
     checkpoint while it is written, at most, pinned where there is a GPU. What comes and goes with an exchange, and
     the process's own, come on top. Raises ConfigError."""
     setup, memory, shard = _fullest(run, architecture, worker)
@@ -51,7 +51,7 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     owned, offloaded = shard.adamw + shard.matrices, offloads_masters(block)
     up, down = run.outer.worker_codecs
     comes = codec_config("fp32") if sends_changes(down) else down  # the first weights come whole
-    pinned = 0 if offloaded else 2 * 4 * PIECE
+    pinned = 0 if offloaded else 2 * 4 * CHUNK
     if not outer_on_host(run, setup):
         pinned = sum(make_codec(codec).encoded_bytes(owned) for codec in (up, comes))
     return {

@@ -24,7 +24,7 @@ from math import ceil
 
 from geotrain.config import CodecConfig, OuterConfig
 from geotrain.outer.codec import make_codec
-from geotrain.parameters.layout import fragments_due
+from geotrain.parameters.parameter_map import fragments_due
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds
@@ -42,7 +42,7 @@ class Payloads:
 
 @dataclass(frozen=True)
 class ServerTimes:
-    """What servers take for each fragment, their vaults side by side. near: of a region's. top: of the global one."""
+    """What servers take for each fragment, their shards side by side. near: of a region's. top: of the global one."""
 
     near: Mapping[str, ServerSeconds]
     top: ServerSeconds
@@ -124,15 +124,15 @@ def server_times(
     outer: OuterConfig,
     numels: Sequence[int],
     sizes: Payloads,
-    vaults: Mapping[str, int],
-    top_vaults: int,
+    shards: Mapping[str, int],
+    top_shards: int,
     rates: ServerRates = MEASURED,
 ) -> ServerTimes:
-    """numels, sizes: of each fragment. vaults: how many each region's server has; top_vaults: the global one."""
+    """numels, sizes: of each fragment. shards: how many each region's server has; top_shards: the global one."""
     wide = sizes.wide_up, sizes.wide_down
     near = server_seconds(place_of("region", outer, 1), numels, (sizes.local, sizes.local), wide, rates)
     top = server_seconds(place_of("global", outer, 1), numels, wide, wide, rates)
-    return ServerTimes({region: near.over(number) for region, number in vaults.items()}, top.over(top_vaults))
+    return ServerTimes({region: near.over(number) for region, number in shards.items()}, top.over(top_shards))
 
 
 def pace(

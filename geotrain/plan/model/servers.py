@@ -1,7 +1,7 @@
 """What one server needs: memory, disk, time of an update and of a recovery. The dry run prints it, the simulator
 counts it, docs/operations.md has tables of it; `tests/plan/test_servers.py` holds the bytes against live tensors.
 
-All are for the whole server; its vaults divide what grows with parameters. Times are of one thread of arithmetic.
+All are for the whole server; its shards divide what grows with parameters. Times are of one thread of arithmetic.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import cache, partial
 from typing import Literal
 
 from geotrain.config import CodecConfig, OuterConfig
-from geotrain.net.storage.disk_shelf import LEAVING
+from geotrain.net.storage.disk_mirror_store import LEAVING
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.rules import AsyncRegion, Rule, global_rule, region_rule
-from geotrain.parameters.layout import Layout, Piece, fragments_due
+from geotrain.parameters.parameter_map import Chunk, ParameterMap, fragments_due
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 
 PROCESS_BYTES = 300 << 20  # Python, torch, gRPC; measured
@@ -75,23 +75,23 @@ def place_of(role: Literal["region", "global"], outer: OuterConfig, members: int
 
 
 def server_needs(
-    place: Place, outer: OuterConfig, layout: Layout, snapshots: int, rates: ServerRates = MEASURED
+    place: Place, outer: OuterConfig, parameter_map: ParameterMap, snapshots: int, rates: ServerRates = MEASURED
 ) -> ServerNeeds:
     """snapshots: how many are kept (`checkpoint.keep`)."""
     narrow = outer.server_state == "bf16"
-    numel, pieces, at_once = layout.numel, layout.pieces, _at_once(layout, outer)
-    due = [piece for piece in pieces if piece.fragment in at_once]
+    numel, chunks, at_once = parameter_map.numel, parameter_map.chunks, _at_once(parameter_map, outer)
+    due = [chunk for chunk in chunks if chunk.fragment in at_once]
     width = 2 if narrow else 4
     base = 4 * numel if isinstance(place.rule, AsyncRegion) else 0
     vectors = 4 * numel + base + width * numel * len(getattr(place.rule, "narrow", ()))
     changes = sends_changes(place.down)
     state = {"vectors": vectors, "mirrors of members": 4 * numel * place.members if changes else 0}
-    answer, in_flight = coded(place.down, pieces), 0
+    answer, in_flight = coded(place.down, chunks), 0
     if place.above is not None:
         up, down = place.above
         state["residual"] = width * numel if make_codec(up).error_feedback else 0
         state["mirror"] = 4 * numel if sends_changes(down) else 0
-        in_flight = coded(up, pieces)
+        in_flight = coded(up, chunks)
     coming = in_flight + place.members * answer
     saved = coming if changes else in_flight
     if place.rule.in_rounds:
@@ -104,10 +104,10 @@ def server_needs(
     other = {"payloads and answers": coming}
     if place.validates:
         other["validation"] = (4 if place.role == "region" else 2) * numel
-    share = max(f.numel for f in layout.fragments) / numel
-    largest = max(piece.numel for piece in pieces)
+    share = max(f.numel for f in parameter_map.fragments) / numel
+    largest = max(chunk.numel for chunk in chunks)
     passing = {
-        # A payload's chunks are joined when the last one is here.
+        # A payload's data frames are joined when the last one is here.
         "arriving": 2 * place.members * coded(place.up, due),
         "decoding": 4 * largest * len(due),
         # A vector's difference or mean, and what is kept in 16 bits, in fp32 meanwhile.
@@ -118,14 +118,14 @@ def server_needs(
         "process": PROCESS_BYTES,
     }
     journal = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * numel)
-    update_s = sum(update_stages(place, coded(place.up, pieces), numel, coded(place.down, pieces), rates).values())
+    update_s = sum(update_stages(place, coded(place.up, chunks), numel, coded(place.down, chunks), rates).values())
     recovery_s = snapshot / 1e9 * rates.recovery_s_per_gb
     send_s, wide_up = 0.0, 0
     if place.above is not None:
-        wide_up, wide_down = (coded(codec, pieces) for codec in place.above)
+        wide_up, wide_down = (coded(codec, chunks) for codec in place.above)
         beyond = [send_stages(numel, wide_up, rates), merge_stages(place, numel, wide_down, rates)]
         send_s = sum(sum(each.values()) for each in beyond)
-    replay_s = journal / max(1, coded(place.up, pieces)) * update_s
+    replay_s = journal / max(1, coded(place.up, chunks)) * update_s
     disk = mirrors + (snapshots + 1) * snapshot + snapshots * journal
     sizes = snapshot, mirrors, disk
     return ServerNeeds(place.role, state | other, passing, *sizes, update_s, send_s, wide_up, recovery_s, replay_s)
@@ -173,9 +173,9 @@ class ServerSeconds:
     send: tuple[float, ...] = ()
     merge: tuple[float, ...] = ()
 
-    def over(self, vaults: int) -> ServerSeconds:
-        """Of so many vaults that work side by side, each on its share."""
-        return ServerSeconds(*(tuple(s / vaults for s in each) for each in (self.update, self.send, self.merge)))
+    def over(self, shards: int) -> ServerSeconds:
+        """Of so many shards that work side by side, each on its share."""
+        return ServerSeconds(*(tuple(s / shards for s in each) for each in (self.update, self.send, self.merge)))
 
 
 def server_seconds(
@@ -199,14 +199,14 @@ def server_seconds(
     return ServerSeconds(update, of(send_stages, numels, above[0]), merge)
 
 
-def coded(codec: CodecConfig, pieces: Sequence[Piece]) -> int:
-    """Bytes of these pieces."""
+def coded(codec: CodecConfig, chunks: Sequence[Chunk]) -> int:
+    """Bytes of these chunks."""
     bytes_of = cache(make_codec(codec).encoded_bytes)
-    return sum(bytes_of(piece.numel) for piece in pieces)
+    return sum(bytes_of(chunk.numel) for chunk in chunks)
 
 
-def _at_once(layout: Layout, outer: OuterConfig) -> set[int]:
+def _at_once(parameter_map: ParameterMap, outer: OuterConfig) -> set[int]:
     """The fragments of the largest update."""
-    count = len(layout.fragments)
+    count = len(parameter_map.fragments)
     steps = (set(fragments_due(count, outer.local_steps, step)) for step in range(1, outer.local_steps + 1))
-    return max(steps, key=lambda due: sum(layout.fragments[f].numel for f in due))
+    return max(steps, key=lambda due: sum(parameter_map.fragments[f].numel for f in due))

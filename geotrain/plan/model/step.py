@@ -136,7 +136,7 @@ def _pipelines(
     rank sends that whole to its peer, with sequence parallelism its part of it.
     """
     size = work.bytes_per_weight * work.micro_tokens // table.cp * work.architecture.hidden_size
-    piece = size // table.tp if work.parallel.sequence else size
+    chunk = size // table.tp if work.parallel.sequence else size
     columns = [(d, t) for d in range(table.copies) for t in range(table.tp)]
     edges = {
         (s, d, t): network.between(table.at(s, d, t), table.at(s + 1, d, t))
@@ -150,7 +150,7 @@ def _pipelines(
     for r, mine in enumerate(stages):
         own = [(d, t) for d, t in columns if d // table.cp == r]
         times = tuple(
-            max(edges[s, d, t].seconds(piece, _share(flows, edges[s, d, t])) for d, t in own)
+            max(edges[s, d, t].seconds(chunk, _share(flows, edges[s, d, t])) for d, t in own)
             for s in range(table.pp - 1)
         )
         replicas.append(Stages(tuple(x.forward_s for x in mine), tuple(x.backward_s for x in mine), times))
@@ -158,7 +158,7 @@ def _pipelines(
     shares = (claimed_shares if balance else even_shares)(tuple(replicas), parts)
     counts = shares.micro_batches
     for s, d, t in edges:
-        _count(sent, table.at(s, d, t), table.at(s + 1, d, t), counts[d // table.cp] * piece, both_ways=True)
+        _count(sent, table.at(s, d, t), table.at(s + 1, d, t), counts[d // table.cp] * chunk, both_ways=True)
     for count, of_replica in zip(counts, crossing, strict=True):
         for pair, count_bytes in of_replica.items():
             sent[pair] += count * count_bytes

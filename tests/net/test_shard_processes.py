@@ -1,4 +1,4 @@
-"""Servers whose vaults are processes of their own: real sockets, TLS, disks and kills."""
+"""Servers whose shards are processes of their own: real sockets, TLS, disks and kills."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, vaults_of
+from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, shards_of
 from geotrain.net.server import server_process
 from geotrain.net.server.server_host import ServerHost
-from geotrain.net.server.vault_sessions import VaultLost
+from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import make_certificates, open_channel, trust_between
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Server, Site
 
-ROLES = ("global", "eu", "global.vault-0", "eu.vault-1")
+ROLES = ("global", "eu", "global.shard-0", "eu.shard-1")
 
 
 def trained(site: Site, upset: Callable[[dict[str, Server]], None] = lambda servers: None) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def trained(site: Site, upset: Callable[[dict[str, Server]], None] = lambda serv
     assert not failed, failed
     for name, server in servers.items():
         assert server.ended()[0] == 0, (name, server.ended())
-    return dict(read_weights(site.folder / "global", site.layout))
+    return dict(read_weights(site.folder / "global", site.parameter_map))
 
 
 @pytest.fixture(params=["fp32", "int4"])
@@ -64,9 +64,9 @@ def settings(request: pytest.FixtureRequest) -> dict[str, object]:
     return {"up": codec, "down": codec}
 
 
-def vault_of(site: Site) -> dict[str, Any]:
-    """What the region's server says of its only vault."""
-    found: dict[str, Any] = site.status("eu")["vaults"][0]
+def shard_of(site: Site) -> dict[str, Any]:
+    """What the region's server says of its only shard."""
+    found: dict[str, Any] = site.status("eu")["shards"][0]
     return found
 
 
@@ -75,13 +75,13 @@ def folder(tmp_path: Path, name: str) -> Path:
     return tmp_path / name
 
 
-def test_a_run_with_vaults_ends_with_the_same_bits(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path, settings: dict[str, object]) -> None:
     """In synchronous rounds, where nothing depends on time: also when each role is killed on the way, with mirrors on
     the disk where there are any."""
     wanted = trained(Site(folder(tmp_path, "one"), "sync", 24, **settings))
     if settings["down"] == codec_config("int4"):
         settings["mirrors"] = "disk"
-    site = Site(folder(tmp_path, "two"), "sync", 24, vaults=2, certs=tmp_path / "certs", **settings)
+    site = Site(folder(tmp_path, "two"), "sync", 24, shards=2, certs=tmp_path / "certs", **settings)
     make_certificates(site.cluster, tmp_path / "certs")
     dice = random.Random(1)
 
@@ -99,9 +99,9 @@ def test_a_run_with_vaults_ends_with_the_same_bits(tmp_path: Path, settings: dic
         assert torch.equal(found[name], tensor), name
 
 
-def test_a_vault_whose_disk_was_lost_says_so(tmp_path: Path) -> None:
-    """It ends, and its book takes nobody: nothing is trained on a part of the weights."""
-    site = Site(tmp_path, "sync", 24, vaults=1)
+def test_a_shard_whose_disk_was_lost_says_so(tmp_path: Path) -> None:
+    """It ends, and its coordinator takes nobody: nothing is trained on a part of the weights."""
+    site = Site(tmp_path, "sync", 24, shards=1)
     servers = {name: site.serve(name) for name in site.processes}
     worker = site.worker("b")
     worker.join()
@@ -110,67 +110,67 @@ def test_a_vault_whose_disk_was_lost_says_so(tmp_path: Path) -> None:
     for client, part in zip(worker.clients, worker.parts(lease, (0,)), strict=True):
         client.push(part).result(BUSY_S)
     worker.close()
-    wait_for(lambda: vault_of(site)["up"] and vault_of(site)["orders"] and vault_of(site)["rss_bytes"] > 1e7)
-    servers["eu.vault-0"].send(signal.SIGKILL)
-    wait_for(lambda: not vault_of(site)["up"])
+    wait_for(lambda: shard_of(site)["up"] and shard_of(site)["commands"] and shard_of(site)["rss_bytes"] > 1e7)
+    servers["eu.shard-0"].send(signal.SIGKILL)
+    wait_for(lambda: not shard_of(site)["up"])
     servers["eu"].send(signal.SIGKILL)
-    for name in ("eu", "eu.vault-0"):
+    for name in ("eu", "eu.shard-0"):
         servers[name].process.join(BUSY_S)
-    shutil.rmtree(tmp_path / "eu.vault-0")
+    shutil.rmtree(tmp_path / "eu.shard-0")
     site.serve("eu", resume=True)
-    vault = site.serve("eu.vault-0", resume=True)
-    code, said = vault.ended()
+    shard = site.serve("eu.shard-0", resume=True)
+    code, said = shard.ended()
     assert code not in (0, None) and "docs/servers.md says what to do" in said
     for server in site.servers:
         if server.process.is_alive():
             server.send(signal.SIGKILL)
 
 
-def test_nobody_else_speaks_as_a_vault(tmp_path: Path) -> None:
-    site = Site(tmp_path, "sync", 24, vaults=1, certs=tmp_path / "certs")
+def test_nobody_else_speaks_as_a_shard(tmp_path: Path) -> None:
+    site = Site(tmp_path, "sync", 24, shards=1, certs=tmp_path / "certs")
     make_certificates(site.cluster, tmp_path / "certs")
     server = site.serve("eu")
     site.status("eu")  # it listens
     said = []
-    for role, name in (("worker", "a"), ("vault", "global"), ("region", "eu")):
+    for role, name in (("worker", "a"), ("shard", "global"), ("region", "eu")):
         trust = trust_between(site.cluster, role, name, "region", "eu")  # type: ignore[arg-type]
         channel = open_channel(grpc, site.address("eu"), trust, rpc.OPTIONS)
-        hello = wire.pack(rpc.VaultHello("eu", 0, 1, 0, ""))
+        hello = wire.pack(rpc.ShardHello("eu", 0, 1, 0, ""))
         with pytest.raises(grpc.RpcError) as refused:
-            list(channel.stream_stream("/geotrain.Outer/vault")(iter([hello]), timeout=BUSY_S))
+            list(channel.stream_stream("/geotrain.Outer/shard")(iter([hello]), timeout=BUSY_S))
         said.append(str(rpc.refusal_of(refused.value)))
         channel.close()
-    assert all("does not speak for vault 'eu'" in each for each in said), said
-    vault, address = site.serve("eu.vault-0"), str(vaults_of(site.cluster, "eu")[0])
-    for call in ("status", "join"):  # a vault is told by its book who is here, and by nobody else
-        channel = open_channel(grpc, address, trust_between(site.cluster, "worker", "a", "vault", "eu"), rpc.OPTIONS)
+    assert all("does not speak for shard 'eu'" in each for each in said), said
+    shard, address = site.serve("eu.shard-0"), str(shards_of(site.cluster, "eu")[0])
+    for call in ("status", "join"):  # a shard is told by its coordinator who is here, and by nobody else
+        channel = open_channel(grpc, address, trust_between(site.cluster, "worker", "a", "shard", "eu"), rpc.OPTIONS)
         grpc.channel_ready_future(channel).result(BUSY_S)
         if call == "join":
             with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
                 channel.unary_unary("/geotrain.Outer/join")(b"", timeout=BUSY_S)
         else:
-            assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=BUSY_S))["vault"] == 0
+            assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=BUSY_S))["shard"] == 0
         channel.close()
-    for each in (server, vault):
+    for each in (server, shard):
         each.send(signal.SIGKILL)
 
 
-def test_a_region_has_no_vaults_or_as_many_as_the_global_server(tmp_path: Path) -> None:
-    site = Site(tmp_path, vaults=2)
+def test_a_region_has_no_shards_or_as_many_as_the_global_server(tmp_path: Path) -> None:
+    site = Site(tmp_path, shards=2)
     cluster = json.loads((tmp_path / "cluster.json").read_text())
-    assert len(vaults_of(site.cluster, "eu")) == len(vaults_of(site.cluster, "global")) == 2
-    cluster["regions"][0]["vaults"].pop()
-    with pytest.raises(ConfigError, match="region 'eu' has 1 vaults, the global server 2"):
+    assert len(shards_of(site.cluster, "eu")) == len(shards_of(site.cluster, "global")) == 2
+    cluster["regions"][0]["shards"].pop()
+    with pytest.raises(ConfigError, match="region 'eu' has 1 shards, the global server 2"):
         parse(ClusterConfig, cluster, "cluster")
-    del cluster["regions"][0]["vaults"]
-    assert vaults_of(parse(ClusterConfig, cluster, "cluster"), "eu") == ()
+    del cluster["regions"][0]["shards"]
+    assert shards_of(parse(ClusterConfig, cluster, "cluster"), "eu") == ()
 
 
-def test_a_server_that_is_told_to_end_with_its_vaults_begins_no_new_life(
+def test_a_server_that_is_told_to_end_with_its_shards_begins_no_new_incarnation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever it hears first: its own signal, or that a vault's stream has ended."""
-    site, lives = Site(folder(tmp_path, "run"), "sync", 24, vaults=2), []
+    """Whichever it hears first: its own signal, or that a shard's stream has ended."""
+    site, lives = Site(folder(tmp_path, "run"), "sync", 24, shards=2), []
 
     class Told(ServerHost):
         async def run(self) -> None:
@@ -178,7 +178,7 @@ def test_a_server_that_is_told_to_end_with_its_vaults_begins_no_new_life(
             if len(lives) == 2:
                 self.stop.set()
             assert len(lives) < 3
-            raise VaultLost("the stream to vault 1 has ended")
+            raise ShardLost("the stream to shard 1 has ended")
 
     monkeypatch.setattr(server_process, "ServerHost", Told)
     assert server_process.serve_global(site.run, site.cluster, site.folder / "global", False) == 0

@@ -1,4 +1,4 @@
-"""However many vaults a server has, and however it is restarted with others: the same bits."""
+"""However many shards a server has, and however it is restarted with others: the same bits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.old_snapshots import as_now
-from geotrain.parameters.layout import LayoutError
+from geotrain.parameters.parameter_map import ParameterMapError
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_world import UPDATES, World, config, halves, make, random_deltas, weights_of
 from tests.support.recorded_world import same_state
 
-PIECES = {"fragments": 1, "piece_elements": 6}  # 24, 16, 16 and 8 elements: four, three, three and two pieces
+CHUNKS = {"fragments": 1, "chunk_elements": 6}  # 24, 16, 16 and 8 elements: four, three, three and two chunks
 
 
 def heard(world: World) -> list[Any]:
@@ -40,7 +40,7 @@ def heard(world: World) -> list[Any]:
 
 
 def play(world: World, restarted: int | None = None) -> list[Any]:
-    """restarted: the region's server comes back with so many vaults before each exchange."""
+    """restarted: the region's server comes back with so many shards before each exchange."""
     said, answers = heard(world), []
     for turn in range(6):
         for worker, region in (("a", "eu"), ("b", "us")):
@@ -50,15 +50,17 @@ def play(world: World, restarted: int | None = None) -> list[Any]:
             world.settle(region)
         for region in world.regions:
             world.settle(region)
-        answers.append([world.weights(w, turn + 1, tuple(range(len(world.layout.fragments)))) for w in "ab"])
+        answers.append([world.weights(w, turn + 1, tuple(range(len(world.parameter_map.fragments)))) for w in "ab"])
     assert sum(isinstance(each, UpdatePart) for each in said) > 6 and any(isinstance(each, Answer) for each in said)
     return [*said, *[[x.tolist() for x in each.values()] for turn in answers for each in turn if each]]
 
 
-def restart(world: World, region: str, vaults: int) -> None:
+def restart(world: World, region: str, shards: int) -> None:
     """As after a kill: what the state leaves out is said again."""
     old = world.regions[region]
-    new = type(old)(region, world.identity, world.layout, world.config, old.rule, tuple(old.members), vaults=vaults)
+    new = type(old)(
+        region, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members), shards=shards
+    )
     new.incarnation = old.incarnation
     new.load({name: tensor.clone() for name, tensor in old.state()[0].items()}, old.state()[1])
     for message in left_out(old):
@@ -69,13 +71,13 @@ def restart(world: World, region: str, vaults: int) -> None:
 
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
 @pytest.mark.parametrize(("up", "down"), [("fp32", "bf16"), ("int4", "int8"), ("topk2", "fp32")])
-def test_the_number_of_vaults_changes_no_bit(rule: str, up: str, down: str) -> None:
+def test_the_number_of_shards_changes_no_bit(rule: str, up: str, down: str) -> None:
     every = {} if rule == "sync" else {"updates_per_send": 2}
     settings = config(rule, up=codec_config(up, rounding="stochastic") if up == "int4" else codec_config(up),
                       down=codec_config(down), **every)  # fmt: skip
-    one, *others = [make(settings, cut_a=halves, vaults=n, **PIECES) for n in (1, 2, 4)]
+    one, *others = [make(settings, cut_a=halves, shards=n, **CHUNKS) for n in (1, 2, 4)]
     wanted = play(one)
-    assert [len(vault.pieces) for vault in others[1].top.vaults.all] == [3, 3, 3, 3]
+    assert [len(shard.chunks) for shard in others[1].top.shards.all] == [3, 3, 3, 3]
     for world in others:
         assert play(world) == wanted
         for name in (None, "eu", "us"):
@@ -83,13 +85,13 @@ def test_the_number_of_vaults_changes_no_bit(rule: str, up: str, down: str) -> N
 
 
 @pytest.mark.parametrize("rule", ["halos", "sync"])
-def test_a_state_is_taken_up_by_any_number_of_vaults(rule: str) -> None:
+def test_a_state_is_taken_up_by_any_number_of_shards(rule: str) -> None:
     every = {} if rule == "sync" else {"updates_per_send": 2}
     settings = config(rule, up=codec_config("int4"), down=codec_config("int8"), **every)
-    calm, shaken = (make(settings, cut_a=halves, vaults=n, **PIECES) for n in (1, 2))
+    calm, shaken = (make(settings, cut_a=halves, shards=n, **CHUNKS) for n in (1, 2))
     wanted = play(calm)
     for name, region in shaken.regions.items():
-        assert len(region.vaults.all) == 2, name
+        assert len(region.shards.all) == 2, name
     found = play(shaken, restarted=3)
     assert [each for each in found if isinstance(each, UpdatePart)] == [
         each for each in wanted if isinstance(each, UpdatePart)
@@ -101,7 +103,7 @@ def test_a_state_is_taken_up_by_any_number_of_vaults(rule: str) -> None:
 def test_nor_where_momenta_and_residuals_are_kept_in_bf16(rule: str) -> None:
     every: dict[str, Any] = {} if rule == "sync" else {"updates_per_send": 2}
     settings = config(rule, up=codec_config("int4"), down=codec_config("int8"), server_state="bf16", **every)
-    calm, shaken = (make(settings, cut_a=halves, vaults=n, **PIECES) for n in (1, 2))
+    calm, shaken = (make(settings, cut_a=halves, shards=n, **CHUNKS) for n in (1, 2))
     said, again = ([u for u in each if isinstance(u, UpdatePart)] for each in (play(calm), play(shaken, restarted=3)))
     assert said == again
     same_state(calm.top, shaken.top)
@@ -112,8 +114,8 @@ def test_nor_where_momenta_and_residuals_are_kept_in_bf16(rule: str) -> None:
     assert narrow == {"residual", *of_rule[rule]}
 
 
-def test_pieces_change_nothing_where_each_element_is_coded_by_itself() -> None:
-    whole, cut = (make(config("halos"), cut_a=halves, **more) for more in ({"fragments": 1}, PIECES))
+def test_chunks_change_nothing_where_each_element_is_coded_by_itself() -> None:
+    whole, cut = (make(config("halos"), cut_a=halves, **more) for more in ({"fragments": 1}, CHUNKS))
     for world in (whole, cut):
         play(world)
     for mine, other in zip(weights_of(whole.top), weights_of(cut.top), strict=True):
@@ -122,23 +124,23 @@ def test_pieces_change_nothing_where_each_element_is_coded_by_itself() -> None:
 
 
 def held(server: Server) -> list[Any]:
-    """All that the vaults hold of members, beside the state."""
+    """All that the shards hold of members, beside the state."""
     return [
         (sorted(known.joins), sorted(known.updates), sorted(known.answers), sorted(known.senders))
-        for vault in server.vaults.all
-        for known in vault.members.values()
+        for shard in server.shards.all
+        for known in shard.members.values()
     ]
 
 
-def test_a_fault_in_one_piece_refuses_the_whole_update_in_all_vaults() -> None:
-    world = make(config(), cut_a=halves, vaults=2, **PIECES)
+def test_a_fault_in_one_chunk_refuses_the_whole_update_in_all_shards() -> None:
+    world = make(config(), cut_a=halves, shards=2, **CHUNKS)
     region, worker = world.regions["eu"], world.workers["a"][1]
     before, known = [x.clone() for x in weights_of(region)], held(region)
     first, second = worker.parts(random_deltas(world, 1))
-    *others, last = second.deltas  # of the last piece, after all others were decoded
+    *others, last = second.deltas  # of the last chunk, after all others were decoded
     nan = torch.full((len(last.payload) // 4,), torch.nan).numpy().tobytes()
     assert not region.handle(first).reply and held(region) != known
-    with pytest.raises(Refused, match=r"a, part 1: fragment 3, piece 2 of 2: .* not finite"):
+    with pytest.raises(Refused, match=r"a, part 1: fragment 3, chunk 2 of 2: .* not finite"):
         region.handle(replace(second, deltas=(*others, replace(last, payload=nan))))
     assert all(map(torch.equal, weights_of(region), before)) and held(region) == known
     worker.sequence = 0
@@ -147,19 +149,21 @@ def test_a_fault_in_one_piece_refuses_the_whole_update_in_all_vaults() -> None:
     assert applied
 
 
-def test_a_fault_in_one_piece_of_global_weights_changes_no_mirror() -> None:
-    world = make(config(updates_per_send=1, down=codec_config("int8")), vaults=2, **PIECES)
+def test_a_fault_in_one_chunk_of_global_weights_changes_no_mirror() -> None:
+    world = make(config(updates_per_send=1, down=codec_config("int8")), shards=2, **CHUNKS)
     world.push("a", random_deltas(world, 1))
     update = world.deliver_up("eu")
     assert update is not None
-    fragments = world.layout.fragments_of([d.piece for d in update.deltas])
+    fragments = world.parameter_map.fragments_of([d.chunk for d in update.deltas])
     answer = world.top.answer("eu", "life-1", 0, update.sequence, fragments)
     assert answer is not None and len(answer.weights) > 1
     region, last = world.regions["eu"], answer.weights[-1]
     before = {name: tensor.clone() for name, tensor in region.state()[0].items()}
     nan = torch.full((len(last.payload),), 255, dtype=torch.uint8)
-    wrong = Answer(answer.sequence, (*answer.weights[:-1], type(last)(last.piece, 1, to_bytes(nan), True)), "life")
-    with pytest.raises(Refused, match="piece 3 of 3 of the global server"):
+    wrong = Answer(
+        answer.sequence, (*answer.weights[:-1], type(last)(last.chunk, 1, to_bytes(nan), True)), "incarnation"
+    )
+    with pytest.raises(Refused, match="chunk 3 of 3 of the global server"):
         region.handle(wrong)
     assert all(torch.equal(tensor, before[name]) for name, tensor in region.state()[0].items())
     world.tell("eu", answer)
@@ -175,29 +179,29 @@ def test_a_fault_in_one_piece_of_global_weights_changes_no_mirror() -> None:
     ],
 )
 def test_an_update_is_of_whole_fragments(change: Any, reason: str) -> None:
-    world = make(config(), **PIECES)
+    world = make(config(), **CHUNKS)
     [part] = world.workers["a"][1].parts({0: torch.ones(16)})
     with pytest.raises(Refused, match=reason):
         world.regions["eu"].handle(type(part)(*(part.member, "life-1", 1, 0, change(part.deltas)), job=1))
 
 
-def test_a_state_of_before_there_were_pieces_is_taken_up() -> None:
+def test_a_state_of_before_there_were_chunks_is_taken_up() -> None:
     """Tensors were named by fragment, updates in flight also by their numbers."""
     world = make(config(updates_per_send=1, up=codec_config("int4"), down=codec_config("int8")), fragments=1)
     for seed in range(2):
         world.push("a", random_deltas(world, seed))
     region = world.regions["eu"]
     tensors, meta = region.state()
-    numbers = {d.piece: u.sequence for u in region.in_flight.values() for d in u.deltas}
+    numbers = {d.chunk: u.sequence for u in region.in_flight.values() for d in u.deltas}
     assert numbers
-    older = {name.replace("piece.", "fragment."): tensor for name, tensor in tensors.items()}
-    for piece, number in numbers.items():
-        older[f"in_flight.{number}.{piece}"] = older.pop(f"in_flight.{piece}")
+    older = {name.replace("chunk.", "fragment."): tensor for name, tensor in tensors.items()}
+    for chunk, number in numbers.items():
+        older[f"in_flight.{number}.{chunk}"] = older.pop(f"in_flight.{chunk}")
     assert {as_now(name) for name in older} == set(tensors) != set(older)
-    for piece in numbers:  # what was sent had a vector of its own, and base kept what nobody asks for meanwhile
-        older[f"fragment.{piece}.aux.sent"] = older.pop(f"fragment.{piece}.aux.base")
-        older[f"fragment.{piece}.aux.base"] = torch.full_like(older[f"fragment.{piece}.aux.sent"], torch.nan)
-    new = type(region)("eu", world.identity, world.layout, world.config, region.rule, tuple(region.members))
+    for chunk in numbers:  # what was sent had a vector of its own, and base kept what nobody asks for meanwhile
+        older[f"fragment.{chunk}.aux.sent"] = older.pop(f"fragment.{chunk}.aux.base")
+        older[f"fragment.{chunk}.aux.base"] = torch.full_like(older[f"fragment.{chunk}.aux.sent"], torch.nan)
+    new = type(region)("eu", world.identity, world.parameter_map, world.config, region.rule, tuple(region.members))
     new.incarnation = region.incarnation
     new.load(older, meta)
     same_state(new, region)
@@ -205,26 +209,30 @@ def test_a_state_of_before_there_were_pieces_is_taken_up() -> None:
 
 
 def test_a_state_that_is_cut_otherwise_is_refused() -> None:
-    world, other = make(config(), **PIECES), make(config(), fragments=1, piece_elements=12)
-    with pytest.raises(LayoutError, match=r"not cut into pieces of 12 elements; resume with the outer\.fragments"):
+    world, other = make(config(), **CHUNKS), make(config(), fragments=1, chunk_elements=12)
+    with pytest.raises(
+        ParameterMapError, match=r"not cut into chunks of 12 elements; resume with the outer\.fragments"
+    ):
         other.top.load(*world.top.state())
 
 
-def test_a_join_that_is_refused_is_in_no_vault() -> None:
-    world = make(config(), cut_a=halves, vaults=2, **PIECES)
+def test_a_join_that_is_refused_is_in_no_shard() -> None:
+    world = make(config(), cut_a=halves, shards=2, **CHUNKS)
     region = world.regions["eu"]
     known = held(region)
     [first, _] = world.workers["a"][1].joins(world.identity, "life-2")
     short = replace(first, pushes=first.pushes[:-1])
-    with pytest.raises(Refused, match="slices for 11 pieces, the run has 12"):
+    with pytest.raises(Refused, match="slices for 11 chunks, the run has 12"):
         region.handle(short)
     assert held(region) == known
     region.handle(first)
-    assert held(region) != known  # what the former life had said is forgotten
+    assert held(region) != known  # what the former incarnation had said is forgotten
 
 
-def test_a_server_has_as_many_vaults_as_it_is_told() -> None:
-    world = make(config(), **PIECES)
-    server = GlobalServer(world.identity, world.layout, world.config, {"eu": ("a",)}, int(UPDATES), 1, vaults=4)
-    sizes = [sum(piece.numel for piece in vault.pieces) for vault in server.vaults.all]
+def test_a_server_has_as_many_shards_as_it_is_told() -> None:
+    world = make(config(), **CHUNKS)
+    server = GlobalServer(
+        world.identity, world.parameter_map, world.config, {"eu": ("a",)}, int(UPDATES), 1, shards=4
+    )
+    sizes = [sum(chunk.numel for chunk in shard.chunks) for shard in server.shards.all]
     assert sum(sizes) == 64 and max(sizes) - min(sizes) <= 6

@@ -1,4 +1,4 @@
-"""Disks of servers with vaults in processes of their own are lost, and their state comes back from S3 over HTTP."""
+"""Disks of servers with shards in processes of their own are lost, and their state comes back from S3 over HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from geotrain.net.server.server_setup import ServerSetup
-from geotrain.net.storage.snapshot_mirror import Copies
+from geotrain.net.storage.remote_snapshots import Copies
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
@@ -116,15 +116,15 @@ class Story:
         for name, server in self.servers.items():
             assert server.ended()[0] == 0, (name, server.ended())
         status = json.loads((self.site.folder / GLOBAL / "status.json").read_text())
-        return Ended(dict(read_weights(self.site.folder / GLOBAL, self.site.layout)), status, [], [])
+        return Ended(dict(read_weights(self.site.folder / GLOBAL, self.site.parameter_map)), status, [], [])
 
 
-def told(folder: Path, s3: dict[str, str], vaults: int, of_top: tuple[str, ...], of_region: tuple[str, ...]) -> Ended:
+def told(folder: Path, s3: dict[str, str], shards: int, of_top: tuple[str, ...], of_region: tuple[str, ...]) -> Ended:
     """The run in which those disks are lost, and then all. of_top, of_region: whose."""
     folder.mkdir()
     url = make_bucket(f"bucket-{abs(hash(folder))}", s3) + "/copies"
     settings: dict[str, Any] = dict(snapshots=url, environment=s3, every_minutes=1000.0, lease_reserve=0)
-    story = Story(Site(folder, "halos", SAMPLES, vaults=vaults, **settings))
+    story = Story(Site(folder, "halos", SAMPLES, shards=shards, **settings))
     committed, versions = [], []
 
     def note() -> None:
@@ -167,16 +167,16 @@ def told(folder: Path, s3: dict[str, str], vaults: int, of_top: tuple[str, ...],
 def test_disks_are_lost_and_the_run_goes_on_as_that_of_servers_in_one_process(
     tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vault's, its book's, then all. What was lost is trained again, and the weights are bit for bit those of a run
-    whose servers, of one process each, lost their disks at the same moments."""
+    """A shard's, its coordinator's, then all. What was lost is trained again, and the weights are bit for bit those
+    of a run whose servers, of one process each, lost their disks at the same moments."""
     for key, value in s3.items():
         monkeypatch.setenv(key, value)
     wanted = told(tmp_path / "one", s3, 0, (GLOBAL,), ("eu",))
     assert wanted.committed[2] == wanted.committed[0] < wanted.committed[1], "the newest moment was taken"
     assert wanted.status["committed_samples"] == SAMPLES and wanted.status["open_leases"] == 0
     cases: dict[str, Callable[[], Ended]] = {
-        "vaults": lambda: told(tmp_path / "vaults", s3, 2, ("global.vault-0",), ("eu.vault-1",)),
-        "books": lambda: told(tmp_path / "books", s3, 2, (GLOBAL,), ("eu",)),
+        "shards": lambda: told(tmp_path / "shards", s3, 2, ("global.shard-0",), ("eu.shard-1",)),
+        "coordinators": lambda: told(tmp_path / "coordinators", s3, 2, (GLOBAL,), ("eu",)),
     }
     for which, run in cases.items():
         found = run()

@@ -1,4 +1,4 @@
-"""A shelf on the disk: mapped files that exist for one process alone.
+"""A mirror_store on the disk: mapped files that exist for one process alone.
 
 They have no name (O_TMPFILE), so whatever ends the process frees their room, and nothing has to be found again: a
 recovery makes them anew from snapshot and journal. A vector that goes back is written to its file and leaves the
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig
 from geotrain.monitor.events import EventLog, Trouble
-from geotrain.outer.mirror_store import Shelf
+from geotrain.outer.mirror_store import MirrorStore
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _MS_SYNC, _MADV_PAGEOUT, _MADV_POPULATE_WRITE = 4, 21, 23
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # by their number in statfs(2)
 
 
-class DiskShelf(Shelf):
+class DiskMirrorStore(MirrorStore):
     """In files of this folder. tell: called with a sentence where vectors must stay in memory: on a file system that
     is memory itself or knows no nameless files, and while the disk is full.
 
@@ -71,7 +71,7 @@ class DiskShelf(Shelf):
         kept = self.room(vector.shape, vector.dtype)
         return kept.copy_(vector) if on_disk(kept) else vector
 
-    def fetch(self, vector: Tensor) -> None:
+    def page_in(self, vector: Tensor) -> None:
         self._check()
         if on_disk(vector):
             # All at once, not page by page as each is touched. What the disk cannot give is an error, and no signal.
@@ -79,7 +79,7 @@ class DiskShelf(Shelf):
             if failed not in (0, errno.EINVAL):  # the latter: Linux before 5.14
                 raise self._error(failed, "read")
 
-    def back(self, vector: Tensor) -> None:
+    def page_out(self, vector: Tensor) -> None:
         self._check()
         if on_disk(vector):
             self._leaving.acquire()  # so that no more is in memory than the disk can take
@@ -113,14 +113,14 @@ class DiskShelf(Shelf):
             self._tell(what)
 
 
-def shelf_of(outer: OuterConfig, folder: Path, events: EventLog) -> Shelf:
+def mirror_store_of(outer: OuterConfig, folder: Path, events: EventLog) -> MirrorStore:
     """Of a server whose state is in that folder."""
 
     def tell(what: str) -> None:
         log.error("%s", what)
         events.write(Trouble(what))
 
-    return DiskShelf(folder, tell) if outer.mirrors == "disk" else Shelf()
+    return DiskMirrorStore(folder, tell) if outer.mirrors == "disk" else MirrorStore()
 
 
 def on_disk(vector: Tensor) -> bool:

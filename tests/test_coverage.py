@@ -10,8 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geotrain.parameters.coverage import check_cover, not_once
-from geotrain.parameters.layout import Layout, LayoutError, Parameter, StridedSlice, clip_runs, numel
+from geotrain.parameters.coverage import check_coverage, not_once
+from geotrain.parameters.parameter_map import (
+    Parameter,
+    ParameterMap,
+    ParameterMapError,
+    StridedSlice,
+    clip_runs,
+    numel,
+)
 
 runs_strategy = st.lists(
     st.builds(
@@ -27,8 +34,8 @@ runs_strategy = st.lists(
 def counted(slices, size):
     """`not_once`, element by element."""
     times = torch.zeros(size, dtype=torch.int32)
-    for piece in slices:
-        times.as_strided((piece.count, piece.length), (piece.stride, 1), piece.start).add_(1)
+    for chunk in slices:
+        times.as_strided((chunk.count, chunk.length), (chunk.stride, 1), chunk.start).add_(1)
     wrong = (times != 1).nonzero()
     return int(wrong[0]) if len(wrong) else None
 
@@ -44,7 +51,7 @@ def almost_covers(draw):
         for low, high in pairwise(edges):
             mine = [StridedSlice(size + low, high - low, columns if rows > 1 else 0, rows)]
             cuts = sorted({0, numel(mine), *draw(st.lists(st.integers(0, numel(mine)), max_size=2))})
-            slices += [piece for cut in pairwise(cuts) for piece in clip_runs(mine, *cut)]
+            slices += [chunk for cut in pairwise(cuts) for chunk in clip_runs(mine, *cut)]
         size += rows * columns
     at = draw(st.integers(0, len(slices) - 1))
     change = draw(st.sampled_from(["none", "without", "twice", "moved", "longer"]))
@@ -81,13 +88,13 @@ def test_rows_of_unlike_strides_may_lie_within_each_other(strides):
 
 
 def test_what_is_wrong_is_said():
-    layout = Layout([Parameter("a", (4, 4), 0, "normal"), Parameter("b", (4,), None, "ones")])
-    with pytest.raises(LayoutError, match="element 16 of 20 is covered by no rank"):
-        check_cover(layout, 0, [StridedSlice(0, 16)])
-    with pytest.raises(LayoutError, match="element 6 of 20 is covered 2 times"):
-        check_cover(layout, 0, [StridedSlice(0, 20), StridedSlice(6, 2, 4, 3)])
-    with pytest.raises(LayoutError, match="does not lie within its 20 elements"):
-        check_cover(layout, 0, [StridedSlice(0, 1, 0, 20)])
+    parameter_map = ParameterMap([Parameter("a", (4, 4), 0, "normal"), Parameter("b", (4,), None, "ones")])
+    with pytest.raises(ParameterMapError, match="element 16 of 20 is covered by no rank"):
+        check_coverage(parameter_map, 0, [StridedSlice(0, 16)])
+    with pytest.raises(ParameterMapError, match="element 6 of 20 is covered 2 times"):
+        check_coverage(parameter_map, 0, [StridedSlice(0, 20), StridedSlice(6, 2, 4, 3)])
+    with pytest.raises(ParameterMapError, match="does not lie within its 20 elements"):
+        check_coverage(parameter_map, 0, [StridedSlice(0, 1, 0, 20)])
 
 
 def test_ranks_of_a_large_model_are_checked_by_their_slices_and_not_by_its_size():
@@ -98,13 +105,13 @@ def test_ranks_of_a_large_model_are_checked_by_their_slices_and_not_by_its_size(
         for rank in range(8):
             mine = [StridedSlice(layer * rows * columns + rank * 1024, 1024, columns, rows)]
             cuts = [0, 1_000_001, 5_000_000, 9_999_999, rows * 1024]
-            slices += [piece for cut in pairwise(cuts) for piece in clip_runs(mine, *cut)]
-    layout = Layout([Parameter("a", (layers, rows, columns), 0, "normal")], piece_elements=1 << 40)
-    assert layout.numel > 69e9 and len(slices) > 8_000
+            slices += [chunk for cut in pairwise(cuts) for chunk in clip_runs(mine, *cut)]
+    parameter_map = ParameterMap([Parameter("a", (layers, rows, columns), 0, "normal")], chunk_elements=1 << 40)
+    assert parameter_map.numel > 69e9 and len(slices) > 8_000
     tracemalloc.start()
-    check_cover(layout, 0, slices)
-    with pytest.raises(LayoutError, match=r"element 7995392 of 69793218560 is covered by no rank"):
-        check_cover(layout, 0, [piece for piece in slices if piece is not slices[1]])
+    check_coverage(parameter_map, 0, slices)
+    with pytest.raises(ParameterMapError, match=r"element 7995392 of 69793218560 is covered by no rank"):
+        check_coverage(parameter_map, 0, [chunk for chunk in slices if chunk is not slices[1]])
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
 
@@ -112,5 +119,5 @@ def test_ranks_of_a_large_model_are_checked_by_their_slices_and_not_by_its_size(
 def test_slices_that_are_entangled_without_end_are_refused():
     """Each takes every second element of those that the ones before left: a period of 2^30."""
     slices = [StridedSlice((1 << i) - 1, 1, 2 << i, 1 << (31 - i)) for i in range(31)]
-    with pytest.raises(LayoutError, match=r"fragment 'all': slices with .* as those of no ranks do"):
-        check_cover(Layout([Parameter("a", (1 << 32,), 0, "normal")], piece_elements=1 << 32), 0, slices)
+    with pytest.raises(ParameterMapError, match=r"fragment 'all': slices with .* as those of no ranks do"):
+        check_coverage(ParameterMap([Parameter("a", (1 << 32,), 0, "normal")], chunk_elements=1 << 32), 0, slices)

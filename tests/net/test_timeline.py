@@ -17,12 +17,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from geotrain.net.storage import past as past_module
+from geotrain.net.storage import timeline as past_module
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.past import Past, clear_void, go_back, read_past, take, who_goes_back, write_past
 from geotrain.net.storage.recovery import JOURNAL
-from geotrain.net.storage.snapshot_mirror import Copies, SnapshotMirror, number_of, superfluous, whole
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of, superfluous, whole
 from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
+from geotrain.net.storage.timeline import (
+    Timeline,
+    clear_void,
+    go_back,
+    read_timeline,
+    take,
+    who_goes_back,
+    write_timeline,
+)
 
 KEEP = 2
 
@@ -58,17 +66,17 @@ def killed_after(steps: int | None, *places: tuple[Any, str]) -> Iterator[None]:
 
 
 class Sets(RuleBasedStateMachine):
-    """A book and two vaults with folders, copies, and a value each that says what they hold. What `VaultSessions` and
-    the processes around it do is told here; of `geotrain.net.storage.past` and the copies every line is the real
-    one."""
+    """A coordinator and two shards with folders, copies, and a value each that says what they hold. What
+    `ShardSessions` and the processes around it do is told here; of `geotrain.net.storage.timeline` and the copies
+    every line is the real one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
         self.fsync, os.fsync = os.fsync, lambda _: None  # processes are killed here, machines are not
-        self.names = ["book", "vault-0", "vault-1"]
+        self.names = ["coordinator", "shard-0", "shard-1"]
         self.folders = [self.root / name for name in self.names]
-        self.mirrors = [SnapshotMirror(f"file://{self.root}/far/{name}") for name in self.names]
+        self.mirrors = [RemoteSnapshots(f"file://{self.root}/far/{name}") for name in self.names]
         self.copies = Copies(self.mirrors[0], KEEP, self.mirrors[1:])
         self.value = 0  # what the set has trained
         self.of: dict[str, int] = {}  # moment → what the set had trained then
@@ -82,8 +90,8 @@ class Sets(RuleBasedStateMachine):
     def places(self) -> list[tuple[Any, str]]:
         """All that changes something for good, in the store and on the disks."""
         far = [(type(self.mirrors[0]._files), name) for name in ("put_file", "rm_file", "rm")]
-        near = [(past_module.shutil, "rmtree"), (past_module, "sync"), (past_module, "write_past")]
-        return [*far, *near, (SnapshotStore, "adopt"), (SnapshotMirror, "condemn")]
+        near = [(past_module.shutil, "rmtree"), (past_module, "sync"), (past_module, "write_timeline")]
+        return [*far, *near, (SnapshotStore, "adopt"), (RemoteSnapshots, "condemn")]
 
     def store(self, process: int) -> SnapshotStore:
         return SnapshotStore(self.folders[process] / SNAPSHOTS, KEEP)
@@ -95,7 +103,7 @@ class Sets(RuleBasedStateMachine):
         assert not faults
         if newest is None:
             return None
-        return read_past(self.folders[process]).name, int(newest.tensors["x"][0])
+        return read_timeline(self.folders[process]).name, int(newest.tensors["x"][0])
 
     @initialize()
     def begin(self) -> None:
@@ -103,23 +111,23 @@ class Sets(RuleBasedStateMachine):
         self.save_all()
 
     def save_all(self) -> str:
-        moment = self.store(0).new_moment()
-        self.of[moment] = self.value
+        checkpoint_id = self.store(0).new_checkpoint_id()
+        self.of[checkpoint_id] = self.value
         for process in range(3):
             # The names of the files, too, tell moments apart.
             tensors = {"x": torch.tensor([float(self.value), process]), f"at.{self.value}": torch.zeros(1)}
             state = FrozenState(tensors)
-            self.store(process).save(state, {"segment": 1, "ended": False, "moment": moment})
+            self.store(process).save(state, {"segment": 1, "ended": False, "checkpoint_id": checkpoint_id})
             (self.folders[process] / JOURNAL).mkdir(exist_ok=True)
-        return moment
+        return checkpoint_id
 
     def meet(self) -> None:
-        past = Past("first", begun=True)
+        timeline = Timeline("first", begun=True)
         for folder in self.folders:
             folder.mkdir(parents=True, exist_ok=True)
         self.save_all()
         for folder in self.folders:
-            write_past(folder, past)
+            write_timeline(folder, timeline)
 
     @rule()
     def train_and_save(self) -> None:
@@ -129,18 +137,18 @@ class Sets(RuleBasedStateMachine):
 
     @rule(killed=st.none() | st.integers(0, 12))
     def copy(self, killed: int | None) -> None:
-        """The book tells its vaults, and copies its own when all have said so. Killed at any point of it."""
+        """The coordinator tells its shards, and copies its own when all have said so. Killed at any point of it."""
         if self.lost:
             return
-        moments = [self.store(p).moments() for p in range(3)]
-        moment = max(moments[0].values())
-        numbers = [next(n for n, m in each.items() if m == moment) for each in moments]
+        checkpoint_ids = [self.store(p).checkpoint_ids() for p in range(3)]
+        checkpoint_id = max(checkpoint_ids[0].values())
+        numbers = [next(n for n, m in each.items() if m == checkpoint_id) for each in checkpoint_ids]
         with killed_after(killed, *self.places()):
             for process in (1, 2):
-                self.mirrors[process].upload(self.store(process).path(numbers[process]), moment)
-            self.copies.upload(self.store(0).path(numbers[0]), moment)
-            self.newest_known = moment
-            there = [mirror.moments() for mirror in self.mirrors]
+                self.mirrors[process].upload(self.store(process).path(numbers[process]), checkpoint_id)
+            self.copies.upload(self.store(0).path(numbers[0]), checkpoint_id)
+            self.newest_known = checkpoint_id
+            there = [mirror.checkpoint_ids() for mirror in self.mirrors]
             assert there[0] == there[1] == there[2] and all(there[0].values()) and len(there[0]) <= KEEP
 
     @rule(process=st.integers(0, 2))
@@ -151,9 +159,9 @@ class Sets(RuleBasedStateMachine):
     @rule(process=st.integers(0, 2))
     def damage_a_copy(self, process: int) -> None:
         """All but the oldest may be damaged, each by one process's copy."""
-        moments = self.copies.whole()
-        if len(moments) == KEEP:
-            path = self.root / "far" / self.names[process] / moments[-1] / "x.safetensors"
+        checkpoint_ids = self.copies.whole()
+        if len(checkpoint_ids) == KEEP:
+            path = self.root / "far" / self.names[process] / checkpoint_ids[-1] / "x.safetensors"
             path.write_bytes(path.read_bytes()[:-1] + b"!")
 
     @rule(killed=st.none() | st.integers(0, 25))
@@ -168,46 +176,53 @@ class Sets(RuleBasedStateMachine):
         if self.held(0) is None:
             go_back(self.folders[0], self.copies)
         for _ in range(20):
-            book = read_past(self.folders[0])
-            unfit = [v for v in (1, 2) if (self.held(v) or ("",))[0] != book.name]
+            coordinator = read_timeline(self.folders[0])
+            unfit = [v for v in (1, 2) if (self.held(v) or ("",))[0] != coordinator.name]
             if not unfit:
-                write_past(self.folders[0], replace(book, begun=True))
+                write_timeline(self.folders[0], replace(coordinator, begun=True))
                 break
             newest = max(self.copies.whole(), default=None)
-            who = who_goes_back(book, newest)
+            who = who_goes_back(coordinator, newest)
             assert newest is not None and who != "nobody"
             if who == "all":
                 go_back(self.folders[0], self.copies)
                 continue
             try:
-                take(self.folders[unfit[0]], self.mirrors[unfit[0]], Past(book.name, newest, True), number_of(newest))
+                take(
+                    self.folders[unfit[0]],
+                    self.mirrors[unfit[0]],
+                    Timeline(coordinator.name, newest, True),
+                    number_of(newest),
+                )
             except DamagedSnapshot as error:
                 self.mirrors[unfit[0]].condemn(newest, str(error))
         else:
             raise AssertionError("they never fit")
-        moment = read_past(self.folders[0]).moment
+        checkpoint_id = read_timeline(self.folders[0]).checkpoint_id
         states = [self.held(process) for process in range(3)]
         assert states[0] == states[1] == states[2], "all of one past, at one moment"
-        assert states[0] is not None and states[0][1] == self.of[moment]
-        self.value, self.lost = self.of[moment], set()
-        assert self.store(0).new_moment() > max(self.copies.every()), "what follows is newer than all that is there"
+        assert states[0] is not None and states[0][1] == self.of[checkpoint_id]
+        self.value, self.lost = self.of[checkpoint_id], set()
+        assert self.store(0).new_checkpoint_id() > max(self.copies.every()), (
+            "what follows is newer than all that is there"
+        )
 
     @invariant()
     def a_moment_that_was_whole_has_a_whole_successor(self) -> None:
-        moments = self.copies.whole() if self.newest_known else []
+        checkpoint_ids = self.copies.whole() if self.newest_known else []
         if self.newest_known and not self.damaged():
-            assert moments and moments[-1] >= self.newest_known
-        for moment in moments:
+            assert checkpoint_ids and checkpoint_ids[-1] >= self.newest_known
+        for checkpoint_id in checkpoint_ids:
             for process, mirror in enumerate(self.mirrors):
                 try:
-                    mirror.fetch(moment, self.root / "look")
+                    mirror.fetch(checkpoint_id, self.root / "look")
                 except DamagedSnapshot:
                     assert self.damaged()
                     continue
                 SnapshotStore(self.root / "looked").adopt(self.root / "look", 1)
                 found = SnapshotStore(self.root / "looked").load(1)
-                assert found.meta["moment"] == moment
-                assert found.tensors["x"].tolist() == [self.of[moment], process]
+                assert found.meta["checkpoint_id"] == checkpoint_id
+                assert found.tensors["x"].tolist() == [self.of[checkpoint_id], process]
 
     def damaged(self) -> bool:
         return any(b"!" in path.read_bytes()[-1:] for path in (self.root / "far").rglob("x.safetensors")) or any(
@@ -223,29 +238,33 @@ def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path
     """A kill at each step of it."""
     for steps in range(30):
         root = tmp_path / str(steps)
-        folder, mirror = root / "eu.vault-0", SnapshotMirror(f"file://{root}/far")
+        folder, mirror = root / "eu.shard-0", RemoteSnapshots(f"file://{root}/far")
         store = SnapshotStore(folder / SNAPSHOTS)
         for value in (1, 2):
-            meta = {"segment": value, "ended": False, "moment": store.new_moment()}
+            meta = {"segment": value, "ended": False, "checkpoint_id": store.new_checkpoint_id()}
             store.save(FrozenState({"x": torch.tensor([float(value)])}), meta)
-        moments = store.moments()
-        mirror.upload(store.path(1), moments[1])
+        checkpoint_ids = store.checkpoint_ids()
+        mirror.upload(store.path(1), checkpoint_ids[1])
         (folder / JOURNAL).mkdir()
         (folder / JOURNAL / "00000002.journal").write_bytes(b"what was said since")
-        write_past(folder, Past("before", begun=True))
+        write_timeline(folder, Timeline("before", begun=True))
         ended = False
-        near = [(past_module.shutil, "rmtree"), (past_module, "sync"), (past_module, "write_past")]
+        near = [(past_module.shutil, "rmtree"), (past_module, "sync"), (past_module, "write_timeline")]
         with killed_after(steps, *near, (SnapshotStore, "adopt")):
-            take(folder, mirror, Past("after", moments[1]), 7)
+            take(folder, mirror, Timeline("after", checkpoint_ids[1]), 7)
             ended = True
         clear_void(folder)
-        past, numbers = read_past(folder), store.numbers()
+        timeline, numbers = read_timeline(folder), store.numbers()
         if ended:
-            assert (past, numbers) == (Past("after", moments[1]), [7]) and not (folder / JOURNAL).exists()
+            assert (timeline, numbers) == (Timeline("after", checkpoint_ids[1]), [7]) and not (
+                folder / JOURNAL
+            ).exists()
             break
-        before = past == Past("before", begun=True) and numbers == [1, 2] and (folder / JOURNAL).exists()
-        nothing = past == Past() and numbers == [] and not (folder / JOURNAL).exists()
-        after = past == Past("after", moments[1]) and numbers == [7] and not (folder / JOURNAL).exists()
+        before = timeline == Timeline("before", begun=True) and numbers == [1, 2] and (folder / JOURNAL).exists()
+        nothing = timeline == Timeline() and numbers == [] and not (folder / JOURNAL).exists()
+        after = (
+            timeline == Timeline("after", checkpoint_ids[1]) and numbers == [7] and not (folder / JOURNAL).exists()
+        )
         assert before or nothing or after, steps
         assert {path.name for path in folder.iterdir()} <= {SNAPSHOTS, JOURNAL, "past.json"}
     assert ended and steps > 8
@@ -259,11 +278,11 @@ def test_what_is_whole_and_what_may_go() -> None:
 
 
 def test_where_no_moment_is_whole_the_book_says_so(tmp_path: Path) -> None:
-    copies = Copies(*[SnapshotMirror(f"file://{tmp_path}/far/eu"), 2, [SnapshotMirror(f"file://{tmp_path}/far/v")]])
+    copies = Copies(*[RemoteSnapshots(f"file://{tmp_path}/far/eu"), 2, [RemoteSnapshots(f"file://{tmp_path}/far/v")]])
     store = SnapshotStore(tmp_path / "one")
-    store.save(FrozenState({"x": torch.zeros(1)}), {"moment": "00000001-a"})
+    store.save(FrozenState({"x": torch.zeros(1)}), {"checkpoint_id": "00000001-a"})
     copies.own.upload(store.path(1), "00000001-a")
-    with pytest.raises(StoreError, match="holds no moment that the server and all its vaults have"):
+    with pytest.raises(StoreError, match="holds no moment that the server and all its shards have"):
         go_back(tmp_path / "eu", copies)
     with pytest.raises(StoreError, match=r"far/v: has no whole copy of 00000001-a, which was copied"):
         copies.upload(store.path(1), "00000001-a")

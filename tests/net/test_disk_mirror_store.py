@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig, codec_config
-from geotrain.net.storage import disk_shelf
-from geotrain.net.storage.disk_shelf import DiskShelf, on_disk
+from geotrain.net.storage import disk_mirror_store
+from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.outer import downlink
-from geotrain.outer.shards import shard as vault
+from geotrain.outer.shards import shard as shard
 from tests.support.disks import small_disk
 from tests.support.outer_world import config, make, random_deltas
 from tests.support.recorded_world import same_state
@@ -42,36 +42,36 @@ def cached_bytes(vector: Tensor) -> int:
 
 
 def test_what_goes_back_leaves_the_memory_of_process_and_machine_and_comes_as_it_was(tmp_path: Path) -> None:
-    shelf, size = DiskShelf(tmp_path, pytest.fail), 64 * MIB
+    mirror_store, size = DiskMirrorStore(tmp_path, pytest.fail), 64 * MIB
     values = torch.arange(size // 4, dtype=torch.float32)
-    vectors = [shelf.put(values.clone()) for _ in range(4)]
+    vectors = [mirror_store.put(values.clone()) for _ in range(4)]
     before = resident_bytes()
     assert all(cached_bytes(vector) == size for vector in vectors)
     for vector in vectors:
-        shelf.back(vector)
-    shelf.settle()
+        mirror_store.page_out(vector)
+    mirror_store.settle()
     assert before - resident_bytes() > 0.95 * 4 * size
     assert all(cached_bytes(vector) <= LEFT * size for vector in vectors)
     assert list(tmp_path.iterdir()) == []
     for i, vector in enumerate(vectors):
-        shelf.fetch(vector)
+        mirror_store.page_in(vector)
         assert torch.equal(vector, values)
         vector += i
-        shelf.back(vector)
-    shelf.settle()
+        mirror_store.page_out(vector)
+    mirror_store.settle()
     assert all(torch.equal(vector, values + i) for i, vector in enumerate(vectors))
-    assert shelf.put(vectors[0]) is vectors[0]
+    assert mirror_store.put(vectors[0]) is vectors[0]
 
 
 def test_its_room_is_free_when_nobody_has_the_vector_any_more(tmp_path: Path) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count(f"{tmp_path}/")
 
-    shelf = DiskShelf(tmp_path, pytest.fail)
-    vectors = [shelf.put(torch.zeros(1000)) for _ in range(3)]
+    mirror_store = DiskMirrorStore(tmp_path, pytest.fail)
+    vectors = [mirror_store.put(torch.zeros(1000)) for _ in range(3)]
     assert mapped() == 3
-    shelf.back(vectors.pop())
-    shelf.settle()
+    mirror_store.page_out(vectors.pop())
+    mirror_store.settle()
     assert mapped() == 2
     vectors.clear()
     assert mapped() == 0
@@ -81,9 +81,9 @@ def test_its_room_is_free_when_nobody_has_the_vector_any_more(tmp_path: Path) ->
 def test_on_a_file_system_in_memory_they_are_in_memory_and_it_is_said_once(tmp_path: Path) -> None:
     said: list[str] = []
     with small_disk(tmp_path / "disk", "8m") as place:
-        shelf = DiskShelf(place, said.append)
-        vectors = [shelf.put(torch.ones(1000)) for _ in range(3)]
-        shelf.back(vectors[0])
+        mirror_store = DiskMirrorStore(place, said.append)
+        vectors = [mirror_store.put(torch.ones(1000)) for _ in range(3)]
+        mirror_store.page_out(vectors[0])
     assert not any(map(on_disk, vectors)) and torch.equal(vectors[0], torch.ones(1000))
     assert len(said) == 1 and "mirrors stay in memory: it is on tmpfs" in said[0]
 
@@ -91,8 +91,8 @@ def test_on_a_file_system_in_memory_they_are_in_memory_and_it_is_said_once(tmp_p
 @pytest.mark.parametrize("what", ["posix_fallocate", "open"])
 def test_on_a_full_disk_or_one_that_knows_no_such_files_they_are_in_memory(tmp_path: Path, monkeypatch, what) -> None:
     said: list[str] = []
-    shelf, number = (
-        DiskShelf(tmp_path, said.append),
+    mirror_store, number = (
+        DiskMirrorStore(tmp_path, said.append),
         {"posix_fallocate": errno.ENOSPC, "open": errno.EOPNOTSUPP}[what],
     )
 
@@ -100,10 +100,10 @@ def test_on_a_full_disk_or_one_that_knows_no_such_files_they_are_in_memory(tmp_p
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk_shelf.os, what, refuse)
-        vectors = [shelf.put(torch.ones(1000)) for _ in range(3)]
+        patch.setattr(disk_mirror_store.os, what, refuse)
+        vectors = [mirror_store.put(torch.ones(1000)) for _ in range(3)]
     assert not any(map(on_disk, vectors)) and len(said) == 1 and os.strerror(number) in said[0]
-    assert on_disk(shelf.put(vectors[0]))  # there is room again
+    assert on_disk(mirror_store.put(vectors[0]))  # there is room again
 
 
 def test_one_that_cannot_be_written_ends_the_server(tmp_path: Path, monkeypatch) -> None:
@@ -111,14 +111,14 @@ def test_one_that_cannot_be_written_ends_the_server(tmp_path: Path, monkeypatch)
         ctypes.set_errno(errno.EIO)
         return -1
 
-    shelf = DiskShelf(tmp_path, pytest.fail)
-    vector = shelf.put(torch.ones(1000))
-    monkeypatch.setattr(disk_shelf, "_C", SimpleNamespace(msync=fails, madvise=pytest.fail))
-    shelf.back(vector)
+    mirror_store = DiskMirrorStore(tmp_path, pytest.fail)
+    vector = mirror_store.put(torch.ones(1000))
+    monkeypatch.setattr(disk_mirror_store, "_C", SimpleNamespace(msync=fails, madvise=pytest.fail))
+    mirror_store.page_out(vector)
     with pytest.raises(OSError, match="a mirror cannot be written") as raised:
-        shelf.settle()
+        mirror_store.settle()
     assert raised.value.errno == errno.EIO
-    for use in (shelf.put, shelf.fetch, shelf.back):
+    for use in (mirror_store.put, mirror_store.page_in, mirror_store.page_out):
         with pytest.raises(OSError, match="cannot be written"):
             use(vector)
 
@@ -131,28 +131,32 @@ def test_one_that_cannot_be_read_ends_the_server_an_older_kernel_does_not(
         ctypes.set_errno(number)
         return -1
 
-    shelf = DiskShelf(tmp_path, pytest.fail)
-    vector = shelf.put(torch.ones(1000))
-    monkeypatch.setattr(disk_shelf, "_C", SimpleNamespace(madvise=fails))
+    mirror_store = DiskMirrorStore(tmp_path, pytest.fail)
+    vector = mirror_store.put(torch.ones(1000))
+    monkeypatch.setattr(disk_mirror_store, "_C", SimpleNamespace(madvise=fails))
     if number == errno.EINVAL:
-        shelf.fetch(vector)
+        mirror_store.page_in(vector)
     else:
         with pytest.raises(OSError, match="a mirror cannot be read") as raised:
-            shelf.fetch(vector)
+            mirror_store.page_in(vector)
         assert raised.value.errno == errno.EFAULT
 
 
 def test_a_snapshot_gives_mirrors_to_the_shelf_and_what_it_read_goes_back(tmp_path: Path) -> None:
-    shelf, size = DiskShelf(tmp_path, pytest.fail), 4 * MIB
+    mirror_store, size = DiskMirrorStore(tmp_path, pytest.fail), 4 * MIB
     values = torch.arange(size // 4, dtype=torch.float32)
-    tensors = {"held.eu.0": shelf.put(values.clone()), "mirror.1": shelf.put(2 * values), "piece.0.x": values}
+    tensors = {
+        "held.eu.0": mirror_store.put(values.clone()),
+        "mirror.1": mirror_store.put(2 * values),
+        "chunk.0.x": values,
+    }
     (tmp_path / "s").mkdir()
-    SnapshotStore(tmp_path / "s").save(FrozenState(tensors, done=shelf.back), {})
-    shelf.settle()
+    SnapshotStore(tmp_path / "s").save(FrozenState(tensors, done=mirror_store.page_out), {})
+    mirror_store.settle()
     assert all(cached_bytes(tensors[name]) <= LEFT * size for name in ("held.eu.0", "mirror.1"))
-    newest, faults = SnapshotStore(tmp_path / "s", 2, shelf).load_newest()
+    newest, faults = SnapshotStore(tmp_path / "s", 2, mirror_store).load_newest()
     assert newest is not None and not faults
-    shelf.settle()
+    mirror_store.settle()
     found = newest.tensors
     assert [name for name, x in found.items() if on_disk(x)] == ["held.eu.0", "mirror.1"]
     assert all(cached_bytes(found[name]) <= LEFT * size for name in ("held.eu.0", "mirror.1"))
@@ -165,10 +169,10 @@ def test_where_mirrors_lie_changes_no_bit(tmp_path: Path, monkeypatch, rule: str
     every = {} if rule == "sync" else {"updates_per_send": 1}
     links = {"up": codec_config("int4"), "down": codec_config("int4")}
     settings = config(rule, **links, **every)
-    shelf, here = DiskShelf(tmp_path, pytest.fail), make(settings, fragments=2)
+    mirror_store, here = DiskMirrorStore(tmp_path, pytest.fail), make(settings, fragments=2)
     with monkeypatch.context() as patch:
-        for module in (vault, downlink):
-            patch.setattr(module, "Shelf", lambda: shelf)
+        for module in (shard, downlink):
+            patch.setattr(module, "MirrorStore", lambda: mirror_store)
         there = make(settings, fragments=2)
     for seed in range(6):
         for world in (here, there):
@@ -178,7 +182,7 @@ def test_where_mirrors_lie_changes_no_bit(tmp_path: Path, monkeypatch, rule: str
                 world.settle(region)
         for server, other in ((there.top, here.top), *((there.regions[r], here.regions[r]) for r in here.regions)):
             same_state(server, other)
-            mirrors = [x for name, x in server.state()[0].items() if name.startswith(vault.MIRRORS)]
+            mirrors = [x for name, x in server.state()[0].items() if name.startswith(shard.MIRRORS)]
             assert mirrors and all(map(on_disk, mirrors))
 
 

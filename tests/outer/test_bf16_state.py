@@ -8,7 +8,7 @@ import torch
 from geotrain.config import OuterConfig
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import momentum_average
-from geotrain.outer.shards.bf16_state import widened
+from geotrain.outer.shards.bf16_state import in_fp32
 
 
 def test_a_momentum_that_moves_by_less_than_bf16_can_tell_arrives_all_the_same() -> None:
@@ -16,7 +16,7 @@ def test_a_momentum_that_moves_by_less_than_bf16_can_tell_arrives_all_the_same()
     v, nearest, exact = Vectors(torch.zeros(4096)), torch.zeros(1, dtype=torch.bfloat16), 0.0
     delta = torch.ones(4096)
     for number in range(2000):
-        with widened(v, ("momentum",), "eu", number, 0) as wide:
+        with in_fp32(v, ("momentum",), "eu", number, 0) as wide:
             m = wide.vector("momentum")
             momentum_average(wide.x, delta, m, decay=0.999, gain=1.0, weight=1.0)
         nearest = (0.999 * nearest.float() + 0.001).bfloat16()

@@ -112,7 +112,7 @@ class Spec:
         return self.codes_offset(numel) + full * self.block * bits // 8 + (tail * bits + 7) // 8
 
     def record(self, length: int) -> TopkRecord:
-        """Layout of one block of topk2 with `length` ≥ 1 elements."""
+        """ParameterMap of one block of topk2 with `length` ≥ 1 elements."""
         kept = min(length, max(1, ceil(self.density * length)))
         low_bits = (length // kept).bit_length() - 1
         lows_at = 2 * self.scale_bytes * 8

@@ -1,9 +1,9 @@
-"""One vault as a process: its state machine behind a journal, its service for members, its stream to the book.
+"""One shard as a process: its state machine behind a journal, its service for members, its stream to the coordinator.
 
-On its disk are, as a server's: `snapshots/`, written when the book says so, and `journal/`, with all that it was told
-since. It comes back from these to what it had, and asks the book for the orders after its last. A member's payload is
-on disk before the book hears of it. Where the book says so, it goes back to an older moment
-(`geotrain.net.storage.past`).
+On its disk are, as a server's: `snapshots/`, written when the coordinator says so, and `journal/`, with all that it
+was told since. It comes back from these to what it had, and asks the coordinator for the orders after its last. A
+member's payload is on disk before the coordinator hears of it. Where the coordinator says so, it goes back to an
+older moment (`geotrain.net.storage.timeline`).
 """
 
 from __future__ import annotations
@@ -35,64 +35,64 @@ from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_lim
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.server_setup import LISTENING
 from geotrain.net.server.server_thread import GROUP, ServerThread
-from geotrain.net.server.vault_sessions import FAREWELL_S
+from geotrain.net.server.shard_sessions import FAREWELL_S
 from geotrain.net.storage.journal import Journal
-from geotrain.net.storage.past import Past, read_past, write_past
 from geotrain.net.storage.recovery import JOURNAL, begin_snapshot, finish_snapshot
-from geotrain.net.storage.snapshot_mirror import SnapshotMirror, beside
+from geotrain.net.storage.remote_snapshots import RemoteSnapshots, beside
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
+from geotrain.net.storage.timeline import Timeline, read_timeline, write_timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Credentials, Trust, identity, open_channel
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
-from geotrain.outer.mirror_store import Shelf
-from geotrain.outer.server.shard_server import VaultMachine
+from geotrain.outer.mirror_store import MirrorStore
+from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
-from geotrain.outer.shards.shards import NewLife
+from geotrain.outer.shards.shards import NewIncarnation
 
 log = logging.getLogger(__name__)
 
-ORDERS = Apply, Freeze, Forget, SendUp, Merge, StartOver, Copy, NewLife, Join
-JOURNALED = (*ORDERS, UpdatePart, Answer)
-NO_ORDERS = rpc.Belong | rpc.Bring | rpc.Fetch | rpc.Save | rpc.Upload | rpc.Farewell
-TOLD = (*ORDERS, *typing.get_args(NO_ORDERS), rpc.GoBack)
+COMMANDS = Apply, Freeze, Forget, SendUp, Merge, StartOver, Copy, NewIncarnation, Join
+JOURNALED = (*COMMANDS, UpdatePart, Answer)
+NO_COMMANDS = rpc.Belong | rpc.Bring | rpc.Fetch | rpc.Save | rpc.Upload | rpc.Farewell
+TOLD = (*COMMANDS, *typing.get_args(NO_COMMANDS), rpc.GoBack)
 AGAIN_S = 0.2
-CALL_S = (0.2, 2.0)  # pauses between two calls of the book, drawn at random
-NEVER_SILENT_S = 1e9  # who is silent is for the book to notice
-ABOVE_S = 30 * 24 * 3600.0  # how long the vault above is tried
-STATE_S = 1.0  # how often the book is told how far the disk is
+CALL_S = (0.2, 2.0)  # pauses between two calls of the coordinator, drawn at random
+NEVER_SILENT_S = 1e9  # who is silent is for the coordinator to notice
+ABOVE_S = 30 * 24 * 3600.0  # how long the shard above is tried
+STATE_S = 1.0  # how often the coordinator is told how far the disk is
 
 
 @dataclass(frozen=True)
-class VaultSetup:
-    """Where a vault stands. server: its server's name. book: where that listens. above: where the vault of the same
-    pieces at the global server does; None: for a vault of the global server. mirror: where copies of its snapshots
-    go; None: nowhere."""
+class ShardSetup:
+    """Where a shard stands. server: its server's name. coordinator: where that listens. above: where the shard of the
+    same chunks at the global server does; None: for a shard of the global server. mirror: where copies of its
+    snapshots go; None: nowhere."""
 
     server: str
     address: Address
-    book: Address
+    coordinator: Address
     above: Address | None
     folder: Path
     credentials: Credentials | None
     keep: int
-    mirror: SnapshotMirror | None = None
+    mirror: RemoteSnapshots | None = None
 
     def trust(self, role: Any, name: str) -> Trust | None:
         return Trust(self.credentials, identity(role, name)) if self.credentials else None
 
 
-def recover_vault(
-    machine: VaultMachine, folder: Path, keep: int, shelf: Shelf | None = None
+def recover_shard(
+    machine: ShardServer, folder: Path, keep: int, mirror_store: MirrorStore | None = None
 ) -> tuple[SnapshotStore, Journal, int, int, list[str]]:
-    """Bring the vault's state back from its folder; in an empty folder it stays as it is. Returns where it is kept,
+    """Bring the shard's state back from its folder; in an empty folder it stays as it is. Returns where it is kept,
     after how many orders its newest snapshot was taken (-1: there is none), how many messages were handled again, and
-    sentences about what was found damaged. shelf: where its mirrors lie.
+    sentences about what was found damaged. mirror_store: where its mirrors lie.
 
-    Raises StoreError, JournalDamaged, LayoutError.
+    Raises StoreError, JournalDamaged, ParameterMapError.
     """
-    store = SnapshotStore(folder / SNAPSHOTS, keep, shelf)
-    machine.vaults.put_mirrors_on(store.shelf)
+    store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
+    machine.shards.put_mirrors_on(store.mirror_store)
     newest, faults = store.load_newest()
     if newest is None and faults:
         raise StoreError(
@@ -100,34 +100,34 @@ def recover_vault(
         )
     if newest is not None:
         machine.load(newest.tensors, newest.meta["state"])
-    journal = Journal(folder / JOURNAL, JOURNALED, limit_bytes=8 * machine.layout.numel + 65536)
+    journal = Journal(folder / JOURNAL, JOURNALED, limit_bytes=8 * machine.parameter_map.numel + 65536)
     replayed = 0
     for message in journal.replay(newest.meta["segment"] if newest else 1):
         replayed += 1
         with suppress(Refused):  # as it was then; what it says was said then
             machine.handle(message)
-    machine.end_life()
-    saved = newest.meta["state"]["orders"] if newest else -1
+    machine.end_incarnation()
+    saved = newest.meta["state"]["commands"] if newest else -1
     return store, journal, saved, replayed, faults + ([journal.cut] if journal.cut else [])
 
 
-class VaultHost:
-    """Runs a recovered vault in one event loop, until its book says farewell or SIGTERM comes."""
+class ShardHost:
+    """Runs a recovered shard in one event loop, until its coordinator says farewell or SIGTERM comes."""
 
     def __init__(
-        self, machine: VaultMachine, setup: VaultSetup, store: SnapshotStore, journal: Journal, events: EventLog,
+        self, machine: ShardServer, setup: ShardSetup, store: SnapshotStore, journal: Journal, events: EventLog,
         saved: int,
     ) -> None:  # fmt: skip
         self.machine, self.setup, self.store, self.journal, self.events = machine, setup, store, journal, events
         self.saved = saved  # after how many orders the newest snapshot was taken; -1: there is none
         self.writing: asyncio.Future[Any] | None = None  # a snapshot
-        self.moment = max(store.moments().items(), default=(0, ""))[1]  # of that snapshot
-        self.past = read_past(setup.folder)
-        self.goes_back: Past | None = None  # what it is to take in its next life
+        self.checkpoint_id = max(store.checkpoint_ids().items(), default=(0, ""))[1]  # of that snapshot
+        self.timeline = read_timeline(setup.folder)
+        self.goes_back: Timeline | None = None  # what it is to take in its next incarnation
         self.stop = asyncio.Event()
-        self._dismissed = False  # its book has said farewell
+        self._dismissed = False  # its coordinator has said farewell
         self.disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
-        self._out: asyncio.Queue[Any] = asyncio.Queue()  # what the book is to be told
+        self._out: asyncio.Queue[Any] = asyncio.Queue()  # what the coordinator is to be told
         # What is brought up and fetched: which fragments → what was told, and the task.
         self._errands: dict[Any, tuple[Any, asyncio.Task[None]]] = {}
         self._above: GrpcClient | None = None
@@ -179,16 +179,16 @@ class VaultHost:
         self.events.write(Trouble(what))
 
     async def _refuse(self) -> str:
-        raise Refused("snapshots are ordered from the server: its vaults write theirs with it")
+        raise Refused("snapshots are ordered from the server: its shards write theirs with it")
 
-    # -- the stream to the book
+    # -- the stream to the coordinator
 
     async def _sessions(self) -> None:
         setup, trouble = self.setup, ""
         role: Any = "global" if setup.server == GLOBAL else "region"
         while not self.stop.is_set():
-            channel = open_channel(aio, str(setup.book), setup.trust(role, setup.server), CHANNEL_OPTIONS)
-            call = channel.stream_stream(f"/{rpc.SERVICE}/vault")()
+            channel = open_channel(aio, str(setup.coordinator), setup.trust(role, setup.server), CHANNEL_OPTIONS)
+            call = channel.stream_stream(f"/{rpc.SERVICE}/shard")()
             try:
                 await self._session(call)
             except aio.AioRpcError as error:
@@ -196,7 +196,9 @@ class VaultHost:
                 if refused is not None and refused.retry_s is None:
                     raise StoreError(refused.reason) from None
                 if trouble != (trouble := str(refused or error.code().name.lower())):
-                    log.warning("%s: its book at %s: %s; it is called again", setup.server, setup.book, trouble)
+                    log.warning(
+                        "%s: its coordinator at %s: %s; it is called again", setup.server, setup.coordinator, trouble
+                    )
             except (wire.DamagedError, asyncio.InvalidStateError):
                 pass  # the stream ended
             except Refused as refused:
@@ -205,8 +207,8 @@ class VaultHost:
                 await self._end_session()
                 ended_well = call.done() and await call.code() is StatusCode.OK
                 await channel.close()
-            # A stream that breaks has perhaps not carried this vault's farewell, for which its book waits as long as
-            # this vault calls it then: FAREWELL_S.
+            # A stream that breaks has perhaps not carried this shard's farewell, for which its coordinator waits as
+            # long as this shard calls it then: FAREWELL_S.
             if (self._dismissed and ended_well) or self.goes_back is not None:
                 self.stop.set()
                 return
@@ -215,10 +217,10 @@ class VaultHost:
     async def _session(self, call: Any) -> None:
         self._out = asyncio.Queue()
         machine = self.machine
-        hello = rpc.VaultHello(self.setup.server, machine.index, machine.number, machine.orders, self.past.name)
+        hello = rpc.ShardHello(self.setup.server, machine.index, machine.number, machine.commands, self.timeline.name)
         await call.write(wire.pack(hello))
         told: asyncio.Queue[Any] = asyncio.Queue(GROUP)
-        parts = self._speak(call), self._tell_state(), self._listen(call, told), self._obey(told)
+        parts = self._speak(call), self._tell_state(), self._listen(call, told), self._execute(told)
         tasks = [asyncio.ensure_future(each) for each in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -235,13 +237,13 @@ class VaultHost:
             await call.write(wire.pack(await self._out.get()))
 
     async def _tell_state(self) -> None:
-        before: rpc.VaultState | None = None
+        before: rpc.ShardState | None = None
         process, rss_bytes = psutil.Process(), 0
         while True:
             with suppress(OSError, psutil.Error):  # where no file descriptor is free
                 rss_bytes = process.memory_info().rss
-            said = self.machine.orders, self.saved, self.journal.segment_bytes, rss_bytes, self.moment
-            state = rpc.VaultState(*said)
+            said = self.machine.commands, self.saved, self.journal.segment_bytes, rss_bytes, self.checkpoint_id
+            state = rpc.ShardState(*said)
             if state != before:
                 self._out.put_nowait(state)
                 before = state
@@ -252,51 +254,51 @@ class VaultHost:
             for frame in wire.unbundle(await rpc.next_frame(call.read())):
                 said = wire.unpack(frame, *TOLD)
                 if isinstance(said, rpc.GoBack):
-                    if self.past.name == said.past:
-                        raise StoreError(f"{said.moment}, as it was copied, does not fit its book's")
-                    self.goes_back = Past(said.past, said.moment, begun=True)
+                    if self.timeline.name == said.timeline:
+                        raise StoreError(f"{said.checkpoint_id}, as it was copied, does not fit its coordinator's")
+                    self.goes_back = Timeline(said.timeline, said.checkpoint_id, begun=True)
                     return
                 await told.put(said)
 
-    async def _obey(self, told: asyncio.Queue[Any]) -> None:
+    async def _execute(self, told: asyncio.Queue[Any]) -> None:
         """One thing after the other. Orders that wait together share a flush. None may be left out: where the disk is
-        full for one of them this raises Refused, and the book begins a new life."""
+        full for one of them this raises Refused, and the coordinator begins a new incarnation."""
         while True:
             waiting = [await told.get()]
             while not told.empty():
                 waiting.append(told.get_nowait())
-            for are_orders, several in groupby(waiting, key=lambda each: isinstance(each, ORDERS)):
+            for are_orders, several in groupby(waiting, key=lambda each: isinstance(each, COMMANDS)):
                 if are_orders:
                     await self.thread.say_all(*several)
                 else:
                     for each in several:
                         await self._do(each)
 
-    async def _do(self, told: NO_ORDERS) -> None:
+    async def _do(self, told: NO_COMMANDS) -> None:
         """What is no order, after those before it."""
         match told:
             case rpc.Bring(update):
-                self._go(("up", *(d.piece for d in update.deltas)), update, self._bring)
+                self._go(("up", *(d.chunk for d in update.deltas)), update, self._bring)
             case rpc.Fetch():
                 self._go(("down", *told.fragments), told, self._fetch)
-            case rpc.Belong(past):
-                self.past = Past(past, begun=True)
-                write_past(self.setup.folder, self.past)
+            case rpc.Belong(timeline):
+                self.timeline = Timeline(timeline, begun=True)
+                write_timeline(self.setup.folder, self.timeline)
                 self._out.put_nowait(told)
             case rpc.Upload():
                 self._go("copy", told, self._upload)
-            case rpc.Save(moment):
+            case rpc.Save(checkpoint_id):
                 try:
-                    await self._save(moment)
+                    await self._save(checkpoint_id)
                 except StoreError as error:  # the older ones are whole
                     self._tell(str(error))
             case rpc.Farewell():
                 self._dismissed = True
                 asyncio.get_running_loop().call_later(FAREWELL_S, self.stop.set)
-                self._out.put_nowait(told)  # the book ends the stream when it has written that down
+                self._out.put_nowait(told)  # the coordinator ends the stream when it has written that down
 
     async def _end_session(self) -> None:
-        await self.thread.read(self.machine.end_life)
+        await self.thread.read(self.machine.end_incarnation)
         tasks = [task for _, task in self._errands.values()]
         for task in tasks:
             task.cancel()
@@ -306,7 +308,7 @@ class VaultHost:
             await self._above.close()
             self._above = None
 
-    # -- what goes up, and comes down, beside the book
+    # -- what goes up, and comes down, beside the coordinator
 
     def _go(self, what: Any, told: Any, errand: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         """Whoever is told the same again goes on: a long transfer would never end."""
@@ -318,11 +320,11 @@ class VaultHost:
         self._errands[what] = told, asyncio.ensure_future(errand(told))
 
     def _link(self, incarnation: str) -> GrpcClient:
-        """To the vault above, in the region's present life."""
+        """To the shard above, in the region's present incarnation."""
         setup = self.setup
         assert setup.above is not None
         if self._above is None:
-            self._above = GrpcClient(str(setup.above), setup.server, incarnation, setup.trust("vault", GLOBAL))
+            self._above = GrpcClient(str(setup.above), setup.server, incarnation, setup.trust("shard", GLOBAL))
         self._above.incarnation = incarnation
         return self._above
 
@@ -332,21 +334,21 @@ class VaultHost:
             link = self._link(update.incarnation)
             try:
                 await link.persist(partial(link.push, own), ABOVE_S)
-            except Refused as refused:  # the book above is asked too, and what it says counts
-                self._tell(f"{self.setup.server}: the vault above refuses an update's pieces: {refused.reason}")
+            except Refused as refused:  # the coordinator above is asked too, and what it says counts
+                self._tell(f"{self.setup.server}: the shard above refuses an update's chunks: {refused.reason}")
 
     async def _fetch(self, fetch: rpc.Fetch) -> None:
-        wanted = {w.piece: w.version for w in fetch.answer.weights if w.piece in self.machine.pieces}
+        wanted = {w.chunk: w.version for w in fetch.answer.weights if w.chunk in self.machine.chunks}
         if not wanted:
             return
-        link, limit_bytes = self._link(fetch.incarnation), 8 * self.machine.layout.numel + 65536
+        link, limit_bytes = self._link(fetch.incarnation), 8 * self.machine.parameter_map.numel + 65536
         call = partial(link.pull, 0, fetch.answer.sequence, fetch.fragments, limit_bytes)
         while True:
             answer = await link.persist(call, ABOVE_S)
-            given = {w.piece: w.version for w in answer.weights}
-            if answer.life == fetch.answer.life and given == wanted:
+            given = {w.chunk: w.version for w in answer.weights}
+            if answer.incarnation == fetch.answer.incarnation and given == wanted:
                 break
-            await asyncio.sleep(AGAIN_S)  # book and vault above spoke in different lives
+            await asyncio.sleep(AGAIN_S)  # coordinator and shard above spoke in different lives
         while True:
             try:
                 await self.thread.say(answer)
@@ -359,25 +361,32 @@ class VaultHost:
     async def _upload(self, told: rpc.Upload) -> None:
         mirror, began_s, trouble = self.setup.mirror, time.monotonic(), ""
         try:
-            number = next((n for n, moment in self.store.moments().items() if moment == told.moment), None)
+            number = next(
+                (
+                    n
+                    for n, checkpoint_id in self.store.checkpoint_ids().items()
+                    if checkpoint_id == told.checkpoint_id
+                ),
+                None,
+            )
             if mirror is None or number is None:
-                raise StoreError(f"{self.store.folder}: has no snapshot {told.moment} to copy")
+                raise StoreError(f"{self.store.folder}: has no snapshot {told.checkpoint_id} to copy")
             with self.store.kept(number) as folder:
-                size = await beside(lambda: mirror.upload(folder, told.moment))
+                size = await beside(lambda: mirror.upload(folder, told.checkpoint_id))
             self.events.write(SnapshotUploaded(number, size, time.monotonic() - began_s))
-        except StoreError as error:  # the book tries again
+        except StoreError as error:  # the coordinator tries again
             trouble = str(error)[: wire.MAX_TEXT]
             self._tell(trouble)
-        self._out.put_nowait(rpc.Uploaded(told.moment, trouble))
+        self._out.put_nowait(rpc.Uploaded(told.checkpoint_id, trouble))
 
-    async def _save(self, moment: str) -> None:
+    async def _save(self, checkpoint_id: str) -> None:
         """Write a snapshot beside further orders, which wait while the last one is still written. Raises
         StoreError."""
         if self.writing is not None:
             await asyncio.wait([self.writing])
         began_s, machine = time.monotonic(), self.machine
-        orders, (frozen, meta) = await self.thread.alone(
-            lambda: (machine.orders, begin_snapshot(machine, self.store, self.journal, False, moment))
+        commands, (frozen, meta) = await self.thread.alone(
+            lambda: (machine.commands, begin_snapshot(machine, self.store, self.journal, False, checkpoint_id))
         )
         self.writing = asyncio.get_running_loop().run_in_executor(
             self.disk, finish_snapshot, self.store, self.journal, frozen, meta
@@ -387,20 +396,22 @@ class VaultHost:
             if (error := written.exception()) is not None:
                 self._tell(str(error))
                 return
-            self.saved, self.moment = orders, moment
+            self.saved, self.checkpoint_id = commands, checkpoint_id
             self.events.write(SnapshotWritten(written.result(), time.monotonic() - began_s))
 
         self.writing.add_done_callback(done)
 
 
-def run_vault(machine: VaultMachine, setup: VaultSetup, events: EventLog, shelf: Shelf) -> Past | None:
-    """The vault's life. shelf: where its mirrors lie. Returns the past whose moment it is to take, if it ended for
-    that."""
-    store, journal, saved, replayed, faults = recover_vault(machine, setup.folder, setup.keep, shelf)
+def run_shard(
+    machine: ShardServer, setup: ShardSetup, events: EventLog, mirror_store: MirrorStore
+) -> Timeline | None:
+    """The shard's incarnation. mirror_store: where its mirrors lie. Returns the past whose moment it is to take, if
+    it ended for that."""
+    store, journal, saved, replayed, faults = recover_shard(machine, setup.folder, setup.keep, mirror_store)
     for fault in faults:
         log.error("%s", fault)
         events.write(Trouble(fault))
     events.write(Recovery(replayed))
-    host = VaultHost(machine, setup, store, journal, events, saved)
+    host = ShardHost(machine, setup, store, journal, events, saved)
     asyncio.run(host.run())
     return host.goes_back

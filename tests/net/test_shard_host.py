@@ -1,4 +1,4 @@
-"""A vault's process without sockets: how it obeys its book."""
+"""A shard's process without sockets: how it obeys its coordinator."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ import pytest
 from geotrain.config import Address
 from geotrain.monitor.events import EventLog
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.vault_host import ORDERS, VaultHost, VaultSetup
+from geotrain.net.server.shard_host import COMMANDS, ShardHost, ShardSetup
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused, Send
 from geotrain.outer.server.server import Handled
-from geotrain.outer.server.shard_server import BOOK
+from geotrain.outer.server.shard_server import COORDINATOR
 from geotrain.outer.shards.shard import Copy
 from geotrain.outer.shards.shards import Froze
 
 
 class FakeMachine:
-    """Tells its book of each order that it obeys; `wrong` is one that it cannot obey."""
+    """Tells its coordinator of each order that it obeys; `wrong` is one that it cannot obey."""
 
-    index, number, orders = 0, 1, 0
+    index, number, commands = 0, 1, 0
 
     def __init__(self, wrong: int = 0) -> None:
-        self.obeyed: list[int] = []
+        self.executed: list[int] = []
         self.wrong = wrong
 
-    def take(self, order: Copy) -> Handled:
-        if order.number == self.wrong:
-            raise KeyError(order.number)
-        self.obeyed.append(order.number)
-        return Handled(None, (Send(BOOK, Froze("w", 0, order.number, ())),))  # type: ignore[arg-type]
+    def take(self, command: Copy) -> Handled:
+        if command.number == self.wrong:
+            raise KeyError(command.number)
+        self.executed.append(command.number)
+        return Handled(None, (Send(COORDINATOR, Froze("w", 0, command.number, ())),))  # type: ignore[arg-type]
 
     def go_on(self) -> Handled:
         return Handled(None)
@@ -50,11 +50,11 @@ class FakeMachine:
     def status(self) -> dict[str, Any]:
         return {}
 
-    def end_life(self) -> None: ...
+    def end_incarnation(self) -> None: ...
 
 
 class FakeBook:
-    """A stream that brings these orders, each list in a bundle, and then nothing. told: what the vault said of its
+    """A stream that brings these orders, each list in a bundle, and then nothing. told: what the shard said of its
     orders. on_told: is called with each of them."""
 
     def __init__(self, *bundles: list[int], on_told: Callable[[Froze], None] = lambda told: None) -> None:
@@ -66,33 +66,33 @@ class FakeBook:
         return wire.bundle(deque(wire.pack(Copy(number)) for number in self.bundles.pop(0)))
 
     async def write(self, frame: bytes) -> None:
-        said = wire.unpack(frame, rpc.VaultHello, rpc.VaultState, Froze)
+        said = wire.unpack(frame, rpc.ShardHello, rpc.ShardState, Froze)
         if isinstance(said, Froze):
             self.on_told(said)
-            self.told.put_nowait(said.orders)
+            self.told.put_nowait(said.commands)
 
     def cancel(self) -> None: ...
 
 
 @dataclass
 class Life:
-    host: VaultHost
+    host: ShardHost
     machine: FakeMachine
     journal: Journal
 
-    async def obey(self, book: FakeBook) -> None:
-        """A session with this book."""
+    async def execute(self, coordinator: FakeBook) -> None:
+        """A session with this coordinator."""
         self.host.thread = ServerThread(self.machine, self.journal, self.host._deliver)  # type: ignore[arg-type]
         self.host.thread.failure.add_done_callback(lambda failed: failed.exception())
         try:
-            await self.host._session(book)
+            await self.host._session(coordinator)
         finally:
             await self.host._end_session()
             self.host.thread.close()
 
     def on_disk(self, folder: Path) -> list[int]:
         self.journal.close()
-        return [order.number for order in Journal(folder / "journal", ORDERS, 0).replay(1)]
+        return [command.number for command in Journal(folder / "journal", COMMANDS, 0).replay(1)]
 
 
 @pytest.fixture
@@ -101,27 +101,27 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
 
     def made(wrong: int = 0) -> Life:
         machine, address = FakeMachine(wrong), Address(host="127.0.0.1", port=1)
-        journal = Journal(tmp_path / "journal", ORDERS, 0)
+        journal = Journal(tmp_path / "journal", COMMANDS, 0)
         assert not list(journal.replay(1))
-        setup = VaultSetup("eu", address, address, None, tmp_path, None, 1)
+        setup = ShardSetup("eu", address, address, None, tmp_path, None, 1)
         log = EventLog(tmp_path / "events.jsonl", enabled=False)
-        host = VaultHost(machine, setup, SnapshotStore(tmp_path / "s"), journal, log, 0)  # type: ignore[arg-type]
+        host = ShardHost(machine, setup, SnapshotStore(tmp_path / "s"), journal, log, 0)  # type: ignore[arg-type]
         lives.append(Life(host, machine, journal))
         return lives[-1]
 
     yield made
-    for life in lives:
-        life.host.events.close()
-        life.journal.close()
+    for incarnation in lives:
+        incarnation.host.events.close()
+        incarnation.journal.close()
 
 
-def ended(life: Life, book: FakeBook) -> list[int]:
-    """The orders that the book was told of; then the stream is cancelled."""
+def ended(incarnation: Life, coordinator: FakeBook) -> list[int]:
+    """The orders that the coordinator was told of; then the stream is cancelled."""
 
     async def main() -> list[int]:
-        session = asyncio.ensure_future(life.obey(book))
-        orders = [number for bundle in book.bundles for number in bundle]
-        told = [await book.told.get() for _ in orders]
+        session = asyncio.ensure_future(incarnation.execute(coordinator))
+        commands = [number for bundle in coordinator.bundles for number in bundle]
+        told = [await coordinator.told.get() for _ in commands]
         session.cancel()
         await asyncio.gather(session, return_exceptions=True)
         return told
@@ -130,7 +130,7 @@ def ended(life: Life, book: FakeBook) -> list[int]:
 
 
 def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, tmp_path: Path, monkeypatch) -> None:
-    life, flushes, real = begin(), 0, os.fdatasync
+    incarnation, flushes, real = begin(), 0, os.fdatasync
 
     def fdatasync(descriptor: int) -> None:
         nonlocal flushes
@@ -139,20 +139,20 @@ def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, t
 
     monkeypatch.setattr(journal_module.os, "fdatasync", fdatasync)
     flushed = []
-    book = FakeBook(list(range(1, 41)), on_told=lambda told: flushed.append(life.journal._durable))
-    assert ended(life, book) == life.machine.obeyed == list(range(1, 41))
-    assert flushes == life.host.thread.flushes == 1 and life.host.thread.calls == 40
+    coordinator = FakeBook(list(range(1, 41)), on_told=lambda told: flushed.append(incarnation.journal._durable))
+    assert ended(incarnation, coordinator) == incarnation.machine.executed == list(range(1, 41))
+    assert flushes == incarnation.host.thread.flushes == 1 and incarnation.host.thread.calls == 40
     assert set(flushed) == {40}
-    assert life.on_disk(tmp_path) == list(range(1, 41))
+    assert incarnation.on_disk(tmp_path) == list(range(1, 41))
 
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
     begin, tmp_path: Path, monkeypatch, room: int
 ) -> None:
-    """Of those that came with it none was obeyed, told, or is found on the disk by the next life. room: for how many
-    of the first bundle's five."""
-    life, real = begin(), os.pwrite
+    """Of those that came with it none was obeyed, told, or is found on the disk by the next incarnation. room: for
+    how many of the first bundle's five."""
+    incarnation, real = begin(), os.pwrite
     full = SimpleNamespace(after=None)
 
     def pwrite(descriptor: int, content: Any, position: int) -> int:
@@ -163,28 +163,28 @@ def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
     monkeypatch.setattr(journal_module.os, "pwrite", pwrite)
 
     async def main() -> None:
-        life.journal.append(Copy(1))
-        record_bytes, full.after = life.journal.segment_bytes, None
-        life.journal.flush()
+        incarnation.journal.append(Copy(1))
+        record_bytes, full.after = incarnation.journal.segment_bytes, None
+        incarnation.journal.flush()
         full.after = record_bytes + room * 80
-        book = FakeBook([2, 3, 4, 5, 6], [7], [8])
+        coordinator = FakeBook([2, 3, 4, 5, 6], [7], [8])
         with pytest.raises(Refused, match="disk is full"):
-            await life.obey(book)
-        assert book.told.empty()
+            await incarnation.execute(coordinator)
+        assert coordinator.told.empty()
 
     asyncio.run(asyncio.wait_for(main(), 60))
-    assert life.machine.obeyed == []
+    assert incarnation.machine.executed == []
     full.after = None
-    assert life.on_disk(tmp_path) == [1]
+    assert incarnation.on_disk(tmp_path) == [1]
 
 
 def test_after_an_order_that_cannot_be_obeyed_no_other_is(begin) -> None:
-    life = begin(wrong=3)
+    incarnation = begin(wrong=3)
 
     async def main() -> None:
         with pytest.raises(KeyError):
-            await life.obey(FakeBook([1, 2, 3, 4], [5]))
-        assert life.host.thread.failure.done()
+            await incarnation.execute(FakeBook([1, 2, 3, 4], [5]))
+        assert incarnation.host.thread.failure.done()
 
     asyncio.run(asyncio.wait_for(main(), 60))
-    assert life.machine.obeyed == [1, 2]
+    assert incarnation.machine.executed == [1, 2]

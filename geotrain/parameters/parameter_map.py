@@ -1,10 +1,10 @@
-"""The canonical address space: the names of a model's parameters, and where in them the pieces that ranks own lie.
+"""The canonical address space: the names of a model's parameters, and where in them the chunks that ranks own lie.
 
 Canonical names and shapes are those of the Hugging Face checkpoint (`model.layers.3.self_attn.q_proj.weight`), or of
 the file that `model.weights` names; never those of a parallel layout. Servers, exports and checkpoints speak only of
 them, so regions may differ in tensor, pipeline and data parallelism. A *fragment* is a set of whole parameters that
 is synchronized together; its vector is those parameters, flattened and laid end to end in canonical order. It is cut
-into *pieces*, the unit of what is coded, sent and stored (`geotrain.parameters.pieces` cuts a rank's slices at them).
+into *chunks*, the unit of what is coded, sent and stored (`geotrain.parameters.chunks` cuts a rank's slices at them).
 Everything here is plain data, except `gather` and `scatter`, which move elements between a fragment's vector and a
 rank's payload.
 """
@@ -89,7 +89,7 @@ def clip_runs(runs: Iterable[StridedSlice], begin: int, end: int) -> list[Stride
     for run in runs:
         low, high = max(begin - position, 0), min(end - position, run.numel)
         position += run.numel
-        # A cut may fall within a row, so up to three pieces come of a run: a row's end, whole rows, a row's begin.
+        # A cut may fall within a row, so up to three chunks come of a run: a row's end, whole rows, a row's begin.
         while low < high:
             row, column = divmod(low, run.length)
             rows = 0 if column else (high - low) // run.length
@@ -129,7 +129,7 @@ def active_parameter_count(a: Architecture) -> int:
     return parameter_count(a) - of_experts // a.experts.count * (a.experts.count - a.experts.per_token)
 
 
-class LayoutError(ValueError):
+class ParameterMapError(ValueError):
     """Slices that do not fit the layout. The message names the fragment and what is wrong."""
 
 
@@ -145,8 +145,8 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """`numel` elements of a fragment's vector from `start` on. index: of the piece, counted through all fragments."""
+class Chunk:
+    """`numel` elements of a fragment's vector from `start` on. index: of the chunk, counted through all fragments."""
 
     index: int
     fragment: int
@@ -154,8 +154,8 @@ class Piece:
     numel: int
 
 
-class Layout:
-    """Parameters grouped into fragments, and these cut into pieces of `piece_elements` (the last of each is shorter).
+class ParameterMap:
+    """Parameters grouped into fragments, and these cut into chunks of `chunk_elements` (the last of each is shorter).
 
     layers_per_fragment: None puts the whole model into one fragment. Otherwise layers are dealt out in strides
     (Streaming DiLoCo, arXiv 2501.18512, §3.2): with P layer fragments, layer i belongs to fragment i mod P, so that
@@ -163,17 +163,17 @@ class Layout:
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], layers_per_fragment: int | None = None, piece_elements: int = 1 << 27
+        self, parameters: Sequence[Parameter], layers_per_fragment: int | None = None, chunk_elements: int = 1 << 27
     ) -> None:
         self.parameters = tuple(parameters)
         self.digest = digest(self.parameters)
         self.fragments = tuple(_fragments(self.parameters, layers_per_fragment))
-        self.piece_elements = piece_elements
-        starts = [(f, start) for f in self.fragments for start in range(0, f.numel, piece_elements)]
-        self.pieces = tuple(
-            Piece(i, f.index, start, min(piece_elements, f.numel - start)) for i, (f, start) in enumerate(starts)
+        self.chunk_elements = chunk_elements
+        starts = [(f, start) for f in self.fragments for start in range(0, f.numel, chunk_elements)]
+        self.chunks = tuple(
+            Chunk(i, f.index, start, min(chunk_elements, f.numel - start)) for i, (f, start) in enumerate(starts)
         )
-        self.pieces_of = tuple(tuple(p for p in self.pieces if p.fragment == f.index) for f in self.fragments)
+        self.chunks_of = tuple(tuple(p for p in self.chunks if p.fragment == f.index) for f in self.fragments)
         self._place = {  # parameter → (fragment, offset in its vector, elements)
             p.name: (f.index, offset, p.numel)
             for f in self.fragments
@@ -185,49 +185,50 @@ class Layout:
         return sum(f.numel for f in self.fragments)
 
     @property
-    def piece_numbers(self) -> list[list[int]]:
-        """The indices of the pieces of each fragment."""
-        return [[piece.index for piece in pieces] for pieces in self.pieces_of]
+    def chunk_numbers(self) -> list[list[int]]:
+        """The indices of the chunks of each fragment."""
+        return [[chunk.index for chunk in chunks] for chunks in self.chunks_of]
 
     def fragment_of(self, parameter: str) -> int:
-        """Index of the fragment of this parameter. Raises LayoutError."""
+        """Index of the fragment of this parameter. Raises ParameterMapError."""
         return self._find(parameter)[0]
 
     def slices(self, runs: Iterable[StridedSlice], fragment: int) -> tuple[StridedSlice, ...]:
-        """Translate runs of parameters to slices of the fragment's vector. Raises LayoutError if one lies
+        """Translate runs of parameters to slices of the fragment's vector. Raises ParameterMapError if one lies
         elsewhere."""
         result = []
         for run in runs:
             index, offset, numel = self._find(run.parameter)
             if index != fragment:
                 name = self.fragments[fragment].name
-                raise LayoutError(f"parameter {run.parameter!r} does not belong to fragment {name!r}")
-            piece = StridedSlice(offset + run.start, run.length, run.stride, run.count)
-            if run.start < 0 or piece.stop > offset + numel:
-                raise LayoutError(f"parameter {run.parameter!r}: a run reaches beyond its {numel} elements")
-            result.append(piece)
+                raise ParameterMapError(f"parameter {run.parameter!r} does not belong to fragment {name!r}")
+            chunk = StridedSlice(offset + run.start, run.length, run.stride, run.count)
+            if run.start < 0 or chunk.stop > offset + numel:
+                raise ParameterMapError(f"parameter {run.parameter!r}: a run reaches beyond its {numel} elements")
+            result.append(chunk)
         return tuple(result)
 
-    def whole(self, piece: int) -> tuple[StridedSlice, ...]:
-        """The slice that is the whole piece."""
-        return (StridedSlice(0, self.pieces[piece].numel),)
+    def whole(self, chunk: int) -> tuple[StridedSlice, ...]:
+        """The slice that is the whole chunk."""
+        return (StridedSlice(0, self.chunks[chunk].numel),)
 
-    def fragments_of(self, pieces: Sequence[int]) -> tuple[int, ...]:
-        """The fragments that these pieces are. Raises LayoutError unless they are all pieces of each, in order."""
-        alone = len(self.pieces) == len(self.fragments)  # each piece is a fragment
-        if alone and len(set(pieces)) == len(pieces) and all(0 <= i < len(self.pieces) for i in pieces):
-            return tuple(pieces)
-        known = [self.pieces[i] for i in pieces if 0 <= i < len(self.pieces)]
-        fragments = tuple(dict.fromkeys(piece.fragment for piece in known))
-        if list(pieces) != [piece.index for f in fragments for piece in self.pieces_of[f]]:
-            raise LayoutError(f"pieces {list(pieces)[:20]} are no whole fragments")
+    def fragments_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        """The fragments that these chunks are. Raises ParameterMapError unless they are all chunks of each, in
+        order."""
+        alone = len(self.chunks) == len(self.fragments)  # each chunk is a fragment
+        if alone and len(set(chunks)) == len(chunks) and all(0 <= i < len(self.chunks) for i in chunks):
+            return tuple(chunks)
+        known = [self.chunks[i] for i in chunks if 0 <= i < len(self.chunks)]
+        fragments = tuple(dict.fromkeys(chunk.fragment for chunk in known))
+        if list(chunks) != [chunk.index for f in fragments for chunk in self.chunks_of[f]]:
+            raise ParameterMapError(f"chunks {list(chunks)[:20]} are no whole fragments")
         return fragments
 
-    def called(self, piece: int) -> str:
-        """What people call the piece: "fragment 2", or "fragment 2, piece 1 of 3"."""
-        p = self.pieces[piece]
-        count, which = len(self.pieces_of[p.fragment]), p.start // self.piece_elements
-        return f"fragment {p.fragment}" + (f", piece {which + 1} of {count}" if count > 1 else "")
+    def called(self, chunk: int) -> str:
+        """What people call the chunk: "fragment 2", or "fragment 2, chunk 1 of 3"."""
+        p = self.chunks[chunk]
+        count, which = len(self.chunks_of[p.fragment]), p.start // self.chunk_elements
+        return f"fragment {p.fragment}" + (f", chunk {which + 1} of {count}" if count > 1 else "")
 
     def split(self, fragment: int, vector: Tensor) -> Iterable[tuple[str, Tensor]]:
         """(name, tensor of the parameter's shape) for each parameter; views of the vector."""
@@ -245,31 +246,31 @@ class Layout:
                 return p.name
         return None
 
-    def check_slices(self, piece: int, slices: Iterable[StridedSlice]) -> None:
-        """Raises LayoutError when a slice reaches outside the piece, or when together they have more elements than
-        it has: a server allocates by their sum."""
-        size, name = self.pieces[piece].numel, self.fragments[self.pieces[piece].fragment].name
+    def check_slices(self, chunk: int, slices: Iterable[StridedSlice]) -> None:
+        """Raises ParameterMapError when a slice reaches outside the chunk, or when together they have more elements
+        than it has: a server allocates by their sum."""
+        size, name = self.chunks[chunk].numel, self.fragments[self.chunks[chunk].fragment].name
         total = 0
         for each in slices:
             _check(each, size, name)
             total += each.numel
         if total > size:
-            raise LayoutError(f"fragment {name!r}: slices of {total} elements overlap, it has {size}")
+            raise ParameterMapError(f"fragment {name!r}: slices of {total} elements overlap, it has {size}")
 
     def _find(self, parameter: str) -> tuple[int, int, int]:
         try:
             return self._place[parameter]
         except KeyError:
-            raise LayoutError(f"the model has no parameter {parameter!r}") from None
+            raise ParameterMapError(f"the model has no parameter {parameter!r}") from None
 
 
-def layout_of(run: RunConfig) -> Layout:
+def parameter_map_of(run: RunConfig) -> ParameterMap:
     """The layout of a run's model. Raises UnsupportedModelError; ConfigError, where its weights' file is no good."""
     if run.model.weights is None:
         parameters = canonical_parameters(run.architecture)
     else:
         parameters = any_parameters(read_shapes(Path(run.model.weights)))
-    return Layout(parameters, run.outer.fragments.layers_per_fragment, run.outer.fragments.piece_elements)
+    return ParameterMap(parameters, run.outer.fragments.layers_per_fragment, run.outer.fragments.chunk_elements)
 
 
 def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
@@ -282,19 +283,19 @@ def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
 
 def numel(slices: Iterable[StridedSlice]) -> int:
     """Elements that the slices name together."""
-    return sum(piece.numel for piece in slices)
+    return sum(chunk.numel for chunk in slices)
 
 
 def joined(slices: Iterable[StridedSlice]) -> tuple[StridedSlice, ...]:
     """The same elements in the same order, with slices merged where one ends where the next begins. `gather` and
     `scatter` make one copy for each slice, so fewer are faster."""
     result: list[StridedSlice] = []
-    for piece in slices:
+    for chunk in slices:
         last = result[-1] if result else None
-        if last and last.count == piece.count == 1 and last.stop == piece.start:
-            result[-1] = StridedSlice(last.start, last.length + piece.length)
+        if last and last.count == chunk.count == 1 and last.stop == chunk.start:
+            result[-1] = StridedSlice(last.start, last.length + chunk.length)
         else:
-            result.append(piece)
+            result.append(chunk)
     return tuple(result)
 
 
@@ -304,15 +305,15 @@ def gather(vector: Tensor, slices: Sequence[StridedSlice]) -> Tensor:
     if len(slices) == 1 and slices[0].count == 1:
         return vector[slices[0].start : slices[0].stop]
     out = vector.new_empty(numel(slices))
-    for part, piece in zip(out.split([piece.numel for piece in slices]), slices, strict=True):
-        part.view(piece.count, piece.length).copy_(_view(vector, piece))
+    for part, chunk in zip(out.split([chunk.numel for chunk in slices]), slices, strict=True):
+        part.view(chunk.count, chunk.length).copy_(_view(vector, chunk))
     return out
 
 
 def scatter(values: Tensor, slices: Sequence[StridedSlice], vector: Tensor) -> None:
     """Write values (1-D, as `gather` orders them) to where the slices point."""
-    for part, piece in zip(values.split([piece.numel for piece in slices]), slices, strict=True):
-        _view(vector, piece).copy_(part.view(piece.count, piece.length))
+    for part, chunk in zip(values.split([chunk.numel for chunk in slices]), slices, strict=True):
+        _view(vector, chunk).copy_(part.view(chunk.count, chunk.length))
 
 
 def fragments_due(fragment_count: int, period: int, step: int) -> tuple[int, ...]:
@@ -350,14 +351,14 @@ def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | Non
         yield Fragment(index, name, tuple(members), tuple(offsets), total)
 
 
-def _check(piece: StridedSlice, size: int, name: str) -> None:
+def _check(chunk: StridedSlice, size: int, name: str) -> None:
     """Slices come over the wire, and a negative stride or a stop beyond the vector would make torch and NumPy raise,
     or read foreign memory, where nobody expects it."""
-    rows_overlap = piece.count > 1 and piece.stride < piece.length
-    negative = piece.start < 0 or piece.length < 1 or piece.count < 1 or piece.stride < 0
-    if negative or rows_overlap or piece.stop > size:
-        raise LayoutError(f"fragment {name!r}: {piece} does not lie within its {size} elements")
+    rows_overlap = chunk.count > 1 and chunk.stride < chunk.length
+    negative = chunk.start < 0 or chunk.length < 1 or chunk.count < 1 or chunk.stride < 0
+    if negative or rows_overlap or chunk.stop > size:
+        raise ParameterMapError(f"fragment {name!r}: {chunk} does not lie within its {size} elements")
 
 
-def _view(vector: Tensor, piece: StridedSlice) -> Tensor:
-    return vector.as_strided((piece.count, piece.length), (piece.stride, 1), vector.storage_offset() + piece.start)
+def _view(vector: Tensor, chunk: StridedSlice) -> Tensor:
+    return vector.as_strided((chunk.count, chunk.length), (chunk.stride, 1), vector.storage_offset() + chunk.start)

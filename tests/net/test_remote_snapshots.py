@@ -15,10 +15,10 @@ import torch
 
 from geotrain.config import CheckpointConfig, ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
-from geotrain.net.storage import snapshot_mirror as remote_module
+from geotrain.net.storage import remote_snapshots as remote_module
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.net.storage.snapshot_mirror import Copies, SnapshotMirror, Uploader, newest_snapshot
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, newest_snapshot
 from geotrain.net.storage.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
 from geotrain.outer.messages import GLOBAL
@@ -59,11 +59,11 @@ def saved(folder: Path, count: int) -> SnapshotStore:
 
 def test_a_copy_comes_back_where_the_disk_is_lost(tmp_path, url):
     """The newest is fetched whole, older ones are dropped; without its manifest a snapshot is not there."""
-    store, mirror = saved(tmp_path / "here", 4), SnapshotMirror(url)
-    assert mirror.moments() == {}
-    for number, moment in store.moments().items():
-        size = Copies(mirror, keep=2).upload(store.path(number), moment)
-    assert mirror.moments() == {"00000003": True, "00000004": True} and size > 4 * 3000
+    store, mirror = saved(tmp_path / "here", 4), RemoteSnapshots(url)
+    assert mirror.checkpoint_ids() == {}
+    for number, checkpoint_id in store.checkpoint_ids().items():
+        size = Copies(mirror, keep=2).upload(store.path(number), checkpoint_id)
+    assert mirror.checkpoint_ids() == {"00000003": True, "00000004": True} and size > 4 * 3000
     elsewhere = SnapshotStore(tmp_path / "elsewhere")
     snapshot, faults = newest_snapshot(elsewhere, mirror)
     assert snapshot is not None and snapshot.number == 4 and same(snapshot.tensors, tensors(4))
@@ -76,29 +76,32 @@ def test_a_copy_comes_back_where_the_disk_is_lost(tmp_path, url):
     nothing, faults = newest_snapshot(SnapshotStore(tmp_path / "third"), mirror)
     assert nothing is None and "00000003: passed over: fragment.1.x.safetensors has 15 bytes" in faults[0]
     assert not list((tmp_path / "third").iterdir())
-    assert mirror.moments() == {"00000003": False, "00000004": False}  # what was found damaged is whole no more
+    # what was found damaged is whole no more
+    assert mirror.checkpoint_ids() == {"00000003": False, "00000004": False}
     Copies(mirror, keep=2).upload(store.path(4), "00000004")
-    assert mirror.moments() == {"00000004": True}
+    assert mirror.checkpoint_ids() == {"00000004": True}
 
 
 def test_what_follows_a_damaged_copy_is_newer_than_all_that_is_there(tmp_path, url):
     """Else it would be the first to go, and the damaged one be tried first."""
-    store, mirror = saved(tmp_path / "here", 3), SnapshotMirror(url)
-    for number, moment in store.moments().items():
-        mirror.upload(store.path(number), moment)
-    for moment in ("00000002", "00000003"):
-        mirror._files.pipe_file(mirror._path(moment, "fragment.1.x.safetensors"), b"not what it was")
+    store, mirror = saved(tmp_path / "here", 3), RemoteSnapshots(url)
+    for number, checkpoint_id in store.checkpoint_ids().items():
+        mirror.upload(store.path(number), checkpoint_id)
+    for checkpoint_id in ("00000002", "00000003"):
+        mirror._files.pipe_file(mirror._path(checkpoint_id, "fragment.1.x.safetensors"), b"not what it was")
     elsewhere = SnapshotStore(tmp_path / "elsewhere")
     snapshot, faults = newest_snapshot(elsewhere, mirror)
     assert snapshot is not None and same(snapshot.tensors, tensors(1)) and "00000003: passed over" in faults[0]
-    elsewhere.save(FrozenState(tensors(5)), {"segment": 2, "ended": False, "moment": elsewhere.new_moment()})
-    number, moment = max(elsewhere.moments().items())
-    Copies(mirror, keep=1).upload(elsewhere.path(number), moment)
-    assert moment > "00000003" and mirror.moments() == {moment: True}
+    elsewhere.save(
+        FrozenState(tensors(5)), {"segment": 2, "ended": False, "checkpoint_id": elsewhere.new_checkpoint_id()}
+    )
+    number, checkpoint_id = max(elsewhere.checkpoint_ids().items())
+    Copies(mirror, keep=1).upload(elsewhere.path(number), checkpoint_id)
+    assert checkpoint_id > "00000003" and mirror.checkpoint_ids() == {checkpoint_id: True}
 
 
 def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_again(tmp_path, url, monkeypatch):
-    mirror = SnapshotMirror(url)
+    mirror = RemoteSnapshots(url)
     for seed in (1, 2):
         store = SnapshotStore(tmp_path / str(seed))
         store.save(FrozenState(tensors(seed)), {"segment": 1, "ended": False})
@@ -111,7 +114,7 @@ def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_aga
 
 def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
     """Its folder is gone, journal and all: the state is that of the snapshot, and new journals follow it."""
-    recorded, mirror = Recorded(tmp_path / "live", GLOBAL), SnapshotMirror(url)
+    recorded, mirror = Recorded(tmp_path / "live", GLOBAL), RemoteSnapshots(url)
     world, recovered = recorded.world, recorded.recovered
     want: list[dict[str, torch.Tensor]] = []
     for i in range(2):
@@ -121,7 +124,7 @@ def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
             world.deliver_down("eu", sent)
         store, journal = recovered.store, recovered.journal
         number = finish_snapshot(store, journal, *begin_snapshot(recovered.server, store, journal, ended=False))
-        mirror.upload(store.path(number), store.moments()[number])
+        mirror.upload(store.path(number), store.checkpoint_ids()[number])
         want.append({name: t.clone() for name, t in recovered.server.state()[0].items()})
     recovered.journal.close()
     shutil.rmtree(tmp_path / "live")
@@ -142,7 +145,7 @@ def test_an_unreachable_store_is_told_and_does_not_stop_who_has_a_snapshot(tmp_p
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
-    mirror = SnapshotMirror("s3://bucket/run")
+    mirror = RemoteSnapshots("s3://bucket/run")
     with pytest.raises(StoreError, match=r"checkpoint\.snapshots = s3://bucket/run: cannot be read: .*onnect"):
         newest_snapshot(SnapshotStore(tmp_path / "empty"), mirror)
     snapshot, faults = newest_snapshot(saved(tmp_path / "here", 1), mirror)
@@ -156,19 +159,19 @@ class Flaky:
     def __init__(self, copies: Copies, failures: int) -> None:
         self.copies, self.failures, self.url, self.uploads = copies, failures, copies.url, list[str]()
 
-    def upload(self, folder: Path, moment: str) -> int:
+    def upload(self, folder: Path, checkpoint_id: str) -> int:
         if self.failures:
             self.failures -= 1
             raise StoreError(f"{self.url}: away")
-        self.uploads.append(moment)
-        return self.copies.upload(folder, moment)
+        self.uploads.append(checkpoint_id)
+        return self.copies.upload(folder, checkpoint_id)
 
 
 def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.01)
     store, far = (
         SnapshotStore(tmp_path / "here", keep=1),
-        Flaky(Copies(SnapshotMirror(f"file://{tmp_path}/far"), keep=1), failures=3),
+        Flaky(Copies(RemoteSnapshots(f"file://{tmp_path}/far"), keep=1), failures=3),
     )
     told: list[Event] = []
 
@@ -206,7 +209,7 @@ def test_a_snapshot_that_is_being_copied_stays(tmp_path):
 
 def test_a_url_of_no_known_kind():
     with pytest.raises(ConfigError, match=r"checkpoint\.snapshots = 's4://bucket/x': cannot be used: .*s4"):
-        SnapshotMirror("s4://bucket/x")
+        RemoteSnapshots("s4://bucket/x")
 
 
 def test_a_path_is_no_url():
@@ -215,7 +218,7 @@ def test_a_path_is_no_url():
 
 
 def test_every_fault_of_a_file_system_is_one(tmp_path, monkeypatch):
-    mirror = SnapshotMirror(f"file://{tmp_path}")
+    mirror = RemoteSnapshots(f"file://{tmp_path}")
 
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("something of its own")

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geotrain.config import UnsupportedModelError, architecture_from_hf
-from geotrain.parameters.layout import (
-    Layout,
-    LayoutError,
+from geotrain.parameters.parameter_map import (
     Parameter,
+    ParameterMap,
+    ParameterMapError,
     StridedSlice,
     active_parameter_count,
     canonical_parameters,
@@ -68,23 +68,23 @@ LLAMA = {
 
 def test_fragments_are_strided_and_hold_everything_once():
     parameters = canonical_parameters(architecture_from_hf(LLAMA))
-    layout = Layout(parameters, layers_per_fragment=3)
-    assert [f.name for f in layout.fragments] == ["layers-0", "layers-1", "layers-2", "embedding", "head"]
-    layers = {f.name: sorted({p.layer for p in f.parameters}) for f in layout.fragments[:3]}
+    parameter_map = ParameterMap(parameters, layers_per_fragment=3)
+    assert [f.name for f in parameter_map.fragments] == ["layers-0", "layers-1", "layers-2", "embedding", "head"]
+    layers = {f.name: sorted({p.layer for p in f.parameters}) for f in parameter_map.fragments[:3]}
     assert layers == {"layers-0": [0, 3, 6], "layers-1": [1, 4], "layers-2": [2, 5]}
-    assert [p.name for p in layout.fragments[4].parameters] == ["model.norm.weight", "lm_head.weight"]
-    assert sum(f.numel for f in layout.fragments) == sum(p.numel for p in parameters) == layout.numel
-    vector = torch.arange(float(layout.fragments[1].numel))
-    together = torch.cat([t.reshape(-1) for _, t in layout.split(1, vector)])
+    assert [p.name for p in parameter_map.fragments[4].parameters] == ["model.norm.weight", "lm_head.weight"]
+    assert sum(f.numel for f in parameter_map.fragments) == sum(p.numel for p in parameters) == parameter_map.numel
+    vector = torch.arange(float(parameter_map.fragments[1].numel))
+    together = torch.cat([t.reshape(-1) for _, t in parameter_map.split(1, vector)])
     assert torch.equal(together, vector)
 
 
 def test_layout_errors():
-    layout = Layout([Parameter("a", (4, 4), 0, "normal"), Parameter("b", (4,), None, "ones")])
-    with pytest.raises(LayoutError, match="no parameter 'c'"):
-        layout.slices([StridedSlice(0, 1, parameter="c")], 0)
-    with pytest.raises(LayoutError, match="reaches beyond its 16 elements"):
-        layout.slices([StridedSlice(0, 4, 5, 4, parameter="a")], 0)
+    parameter_map = ParameterMap([Parameter("a", (4, 4), 0, "normal"), Parameter("b", (4,), None, "ones")])
+    with pytest.raises(ParameterMapError, match="no parameter 'c'"):
+        parameter_map.slices([StridedSlice(0, 1, parameter="c")], 0)
+    with pytest.raises(ParameterMapError, match="reaches beyond its 16 elements"):
+        parameter_map.slices([StridedSlice(0, 4, 5, 4, parameter="a")], 0)
 
 
 @settings(max_examples=100, deadline=None)

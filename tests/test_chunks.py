@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import PieceWeights
+from geotrain.outer.messages import ChunkWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
-from geotrain.parameters.layout import LayoutError, Piece, StridedSlice, gather, numel, scatter
-from geotrain.parameters.pieces import cut, deal
+from geotrain.parameters.chunks import cut, deal
+from geotrain.parameters.parameter_map import Chunk, ParameterMapError, StridedSlice, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
-from tests.support.outer_world import layout
+from tests.support.outer_world import parameter_map
 
 FP32 = codec_config("fp32")
 # Runs of the embedding, 24 elements, as ranks have them: rows, and columns of rows; in any order.
@@ -35,49 +35,49 @@ runs = st.lists(
 
 
 @given(runs, st.integers(1, 40))
-def test_cuts_name_the_same_elements_in_the_same_order(local: list[StridedSlice], piece_elements: int) -> None:
-    lay = layout(None, piece_elements)
+def test_cuts_name_the_same_elements_in_the_same_order(local: list[StridedSlice], chunk_elements: int) -> None:
+    lay = parameter_map(None, chunk_elements)
     vector = torch.arange(64.0)
     wanted = gather(vector, lay.slices(local, 0)).clone()
     found, position = torch.full_like(wanted, -1), 0
     for each in cut(lay, local):
-        piece = lay.pieces[each.piece]
-        lay.check_slices(each.piece, each.slices[:1])
+        chunk = lay.chunks[each.chunk]
+        lay.check_slices(each.chunk, each.slices[:1])
         assert each.begin == position and each.end - each.begin == numel(each.slices) > 0
-        found[each.begin : each.end] = gather(vector[piece.start : piece.start + piece.numel], each.slices)
+        found[each.begin : each.end] = gather(vector[chunk.start : chunk.start + chunk.numel], each.slices)
         position = each.end
     assert torch.equal(found, wanted) and position == len(wanted)
 
 
-def test_pieces_are_counted_through_all_fragments() -> None:
-    lay = layout(1, 10)
-    assert [[p.index for p in of] for of in lay.pieces_of] == lay.piece_numbers == [[0, 1], [2, 3], [4, 5, 6], [7]]
-    assert [p.numel for p in lay.pieces] == [10, 6, 10, 6, 10, 10, 4, 8]
+def test_chunks_are_counted_through_all_fragments() -> None:
+    lay = parameter_map(1, 10)
+    assert [[p.index for p in of] for of in lay.chunks_of] == lay.chunk_numbers == [[0, 1], [2, 3], [4, 5, 6], [7]]
+    assert [p.numel for p in lay.chunks] == [10, 6, 10, 6, 10, 10, 4, 8]
     assert lay.fragments_of([4, 5, 6, 0, 1]) == (2, 0) and lay.fragments_of([]) == ()
-    assert lay.called(5) == "fragment 2, piece 2 of 3" and lay.called(7) == "fragment 3"
+    assert lay.called(5) == "fragment 2, chunk 2 of 3" and lay.called(7) == "fragment 3"
     for wrong in ([0], [1, 0], [0, 1, 0, 1], [0, 1, 8], [-1]):
-        with pytest.raises(LayoutError, match="no whole fragments"):
+        with pytest.raises(ParameterMapError, match="no whole fragments"):
             lay.fragments_of(wrong)
 
 
 @given(st.lists(st.integers(1, 1 << 27), max_size=40), st.integers(1, 8))
-def test_vaults_get_about_as_much_each(sizes: list[int], vaults: int) -> None:
-    pieces = [Piece(i, 0, 0, size) for i, size in enumerate(sizes)]
-    dealt = deal(pieces, vaults)
-    assert sorted((p for own in dealt for p in own), key=lambda p: p.index) == pieces and len(dealt) == vaults
+def test_shards_get_about_as_much_each(sizes: list[int], shards: int) -> None:
+    chunks = [Chunk(i, 0, 0, size) for i, size in enumerate(sizes)]
+    dealt = deal(chunks, shards)
+    assert sorted((p for own in dealt for p in own), key=lambda p: p.index) == chunks and len(dealt) == shards
     loads = [sum(p.numel for p in own) for own in dealt]
     assert max(loads) - min(loads) <= max(sizes, default=0)
-    assert deal(pieces[::-1], vaults) == dealt  # whoever deals gets the same
+    assert deal(chunks[::-1], shards) == dealt  # whoever deals gets the same
 
 
 @pytest.mark.parametrize("adopt", ["replace", "mix", "rebase"])
-@pytest.mark.parametrize("piece_elements", [7, 24, 40])
-def test_a_rank_that_is_cut_sends_and_adopts_what_one_that_is_not_does(adopt: str, piece_elements: int) -> None:
+@pytest.mark.parametrize("chunk_elements", [7, 24, 40])
+def test_a_rank_that_is_cut_sends_and_adopts_what_one_that_is_not_does(adopt: str, chunk_elements: int) -> None:
     """It owns columns of the embedding, and holds copies of the norm and of a layer."""
     overlap = OverlapConfig(steps=int(adopt != "replace"), adopt=adopt)  # type: ignore[arg-type]
     server, ranks = torch.linspace(-1, 1, 64), []
-    for elements in (1 << 27, piece_elements):
-        lay = layout(None, elements)
+    for elements in (1 << 27, chunk_elements):
+        lay = parameter_map(None, elements)
         masters = torch.zeros(12), torch.zeros(8), torch.zeros(16)
         owned = [
             OwnedSlices((StridedSlice(0, 8, parameter="norm"),), masters[1], False),
@@ -91,15 +91,15 @@ def test_a_rank_that_is_cut_sends_and_adopts_what_one_that_is_not_does(adopt: st
         steps = [torch.randn(n, generator=generator) for n in (12, 8, 16)]
         for lay, masters, worker in ranks:
             told = torch.full((64,), 99.0)
-            for piece in lay.pieces if turn else ():
-                delta = worker.make_delta(piece.index, seed=1).result()
-                values = make_codec(FP32).decode(from_bytes(delta.payload), numel(worker.pushes[piece.index]))
-                scatter(values, worker.pushes[piece.index], told[piece.start : piece.start + piece.numel])
+            for chunk in lay.chunks if turn else ():
+                delta = worker.make_delta(chunk.index, seed=1).result()
+                values = make_codec(FP32).decode(from_bytes(delta.payload), numel(worker.pushes[chunk.index]))
+                scatter(values, worker.pushes[chunk.index], told[chunk.start : chunk.start + chunk.numel])
             sent.append(told)
-            for piece in lay.pieces:
-                held = gather(server[piece.start : piece.start + piece.numel], worker.holds[piece.index])
+            for chunk in lay.chunks:
+                held = gather(server[chunk.start : chunk.start + chunk.numel], worker.holds[chunk.index])
                 payload = to_bytes(make_codec(FP32).encode(held.contiguous()).payload)
-                worker.on_weights(PieceWeights(piece.index, turn, payload), start=not turn)
+                worker.on_weights(ChunkWeights(chunk.index, turn, payload), start=not turn)
             for master, step in zip(masters, steps, strict=True):
                 master.add_(step)
         assert torch.equal(*sent)

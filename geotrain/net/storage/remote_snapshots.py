@@ -7,8 +7,8 @@ while all other files are: object stores cannot rename a folder, so it marks a c
 damaged gets a file `damaged.txt`, and is whole no more. Credentials, end points and the like come from the
 environment, as each of fsspec's file systems documents.
 
-A server with vaults in processes of their own has a mirror for each process. A moment is whole where all of them have
-it. The book's copy is made last and removed first, as `meta.json` is.
+A server with shards in processes of their own has a mirror for each process. A moment is whole where all of them have
+it. The coordinator's copy is made last and removed first, as `meta.json` is.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 300.0  # between attempts to upload
 DAMAGED = "damaged.txt"
-MOMENT = re.compile(r"\d{8}(-[0-9a-f]+)?")  # older copies have a number only
+CHECKPOINT_ID = re.compile(r"\d{8}(-[0-9a-f]+)?")  # older copies have a number only
 
 
-class SnapshotMirror:
+class RemoteSnapshots:
     """The copies of one process's snapshots below `url`.
 
     All methods block. They raise StoreError, whose message names the URL; the constructor raises ConfigError.
@@ -58,52 +58,53 @@ class SnapshotMirror:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # Who gave up waiting for a copy, as a life of the server that has ended, cannot end it: the next one waits.
+        # Who gave up waiting for a copy, as a incarnation of the server that has ended, cannot end it: the next one
+        # waits.
         self._one = threading.Lock()
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError, TypeError) as error:
             raise ConfigError(f"checkpoint.snapshots = {url!r}: cannot be used: {error}") from None
 
-    def moments(self) -> dict[str, bool]:
+    def checkpoint_ids(self) -> dict[str, bool]:
         """The moments of which something is there, ascending, and whether it is a whole copy."""
         with self._faults("cannot be read"):
             self._files.invalidate_cache()  # fsspec caches listings, which other processes may have outdated
             names = sorted(path.rstrip("/").rpartition("/")[2] for path in self._list(self._root))
-            return {name: self._is_whole(name) for name in names if MOMENT.fullmatch(name)}
+            return {name: self._is_whole(name) for name in names if CHECKPOINT_ID.fullmatch(name)}
 
     def whole(self) -> list[str]:
         """The moments of whole copies, ascending."""
-        return [moment for moment, is_whole in self.moments().items() if is_whole]
+        return [checkpoint_id for checkpoint_id, is_whole in self.checkpoint_ids().items() if is_whole]
 
-    def upload(self, folder: Path, moment: str) -> int:
+    def upload(self, folder: Path, checkpoint_id: str) -> int:
         """Copy one snapshot's folder, unless its copy is there. Returns the snapshot's size in bytes."""
         with self._one, self._faults("the snapshot cannot be copied there"):
             files = sorted(path for path in folder.iterdir() if path.name != META)
             size = sum(path.stat().st_size for path in files)
             self._files.invalidate_cache()
             meta = (folder / META).read_bytes()
-            if self._is_whole(moment) and self._files.cat_file(self._path(moment, META)) == meta:
+            if self._is_whole(checkpoint_id) and self._files.cat_file(self._path(checkpoint_id, META)) == meta:
                 return size
-            self._remove(moment, META, DAMAGED)
-            self._files.makedirs(self._path(moment), exist_ok=True)
+            self._remove(checkpoint_id, META, DAMAGED)
+            self._files.makedirs(self._path(checkpoint_id), exist_ok=True)
             for path in (*files, folder / META):
-                self._files.put_file(str(path), self._path(moment, path.name))
+                self._files.put_file(str(path), self._path(checkpoint_id, path.name))
         return size
 
-    def drop(self, moment: str) -> None:
+    def drop(self, checkpoint_id: str) -> None:
         """Remove what is there of the moment."""
         with self._faults("an old snapshot cannot be removed"):
-            self._remove(moment, META)
+            self._remove(checkpoint_id, META)
             with suppress(FileNotFoundError):
-                self._files.rm(self._path(moment), recursive=True)
+                self._files.rm(self._path(checkpoint_id), recursive=True)
 
-    def condemn(self, moment: str, why: str) -> None:
+    def condemn(self, checkpoint_id: str, why: str) -> None:
         """Note that this copy is damaged: it is whole no more."""
         with self._faults("cannot be written"):
-            self._files.pipe_file(self._path(moment, DAMAGED), why.encode())
+            self._files.pipe_file(self._path(checkpoint_id, DAMAGED), why.encode())
 
-    def fetch(self, moment: str, folder: Path) -> None:
+    def fetch(self, checkpoint_id: str, folder: Path) -> None:
         """Copy a snapshot into a folder of this machine, which is made anew, and bring it to the disk.
 
         Raises also DamagedSnapshot if the copy is not whole. After an error nothing is left there.
@@ -112,28 +113,28 @@ class SnapshotMirror:
         try:
             with self._faults("cannot be read"):
                 folder.mkdir(parents=True)
-                meta: bytes = self._files.cat_file(self._path(moment, META))
+                meta: bytes = self._files.cat_file(self._path(checkpoint_id, META))
                 (folder / META).write_bytes(meta)
                 for name in checked_meta(meta)["files"]:
                     self._files.get_file(
-                        self._path(moment, f"{name}.safetensors"), str(folder / f"{name}.safetensors")
+                        self._path(checkpoint_id, f"{name}.safetensors"), str(folder / f"{name}.safetensors")
                     )
                 check(folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _is_whole(self, moment: str) -> bool:
+    def _is_whole(self, checkpoint_id: str) -> bool:
         exists = self._files.exists
-        return bool(exists(self._path(moment, META)) and not exists(self._path(moment, DAMAGED)))
+        return bool(exists(self._path(checkpoint_id, META)) and not exists(self._path(checkpoint_id, DAMAGED)))
 
-    def _remove(self, moment: str, *names: str) -> None:
+    def _remove(self, checkpoint_id: str, *names: str) -> None:
         for name in names:
-            if self._files.exists(self._path(moment, name)):
-                self._files.rm_file(self._path(moment, name))
+            if self._files.exists(self._path(checkpoint_id, name)):
+                self._files.rm_file(self._path(checkpoint_id, name))
 
-    def _path(self, moment: str, name: str = "") -> str:
-        return f"{self._root}/{moment}/{name}".rstrip("/")
+    def _path(self, checkpoint_id: str, name: str = "") -> str:
+        return f"{self._root}/{checkpoint_id}/{name}".rstrip("/")
 
     def _list(self, path: str) -> list[str]:
         try:
@@ -154,11 +155,11 @@ class SnapshotMirror:
 
 
 class Copies:
-    """All copies of a server's snapshots. own: those of its process, or of its book's. vaults: of its vaults'
+    """All copies of a server's snapshots. own: those of its process, or of its coordinator's. shards: of its shards'
     processes. keep: how many moments stay. All methods block, and raise StoreError."""
 
-    def __init__(self, own: SnapshotMirror, keep: int, vaults: Sequence[SnapshotMirror] = ()) -> None:
-        self.own, self.keep, self.all = own, keep, (own, *vaults)
+    def __init__(self, own: RemoteSnapshots, keep: int, shards: Sequence[RemoteSnapshots] = ()) -> None:
+        self.own, self.keep, self.all = own, keep, (own, *shards)
 
     @property
     def url(self) -> str:
@@ -170,21 +171,21 @@ class Copies:
 
     def every(self) -> set[str]:
         """The moments of which there is something."""
-        return {moment for mirror in self.all for moment in mirror.moments()}
+        return {checkpoint_id for mirror in self.all for checkpoint_id in mirror.checkpoint_ids()}
 
-    def upload(self, folder: Path, moment: str) -> int:
-        """Copy this process's snapshot of a moment that all vaults have copied already; then remove what is not
+    def upload(self, folder: Path, checkpoint_id: str) -> int:
+        """Copy this process's snapshot of a moment that all shards have copied already; then remove what is not
         wanted any more. Returns the snapshot's size in bytes."""
-        size = self.own.upload(folder, moment)
-        there = [mirror.moments() for mirror in self.all]
+        size = self.own.upload(folder, checkpoint_id)
+        there = [mirror.checkpoint_ids() for mirror in self.all]
         all_have = whole([[name for name, is_whole in each.items() if is_whole] for each in there])
-        if moment not in all_have:
-            lacking = [m.url for m, each in zip(self.all, there, strict=True) if not each.get(moment)]
+        if checkpoint_id not in all_have:
+            lacking = [m.url for m, each in zip(self.all, there, strict=True) if not each.get(checkpoint_id)]
             raise StoreError(
-                f"checkpoint.snapshots: {', '.join(lacking)}: has no whole copy of {moment}, which was copied: do "
-                "all processes of this server mean the same store by this URL?"
+                f"checkpoint.snapshots: {', '.join(lacking)}: "
+                f"has no whole copy of {checkpoint_id}, which was copied: do all processes of this server mean the same store by this URL?"
             )
-        for old in superfluous(there, all_have, moment, self.keep):
+        for old in superfluous(there, all_have, checkpoint_id, self.keep):
             for mirror in self.all:
                 mirror.drop(old)
         return size
@@ -195,14 +196,16 @@ def whole(stores: Sequence[Collection[str]]) -> list[str]:
     return sorted(set.intersection(*(set(store) for store in stores)))
 
 
-def superfluous(there: Sequence[Collection[str]], all_have: Sequence[str], moment: str, keep: int) -> list[str]:
-    """What may go, oldest first, now that `moment` is whole: all but it and the newest `keep` of those that all have.
-    there: the moments of which each store has something."""
-    stay = {moment, *all_have[-keep:]}
+def superfluous(
+    there: Sequence[Collection[str]], all_have: Sequence[str], checkpoint_id: str, keep: int
+) -> list[str]:
+    """What may go, oldest first, now that `checkpoint_id` is whole: all but it and the newest `keep` of those that
+    all have. there: the moments of which each store has something."""
+    stay = {checkpoint_id, *all_have[-keep:]}
     return sorted({name for store in there for name in store} - stay)
 
 
-def newest_snapshot(store: SnapshotStore, mirror: SnapshotMirror | None) -> tuple[Snapshot | None, list[str]]:
+def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tuple[Snapshot | None, list[str]]:
     """The newest whole snapshot of a server that is one process, and sentences on what is wrong with newer ones.
 
     It comes from this machine's disk or, if the copies have a newer one, from there.
@@ -212,48 +215,50 @@ def newest_snapshot(store: SnapshotStore, mirror: SnapshotMirror | None) -> tupl
     if mirror is None:
         return newest, faults
     try:
-        moments = mirror.moments()
+        checkpoint_ids = mirror.checkpoint_ids()
     except StoreError as error:
         if newest is None:
             raise
         return newest, [*faults, str(error)]
-    for moment in reversed([m for m, is_whole in moments.items() if is_whole]):
-        if newest is not None and number_of(moment) <= newest.number:
+    for checkpoint_id in reversed([m for m, is_whole in checkpoint_ids.items() if is_whole]):
+        if newest is not None and number_of(checkpoint_id) <= newest.number:
             break
         temporary = store.folder / ".fetched"
         try:
-            mirror.fetch(moment, temporary)
+            mirror.fetch(checkpoint_id, temporary)
         except (DamagedSnapshot, StoreError) as error:
-            faults.append(f"{mirror.url}/{moment}: passed over: {error}")
+            faults.append(f"{mirror.url}/{checkpoint_id}: passed over: {error}")
             if isinstance(error, DamagedSnapshot):
-                mirror.condemn(moment, str(error))
+                mirror.condemn(checkpoint_id, str(error))
         else:
-            number = number_of(max(moments))  # what follows is then newer than all that is there
+            number = number_of(max(checkpoint_ids))  # what follows is then newer than all that is there
             store.adopt(temporary, number)
-            faults.append(f"{store.folder}: has no whole snapshot {number}; it came from {mirror.url}/{moment}")
+            faults.append(
+                f"{store.folder}: has no whole snapshot {number}; it came from {mirror.url}/{checkpoint_id}"
+            )
             return store.load(number), faults
     return newest, faults
 
 
-def number_of(moment: str) -> int:
+def number_of(checkpoint_id: str) -> int:
     """Of two moments of a server the later one's is greater."""
-    return int(moment.partition("-")[0])
+    return int(checkpoint_id.partition("-")[0])
 
 
 class Uploader:
     """Copies the newest snapshot of a store whenever there is a new one, while the server works.
 
-    A copy that fails is tried again after growing pauses. Where the server has vaults in other processes, the book
-    says which moment is copied, one at a time: copies that take unlike times would never meet otherwise.
-    tell: called with events. vaults: lets the vaults copy theirs of a moment; raises StoreError. Belongs to one event
+    A copy that fails is tried again after growing pauses. Where the server has shards in other processes, the
+    coordinator says which moment is copied, one at a time: copies that take unlike times would never meet otherwise.
+    tell: called with events. shards: lets the shards copy theirs of a moment; raises StoreError. Belongs to one event
     loop.
     """
 
     def __init__(
         self, store: SnapshotStore, copies: Copies, tell: Callable[[Event], None],
-        vaults: Callable[[str], Awaitable[None]] | None = None,
+        shards: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
-        self.store, self.copies, self.tell, self.vaults = store, copies, tell, vaults
+        self.store, self.copies, self.tell, self.shards = store, copies, tell, shards
         self.uploaded = 0  # number of the newest snapshot that the mirror has whole
         self.trouble: str | None = None  # why the last attempt failed; None if it did not
         self._work, self._done = asyncio.Event(), asyncio.Event()
@@ -298,14 +303,14 @@ class Uploader:
             ) from None
 
     async def _upload_newest(self) -> None:
-        number, moment = max(self.store.moments().items(), default=(0, ""))
-        if number <= self.uploaded or not moment:
+        number, checkpoint_id = max(self.store.checkpoint_ids().items(), default=(0, ""))
+        if number <= self.uploaded or not checkpoint_id:
             return
         began_s = time.monotonic()
         with self.store.kept(number) as folder:
-            if self.vaults is not None:
-                await self.vaults(moment)
-            size = await beside(lambda: self.copies.upload(folder, moment))
+            if self.shards is not None:
+                await self.shards(checkpoint_id)
+            size = await beside(lambda: self.copies.upload(folder, checkpoint_id))
         self.uploaded = number
         self.tell(SnapshotUploaded(number, size, time.monotonic() - began_s))
 

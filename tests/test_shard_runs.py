@@ -1,4 +1,4 @@
-"""Whole runs whose servers have vaults in processes of their own."""
+"""Whole runs whose servers have shards in processes of their own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SYNC = {"rule": {"name": "sync"}, "up": {"name": "int4"}}
 
 
 @pytest.mark.slow
-def test_two_regions_with_two_vaults_each_train_the_same_weights(tmp_path: Path) -> None:
-    """As with one process a server, bit for bit; a vault is killed on the way, and its launcher starts it again."""
+def test_two_regions_with_two_shards_each_train_the_same_weights(tmp_path: Path) -> None:
+    """As with one process a server, bit for bit; a shard is killed on the way, and its launcher starts it again."""
     prepare_text(tmp_path)
     workers = {"eu": [1], "us": [1]}
     one = write_files(tmp_path, "one", 32, workers, SYNC)
-    two = write_files(tmp_path, "two", 32, workers, SYNC, certificates=tmp_path / "certs", vaults=2, min_step_s=0.2)
+    two = write_files(tmp_path, "two", 32, workers, SYNC, certificates=tmp_path / "certs", shards=2, min_step_s=0.2)
     launched(one)
     folder = load_run(two[0]).run_folder / "servers"
     killed: list[int] = []
@@ -33,7 +33,7 @@ def test_two_regions_with_two_vaults_each_train_the_same_weights(tmp_path: Path)
     def kill() -> None:
         """Once its region has taken an update."""
         deadline_s = time.monotonic() + 120
-        events, listening = folder / "eu" / "events.jsonl", folder / "eu.vault-1" / "listening.json"
+        events, listening = folder / "eu" / "events.jsonl", folder / "eu.shard-1" / "listening.json"
         while time.monotonic() < deadline_s and not killed:
             time.sleep(0.1)
             with suppress(FileNotFoundError):

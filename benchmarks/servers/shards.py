@@ -1,4 +1,5 @@
-"""Servers with vaults in processes of their own: speed, what books and vaults work, whether the bits are the same."""
+"""Servers with shards in processes of their own: speed, what coordinators and shards work, whether the bits are the
+same."""
 
 from __future__ import annotations
 
@@ -25,62 +26,62 @@ from benchmarks.servers.world import (
     wait_until_quiet,
     write_files,
 )
-from geotrain.config import load_run, vault_name
+from geotrain.config import load_run, shard_name
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
-from geotrain.parameters.layout import layout_of
+from geotrain.parameters.parameter_map import parameter_map_of
 
 SERVERS = "global", REGION
-PIECES = 8  # of a fragment of layers, so that each vault has some of every fragment
+CHUNKS = 8  # of a fragment of layers, so that each shard has some of every fragment
 IDLE_S = 3.0
 ASKED = 100  # times, to see what an answer costs
-SMALLER = 4  # the second size for the book's work
+SMALLER = 4  # the second size for the coordinator's work
 QUIET_S = 120.0
 SEED = 24
 
 
 @dataclass(frozen=True)
 class Lived:
-    """What a world was found to do. state: piece and name → tensor, of both servers, at its end."""
+    """What a world was found to do. state: chunk and name → tensor, of both servers, at its end."""
 
     figures: dict[str, Any]
     state: dict[str, Tensor]
 
 
 def measure(folder: Path, parameters: float, rounds: int, numbers: Sequence[int]) -> dict[str, Any]:
-    """`vaults`, `book_growth` and `bitwise_equal_over_vaults`, as `benchmarks.servers` tells them."""
+    """`shards`, `book_growth` and `bitwise_equal_over_shards`, as `benchmarks.servers` tells them."""
     smaller = live(folder / "smaller", parameters / SMALLER, rounds, 2, kills=False).figures
     found, first, equal = {}, None, True
     for number in numbers:
         lived = live(folder / str(number), parameters, rounds, number)
-        print(f"{number} vaults a server: {lived.figures}", flush=True)
+        print(f"{number} shards a server: {lived.figures}", flush=True)
         found[str(number)] = lived.figures
         first = first or lived.state
         equal &= same(first, lived.state)
-    book = found["2"]["book_ms_per_update"]
+    coordinator = found["2"]["book_ms_per_update"]
     return {
-        "vaults": {
+        "shards": {
             **found,
             "parameters": found["2"]["parameters"],
-            "book_ms_per_update": {"smaller": smaller["book_ms_per_update"], "larger": book},
+            "book_ms_per_update": {"smaller": smaller["book_ms_per_update"], "larger": coordinator},
             "parameters_smaller": smaller["parameters"],
-            "book_growth": book / smaller["book_ms_per_update"],
+            "book_growth": coordinator / smaller["book_ms_per_update"],
         },
-        "bitwise_equal_over_vaults": equal,
+        "bitwise_equal_over_shards": equal,
     }
 
 
 def live(folder: Path, parameters: float, rounds: int, number: int, kills: bool = True) -> Lived:
     """A whole world: a round that warms up, those that are measured, and one in which every role is killed, where
-    vaults are processes. One update after another, and nothing depends on time. number: of vaults a server; 1: in its
+    shards are processes. One update after another, and nothing depends on time. number: of shards a server; 1: in its
     process."""
     folder.mkdir(parents=True)
     far = number if number > 1 else 0
-    run_path = write_files(folder, parameters, vaults=far, pieces=PIECES)
-    layout = layout_of(load_run(run_path))
-    sizes = [fragment.numel for fragment in layout.fragments]
-    names = [*SERVERS, *(vault_name(server, i) for server in SERVERS for i in range(far))]
+    run_path = write_files(folder, parameters, shards=far, chunks=CHUNKS)
+    parameter_map = parameter_map_of(load_run(run_path))
+    sizes = [fragment.numel for fragment in parameter_map.fragments]
+    names = [*SERVERS, *(shard_name(server, i) for server in SERVERS for i in range(far))]
     servers = {name: ServerProcess(run_path, name) for name in names}
     pipes: list[Connection] = []
     try:
@@ -102,10 +103,10 @@ def live(folder: Path, parameters: float, rounds: int, number: int, kills: bool 
             lambda: times.extend((sizes[turn[0]], *update(region, *turn)) for _ in range(rounds) for turn in turns),
         )
         wall_s = time.perf_counter() - begin
-        # What the book does for its members, without what it does all the time, and for whoever asks it here.
+        # What the coordinator does for its members, without what it does all the time, and for whoever asks it here.
         book_s = spent[REGION] - wall_s * idle_s - asking_s * sum(asked for *_, asked in times)
         figures = _figures(times, spent, wall_s) | {
-            "parameters": layout.numel,
+            "parameters": parameter_map.numel,
             "book_ms_per_update": 1e3 * book_s / len(times),
         }
         dice = random.Random(SEED + number)
@@ -125,7 +126,7 @@ def live(folder: Path, parameters: float, rounds: int, number: int, kills: bool 
 
 def roles(servers: dict[str, ServerProcess]) -> list[str]:
     """One process of each."""
-    last = {(name.partition(".vault-")[0], ".vault-" in name): name for name in servers}
+    last = {(name.partition(".shard-")[0], ".shard-" in name): name for name in servers}
     return list(last.values())
 
 
@@ -162,21 +163,23 @@ def _figures(
 ) -> dict[str, Any]:
     done = sum(size for size, *_ in times)
 
-    def share(of_vaults: bool, server: str) -> float:
-        """ns of processor time a parameter, of a server's book or all its vaults together."""
-        own = [s for n, s in spent.items() if n.partition(".vault-")[0] == server and (".vault-" in n) == of_vaults]
+    def share(of_shards: bool, server: str) -> float:
+        """ns of processor time a parameter, of a server's coordinator or all its shards together."""
+        own = [s for n, s in spent.items() if n.partition(".shard-")[0] == server and (".shard-" in n) == of_shards]
         return 1e9 * sum(own) / done
 
-    far = any(".vault-" in name for name in spent)
+    far = any(".shard-" in name for name in spent)
     large = [each for each in times if each[0] > max(size for size, *_ in times) / 2]
     stages = {
         "push": median(1e9 * pushed / size for size, pushed, *_ in large),
         "answer": median(1e9 * (took - pushed) / size for size, pushed, took, *_ in large),
         "up_and_down": sum(1e9 * (all_s - took) for _, _, took, all_s, _ in times) / done,
     }
-    stages |= {f"processor_of_{'book' if far else 'server'}_{server}": share(False, server) for server in SERVERS}
+    stages |= {
+        f"processor_of_{'coordinator' if far else 'server'}_{server}": share(False, server) for server in SERVERS
+    }
     if far:
-        stages |= {f"processor_of_vaults_{server}": share(True, server) for server in SERVERS}
+        stages |= {f"processor_of_shards_{server}": share(True, server) for server in SERVERS}
     return {
         "parameters_per_s": done / wall_s,
         "update_s": median(all_s for *_, all_s, _ in large),
@@ -185,7 +188,7 @@ def _figures(
 
 
 def state_of(servers: dict[str, ServerProcess]) -> dict[str, Tensor]:
-    """All that both servers and their vaults hold for good, after a snapshot of now."""
+    """All that both servers and their shards hold for good, after a snapshot of now."""
     for name in SERVERS:
         command(servers[name].address, rpc.Control("snapshot"), QUIET_S)
     state: dict[str, Tensor] = {}
@@ -193,7 +196,7 @@ def state_of(servers: dict[str, ServerProcess]) -> dict[str, Tensor]:
         newest, faults = SnapshotStore(server.folder / SNAPSHOTS).load_newest()
         if newest is None:
             raise RuntimeError(f"{name} has no snapshot: {faults}")
-        place = name.partition(".vault-")[0]
+        place = name.partition(".shard-")[0]
         state |= {f"{place}: {tensor}": value.clone() for tensor, value in newest.tensors.items()}
     return state
 

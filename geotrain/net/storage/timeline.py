@@ -1,0 +1,117 @@
+"""The past of a server whose shards are processes of their own, and how its processes go back to a moment together.
+
+Where one of them has lost its disk, what all had acknowledged since the newest moment in object storage is lost, as
+it is where a server of one process loses its disk. So all take that moment, each from its own copies, and go on from
+there as that server does. From then on the server has another past than before, with other orders under the same
+numbers: each past has a name, which coordinator and shards keep in their folders. Who has another than the
+coordinator goes back.
+
+    <folder>/past.json   the past that the state in this folder belongs to
+    <folder>/void        exists while the state is exchanged: without a whole state the folder counts as empty
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from geotrain.common.files import make_folder, sync, write_whole
+from geotrain.net.storage.recovery import JOURNAL
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of
+from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
+
+TIMELINE, VOID = "past.json", "void"
+FETCHED = ".fetched"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """name: "" for first weights, before coordinator and shards have met. moment: from which the past began; "": from
+    there. begun: all shards have been in it with their coordinator (kept by coordinators)."""
+
+    name: str = ""
+    checkpoint_id: str = ""
+    begun: bool = False
+
+
+def read_timeline(folder: Path) -> Timeline:
+    """Of the state in a server's or a shard's folder. Raises StoreError."""
+    path = folder / TIMELINE
+    if not SnapshotStore(folder / SNAPSHOTS).numbers():
+        return Timeline()  # whatever was taken away with them
+    try:
+        return Timeline(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Timeline()
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}; bring it back from a copy of the folder") from error
+
+
+def write_timeline(folder: Path, timeline: Timeline) -> None:
+    """Raises OutputError."""
+    write_whole(folder / TIMELINE, json.dumps(asdict(timeline)) + "\n")
+
+
+def clear_void(folder: Path) -> None:
+    """Make the folder one without a state, if a process died while it exchanged the state. Raises OSError."""
+    shutil.rmtree(folder / FETCHED, ignore_errors=True)
+    if (folder / VOID).exists():
+        _exchange(folder, None)
+
+
+def take(folder: Path, mirror: RemoteSnapshots, timeline: Timeline, number: int) -> None:
+    """Put the copy of the past's moment in the place of the folder's state, as snapshot `number`.
+
+    Killed on the way, it leaves the former state or none. Raises StoreError and DamagedSnapshot, and then the former
+    state is there; OSError.
+    """
+    make_folder(folder)
+    mirror.fetch(timeline.checkpoint_id, folder / FETCHED)
+    _exchange(folder, timeline, number)
+
+
+def _exchange(folder: Path, timeline: Timeline | None, number: int = 0) -> None:
+    """The fetched snapshot takes the place of the state. past: of the snapshot; None: nothing takes its place."""
+    void = folder / VOID
+    void.touch()
+    sync(folder)
+    (folder / TIMELINE).unlink(missing_ok=True)
+    for old in (SNAPSHOTS, JOURNAL):
+        if (folder / old).exists():
+            shutil.rmtree(folder / old)
+    if timeline is not None:
+        SnapshotStore(folder / SNAPSHOTS).adopt(folder / FETCHED, number)
+        write_timeline(folder, timeline)
+    sync(folder)
+    void.unlink()
+    sync(folder)
+
+
+def go_back(folder: Path, copies: Copies) -> list[str]:
+    """A coordinator takes the newest moment that it and all its shards have copies of, and begins a past with it: its
+    shards follow. Returns sentences on that. Raises StoreError, when there is none; OSError."""
+    faults: list[str] = []
+    while checkpoint_ids := copies.whole():
+        timeline = Timeline(uuid.uuid4().hex, checkpoint_ids[-1])
+        try:
+            # What follows is then newer than all that is there, also than what only some have.
+            take(folder, copies.own, timeline, number_of(max(copies.every())))
+        except DamagedSnapshot as error:
+            copies.own.condemn(timeline.checkpoint_id, str(error))
+            faults.append(f"{copies.url}/{timeline.checkpoint_id}: passed over: {error}")
+        else:
+            faults.append(f"{folder}: goes back to {timeline.checkpoint_id}, which came from {copies.url}")
+            return faults
+    raise StoreError("\n".join([*faults, f"{copies.url}: holds no moment that the server and all its shards have"]))
+
+
+def who_goes_back(coordinator: Timeline, newest: str | None) -> Literal["nobody", "shard", "all"]:
+    """A shard has come whose state does not fit its coordinator's. coordinator: its past. newest: the newest moment
+    that all have copies of. "shard": the others have taken that moment, or are about to. "nobody": there is none."""
+    if newest is None:
+        return "nobody"
+    return "shard" if not coordinator.begun and coordinator.checkpoint_id == newest else "all"

@@ -1,0 +1,150 @@
+"""A member's link to a server whose shards are processes of their own: it pushes each chunk to the shard that has it,
+beside the others, tells the coordinator what it pushed, and pulls an answer from coordinator and shards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from geotrain.config import ClusterConfig, shards_of
+from geotrain.net.transport import rpc
+from geotrain.net.transport.certs import Role, Trust, trust_between
+from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.outer.messages import Answer, UpdatePart
+from geotrain.parameters.chunks import deal
+from geotrain.parameters.parameter_map import ParameterMap
+
+SHARD_S = 3600.0  # how long a shard is tried while its coordinator is there
+AGAIN_S = 0.2
+EMPTY_S = 3.0
+
+
+@dataclass(frozen=True)
+class ShardsAbove:
+    """The shards of the server above. owner: chunk → its shard. fragments: chunk → its fragment."""
+
+    addresses: tuple[str, ...]
+    owner: tuple[int, ...]
+    fragments: tuple[int, ...]
+    trust: Trust | None
+
+    def of(self, shard: int, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of these deltas or weights that the shard has."""
+        return tuple(each for each in entries if self.owner[each.chunk] == shard)
+
+
+def shards_above(
+    cluster: ClusterConfig, parameter_map: ParameterMap, role: Role, name: str, server: str
+) -> ShardsAbove | None:
+    """What the member needs to reach the shards of that server; None: they are in the server's own process. Raises
+    CertificateError."""
+    addresses = shards_of(cluster, server)
+    if not addresses:
+        return None
+    owner = {
+        chunk.index: shard for shard, own in enumerate(deal(parameter_map.chunks, len(addresses))) for chunk in own
+    }
+    return ShardsAbove(
+        tuple(map(str, addresses)),
+        tuple(owner[chunk.index] for chunk in parameter_map.chunks),
+        tuple(chunk.fragment for chunk in parameter_map.chunks),
+        trust_between(cluster, role, name, "shard", server),
+    )
+
+
+class ShardedLink(GrpcClient):
+    """trust: to the coordinator, as for `GrpcClient`."""
+
+    def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None, above: ShardsAbove) -> None:
+        super().__init__(address, member, incarnation, trust)
+        self.above = above
+        self.shards = [GrpcClient(each, member, incarnation, above.trust) for each in above.addresses]
+
+    def live_as(self, incarnation: str) -> None:
+        for link in self.shards:
+            link.incarnation = incarnation
+        super().live_as(incarnation)
+
+    async def close(self) -> None:
+        for shard in self.shards:
+            await shard.close()
+        await super().close()
+
+    async def push(self, part: UpdatePart) -> int:
+        """Ends when the coordinator has taken the part, or refuses it; until then shards are tried again and
+        again."""
+        pushes = [
+            asyncio.ensure_future(shard.persist(partial(shard.push, replace(part, deltas=own)), SHARD_S))
+            for i, shard in enumerate(self.shards)
+            if (own := self.above.of(i, part.deltas))
+        ]
+        taken = asyncio.ensure_future(self._taken(part))
+        try:
+            waiting = {taken, *pushes}
+            while not taken.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for push in done - {taken}:
+                    push.result()
+            return taken.result()
+        finally:
+            for task in (taken, *pushes):
+                task.cancel()
+            await asyncio.gather(taken, *pushes, return_exceptions=True)
+
+    async def _taken(self, part: UpdatePart) -> int:
+        while (applied := await self.commit(part)) is None:
+            pass
+        return applied
+
+    async def pull(
+        self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
+    ) -> Answer | None:
+        header = await super().pull(part, sequence, fragments, limit_bytes, wait_s)
+        if header is None:
+            return None
+        wanted = [i for i in range(len(self.shards)) if self.above.of(i, header.weights)]
+        calls = [self._pull_from(i, part, sequence, fragments, limit_bytes) for i in wanted]
+        found = whole(header, await asyncio.gather(*calls))
+        if found is None:  # coordinator and shard spoke in different lives of the server
+            await asyncio.sleep(AGAIN_S)
+        return found
+
+    async def _pull_from(
+        self, i: int, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int
+    ) -> Answer:
+        """An empty one, if the shard has had none for a while: it may have begun a new incarnation after the
+        coordinator gave the header, and codes the answer once more only when the coordinator is asked again."""
+        shard, until_s = self.shards[i], time.monotonic() + EMPTY_S
+
+        async def attempt() -> Answer | None:
+            found = await shard.pull(part, sequence, fragments, limit_bytes, AGAIN_S)
+            return Answer(sequence, ()) if found is None and time.monotonic() >= until_s else found
+
+        return await shard.persist(attempt, SHARD_S)
+
+    async def global_weights(self, part: int, number: int, limit_bytes: int) -> Answer:
+        header = await super().global_weights(part, number, limit_bytes)
+        if not header.weights:
+            return header
+
+        def calls() -> list[Any]:
+            return [v.persist(partial(v.global_weights, part, number, limit_bytes), SHARD_S) for v in self.shards]
+
+        found = await asyncio.gather(*calls())
+        versions = {each.chunk: each.version for each in header.weights}
+        told = [replace(a, weights=tuple(replace(w, version=versions[w.chunk]) for w in a.weights)) for a in found]
+        return whole(header, told) or replace(header, weights=())
+
+
+def whole(header: Answer, found: Sequence[Answer]) -> Answer | None:
+    """The answer with the payloads that shards have given; None: they are not (all) of this answer."""
+    weights = {
+        each.chunk: each for answer in found for each in answer.weights if answer.incarnation == header.incarnation
+    }
+    if any(each.chunk not in weights or weights[each.chunk].version != each.version for each in header.weights):
+        return None
+    return replace(header, weights=tuple(weights[each.chunk] for each in header.weights))

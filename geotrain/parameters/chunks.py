@@ -1,0 +1,74 @@
+"""Chunks: where a rank's share of a parameter is cut, and which shard of a server has which.
+
+A fragment's vector is cut at fixed places (`ParameterMap.chunks`), which are those of the model and of no rank, so
+that all that is kept by chunk (residuals, mirrors, the state's files) stays as it is when ranks are laid out
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from geotrain.parameters.parameter_map import Chunk, ParameterMap, StridedSlice, clip_runs
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What lies in one chunk of a local tensor.
+
+    chunk: its index. slices: the places in the chunk's vector, in order. begin, end: the elements of the tensor, read
+    flat. parameter: the first one in it, where parameters were cut.
+    """
+
+    chunk: int
+    slices: tuple[StridedSlice, ...]
+    begin: int
+    end: int
+    parameter: str = ""
+
+
+def cut(parameter_map: ParameterMap, runs: Iterable[StridedSlice]) -> Iterator[Cut]:
+    """Cut a local tensor, which these runs of one fragment's parameters describe, at the fragment's chunks."""
+    last: Cut | None = None
+    position = 0
+    for run in runs:
+        fragment = parameter_map.fragment_of(run.parameter)
+        for each in cut_slice(parameter_map, fragment, *parameter_map.slices([run], fragment)):
+            here = replace(each, begin=each.begin + position, end=each.end + position, parameter=run.parameter)
+            if last is not None and last.chunk == here.chunk:
+                last = replace(last, slices=last.slices + here.slices, end=here.end)
+            else:
+                if last is not None:
+                    yield last
+                last = here
+        position += run.numel
+    if last is not None:
+        yield last
+
+
+def cut_slice(parameter_map: ParameterMap, fragment: int, here: StridedSlice) -> Iterator[Cut]:
+    """Cut a slice of a fragment's vector, which describes a local tensor of as many elements."""
+    for chunk in parameter_map.chunks_of[fragment]:
+        low, high = _before(here, chunk.start), _before(here, chunk.start + chunk.numel)
+        if low < high:
+            slices = tuple(replace(s, start=s.start - chunk.start) for s in clip_runs([here], low, high))
+            yield Cut(chunk.index, slices, low, high)
+
+
+def deal(chunks: Sequence[Chunk], shards: int) -> list[tuple[Chunk, ...]]:
+    """The chunks of each of so many shards: the largest first, each to the shard that has least."""
+    dealt: list[list[Chunk]] = [[] for _ in range(shards)]
+    for chunk in sorted(chunks, key=lambda p: (-p.numel, p.index)):
+        min(dealt, key=lambda own: sum(p.numel for p in own)).append(chunk)
+    return [tuple(sorted(own, key=lambda p: p.index)) for own in dealt]
+
+
+def _before(here: StridedSlice, address: int) -> int:
+    """How many elements of the slice lie before this address; they are its first ones."""
+    if address <= here.start:
+        return 0
+    if here.count == 1:
+        return min(address - here.start, here.length)
+    row, column = divmod(address - here.start, here.stride)
+    return here.numel if row >= here.count else row * here.length + min(column, here.length)
