@@ -95,7 +95,7 @@ def shard_lines(statuses: Mapping[str, Status]) -> list[str]:
     found = []
     for site, status in statuses.items():
         words = [
-            f"{v['shard']} {v['orders']:,} orders, {size(v['rss_bytes'])}, snapshot after {v['saved']:,}"
+            f"{v['shard']} {v['commands']:,} commands, {size(v['rss_bytes'])}, snapshot after {v['saved']:,}"
             if v["up"]
             else f"{v['shard']} DOWN"
             for v in status.get("shards", ())

@@ -30,7 +30,7 @@ from tests.support.inner_worlds import (
     stop,
     train,
 )
-from tests.support.outer_world import FakeWorker, World, layout
+from tests.support.outer_world import FakeWorker, World, parameter_map
 
 SETUP = """
 from setuptools import setup
@@ -187,7 +187,7 @@ def test_a_rule_and_a_codec_of_another_package_train_a_world(installed: None) ->
     config = parse(OuterConfig, OUTER, "here")
     again = parse(OuterConfig, json.loads(config.model_dump_json(by_alias=True)), "what a run's folder holds")
     assert again == config and again.model_dump()["rule"]["share"] == 0.25
-    lay = layout()
+    lay = parameter_map()
     whole = [lay.whole(fragment.index) for fragment in lay.fragments]
     worker, start = FakeWorker("a", lay, [whole]), [torch.zeros(f.numel) for f in lay.fragments]
     world = World(config, {"eu": [worker]}, start, lay)

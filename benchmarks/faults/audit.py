@@ -110,7 +110,7 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         numbers = Counter((member, sequence) for member, _, sequence, _ in history.applied)
         contents = Counter((member, digest) for member, _, _, digest in history.applied)
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
-    leases = cast(GlobalServer, top.now).coordinator
+    leases = cast(GlobalServer, top.now).lease_table
     out = [(lease.start, lease.samples) for lease in leases.open.values()]
     once, overlapping = coverage([*top.committed, *leases.pool, *out])
     wrong = [
@@ -138,7 +138,7 @@ def _of_shards(servers: list[ServerReplay]) -> dict[str, Any]:
     shards = [shard for server in servers for shard in server.shards]
     figures = {
         "processes": len(shards),
-        "orders": sum(len(shard.orders) for shard in shards),
+        "commands": sum(len(shard.commands) for shard in shards),
         "behind": sum(server.behind for server in servers),
         "snapshots_compared": sum(shard.snapshots for shard in shards),
         "recoveries_compared": sum(shard.recoveries for shard in shards),

@@ -98,7 +98,7 @@ def _needed(rank: int, manifest: dict[str, Any]) -> list[str]:
 def _lacks(engine: GeoEngine, manifest: dict[str, Any], folder: Path) -> str | None:
     """Why this rank cannot read the checkpoint, if it is none of damage; otherwise None."""
     tag = manifest["tag"]
-    if not manifest["shared"] and manifest["parameter_map"] != layout_of_ranks(engine):
+    if not manifest["shared"] and manifest["layout"] != layout_of_ranks(engine):
         return (
             f"{tag!r} was saved by hosts that share no file system, in another layout: resume with the layout "
             f"{manifest['layout']}, or copy the weights and begin without the optimizer's state"
@@ -140,16 +140,16 @@ def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> Non
                     saved[parameter].append((file, shard, offset, run))
                     offset += run.numel
         for own in engine.shards():
-            chunks = list(_locate(own.runs, saved))
+            pieces = list(_locate(own.runs, saved))
             state = state_of(engine, own, manifest["with_masters"], has_usable_prediction(engine, manifest))
             for name, view in state.items():
                 read = torch.empty(own.numel, dtype=view.dtype)  # on the host, so that a GPU gets it in one copy
-                for file, shard, into, outof, length in chunks:
-                    # Only the range that the wanted chunks span is read from the file, not the whole tensor.
+                for file, shard, into, outof, length in pieces:
+                    # Only the range that the wanted pieces span is read from the file, not the whole tensor.
                     low, high = int(outof.min()), int((outof + length).max())
                     _copy(read, file.get_slice(f"{shard}.{name}")[low:high], into, outof - low, length)
                 view.copy_(read)
-    if manifest["parameter_map"] == layout_of_ranks(engine):
+    if manifest["layout"] == layout_of_ranks(engine):
         with safe_open(folder / rank_file(engine.rank), "pt") as file:
             torch.set_rng_state(file.get_tensor("rng.cpu"))
             if platform.HAS_CUDA:
@@ -182,15 +182,15 @@ def _locate(
 def overlap(wanted: StridedSlice, saved: StridedSlice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where two runs of one parameter overlap: offsets into the first, offsets into the second, lengths (int64).
 
-    A run is `count` chunks of `length` elements, `stride` apart. Both runs' chunks are sorted, so the chunks of the
-    second that a chunk of the first meets are neighbours, and two binary searches find the first and the last.
+    A run is `count` pieces of `length` elements, `stride` apart. Both runs' pieces are sorted, so the pieces of the
+    second that a piece of the first meets are neighbours, and two binary searches find the first and the last.
     """
-    # Where each chunk begins, as an offset in the parameter.
+    # Where each piece begins, as an offset in the parameter.
     a = wanted.start + np.arange(wanted.count, dtype=np.int64) * wanted.stride
     b = saved.start + np.arange(saved.count, dtype=np.int64) * saved.stride
     first = np.searchsorted(b + saved.length, a, side="right")
     meets = np.maximum(np.searchsorted(b, a + wanted.length, side="left") - first, 0)
-    # One entry for each pair of chunks that meet: i counts chunks of the first run, j of the second.
+    # One entry for each pair of pieces that meet: i counts pieces of the first run, j of the second.
     i = np.repeat(np.arange(wanted.count), meets)
     j = np.arange(meets.sum()) - np.repeat(np.cumsum(meets) - meets, meets) + np.repeat(first, meets)
     begin = np.maximum(a[i], b[j])

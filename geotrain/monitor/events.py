@@ -139,9 +139,9 @@ class ShardSampled(Event):
 
     shard: Annotated[int, "its place in the server's shards"]
     up: Annotated[bool, "it is connected to the server"]
-    orders: Annotated[int, "that it has obeyed and has on its disk"]
-    behind: Annotated[int, "orders that were given and are not on its disk yet"]
-    saved: Annotated[int, "orders before its newest snapshot; −1: it has none"]
+    commands: Annotated[int, "that it has executed and has on its disk"]
+    behind: Annotated[int, "commands that were given and are not on its disk yet"]
+    saved: Annotated[int, "commands before its newest snapshot; −1: it has none"]
     journal_bytes: Annotated[int, "of its journal's open segment"]
     rss_bytes: Annotated[int, "memory of its process"]
 

@@ -75,9 +75,9 @@ class Metrics:
         }
         self.of_shard = {  # a field of ShardSampled → its gauge
             "up": gauge("shard_up", "1 while the shard's process is connected to this server", "shard"),
-            "orders": gauge("shard_orders", "Orders that the shard has on its disk", "shard"),
-            "behind": gauge("shard_orders_behind", "Orders given that it has not", "shard"),
-            "saved": gauge("shard_snapshot_orders", "Orders before its newest snapshot", "shard"),
+            "commands": gauge("shard_commands", "Commands that the shard has on its disk", "shard"),
+            "behind": gauge("shard_commands_behind", "Commands given that it has not", "shard"),
+            "saved": gauge("shard_snapshot_commands", "Commands before its newest snapshot", "shard"),
             "journal_bytes": gauge("shard_journal_bytes", "Of its journal's open segment", "shard"),
             "rss_bytes": gauge("shard_memory_bytes", "Resident memory of its process", "shard"),
         }

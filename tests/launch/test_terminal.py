@@ -59,13 +59,13 @@ def test_a_row_for_each_region() -> None:
 
 def test_a_shard_that_is_down_is_seen() -> None:
     shards = [
-        {"shard": 0, "up": True, "orders": 1200, "rss_bytes": 3_000_000, "saved": 40},
-        {"shard": 1, "up": False, "orders": 0, "rss_bytes": 0, "saved": 0},
+        {"shard": 0, "up": True, "commands": 1200, "rss_bytes": 3_000_000, "saved": 40},
+        {"shard": 1, "up": False, "commands": 0, "rss_bytes": 0, "saved": 0},
     ]
     console = new_console()
     with console.capture() as shown:
         console.print(draw("r", cluster(), {"global": TOP, "eu": {**EU, "shards": shards}}))
-    assert "shards of eu: 0 1,200 orders, 3.0 MB, snapshot after 40; 1 DOWN" in shown.get()
+    assert "shards of eu: 0 1,200 commands, 3.0 MB, snapshot after 40; 1 DOWN" in shown.get()
 
 
 @pytest.mark.parametrize("phase", ["paused", "stopping"])

@@ -74,8 +74,8 @@ def test_events_become_metrics() -> None:
         ("validation_loss",): 2.25,
         ("open_leases",): 9, ("snapshots_total",): 1, ("snapshot_seconds",): 1.5, ("process_up", "eu-0"): 0,
         ("process_exits_total", "eu-0", "3"): 1, ("fragment_version", "2"): 4, ("disk_free_bytes",): 2,
-        ("events_total", "ServerSampled"): 2, ("shard_up", "0"): 0, ("shard_up", "1"): 1, ("shard_orders", "1"): 9,
-        ("shard_orders_behind", "1"): 2, ("shard_snapshot_orders", "1"): 7, ("shard_memory_bytes", "1"): 60,
+        ("events_total", "ServerSampled"): 2, ("shard_up", "0"): 0, ("shard_up", "1"): 1, ("shard_commands", "1"): 9,
+        ("shard_commands_behind", "1"): 2, ("shard_snapshot_commands", "1"): 7, ("shard_memory_bytes", "1"): 60,
     }  # fmt: skip
     for (name, *labels), value in wanted.items():
         assert found.get((name, *sorted(labels))) == value, (name, labels)

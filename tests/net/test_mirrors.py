@@ -15,7 +15,7 @@ from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import SnapshotStore
-from geotrain.outer.downlink import MARK_BYTES, mark
+from geotrain.outer.downlink import FINGERPRINT_BYTES, fingerprint
 from geotrain.outer.events import SentWhole
 from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, ChunkWeights
 from geotrain.outer.mirror_store import MirrorStore
@@ -256,14 +256,14 @@ def test_a_mark_tells_histories_apart():
     changed = bytearray(weights.payload)
     changed[77] ^= 1
     others = [
-        mark(weights, 2),
-        mark(dataclasses.replace(weights, version=8), 1),
-        mark(dataclasses.replace(weights, payload=bytes(changed)), 1),
+        fingerprint(weights, 2),
+        fingerprint(dataclasses.replace(weights, version=8), 1),
+        fingerprint(dataclasses.replace(weights, payload=bytes(changed)), 1),
     ]
-    assert len({mark(weights, 1), *others}) == 4 and mark(weights, 1) == mark(weights, 1)
-    large = bytes(10 * MARK_BYTES)
-    assert mark(ChunkWeights(0, 1, large), 0) != mark(ChunkWeights(0, 1, b"\1" * len(large)), 0)
-    assert 0 < mark(ChunkWeights(0, 1 << 40, b""), 0) < 1 << 63
+    assert len({fingerprint(weights, 1), *others}) == 4 and fingerprint(weights, 1) == fingerprint(weights, 1)
+    large = bytes(10 * FINGERPRINT_BYTES)
+    assert fingerprint(ChunkWeights(0, 1, large), 0) != fingerprint(ChunkWeights(0, 1, b"\1" * len(large)), 0)
+    assert 0 < fingerprint(ChunkWeights(0, 1 << 40, b""), 0) < 1 << 63
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import place_of, server_needs
 from geotrain.staging.interface import from_bytes
-from tests.support.outer_world import FakeWorker, World, config, layout, random_deltas, start_vector, whole
+from tests.support.outer_world import FakeWorker, World, config, parameter_map, random_deltas, start_vector, whole
 
 CONFIGS = ROOT / "configs"
-LAYOUT = layout(1)  # four fragments, of 24, 16, 16 and 8 elements
+LAYOUT = parameter_map(1)  # four fragments, of 24, 16, 16 and 8 elements
 EVERY = tuple(range(len(LAYOUT.fragments)))
 # How the names of a state's tensors begin → as what they are counted.
 PARTS = {"residual.": "residual", "mirror.": "mirror", "held.": "mirrors of members"}

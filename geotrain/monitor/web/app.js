@@ -153,7 +153,7 @@ function footer(state) {
     `journal flush ${s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–"}`,
   ];
   for (const v of state.shards) {
-    parts.push(v.up ? `shard ${v.shard}: ${v.orders} orders, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} orders` : `shard ${v.shard}: down`);
+    parts.push(v.up ? `shard ${v.shard}: ${v.commands} commands, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} commands` : `shard ${v.shard}: down`);
   }
   const old = [...$("server").children].map((c) => c.textContent).join();
   if (old !== parts.join()) $("server").replaceChildren(...parts.map((text) => html("span", {}, null, text)));

@@ -183,7 +183,8 @@ class Copies:
             lacking = [m.url for m, each in zip(self.all, there, strict=True) if not each.get(checkpoint_id)]
             raise StoreError(
                 f"checkpoint.snapshots: {', '.join(lacking)}: "
-                f"has no whole copy of {checkpoint_id}, which was copied: do all processes of this server mean the same store by this URL?"
+                f"has no whole copy of {checkpoint_id}, which was copied: "
+                "do all processes of this server mean the same store by this URL?"
             )
         for old in superfluous(there, all_have, checkpoint_id, self.keep):
             for mirror in self.all:

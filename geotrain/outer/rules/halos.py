@@ -34,7 +34,7 @@ def delayed_nesterov(
 class HalosRegion(AsyncRegion):
     """HALoS's local parameter server: delayed Nesterov on every worker's delta."""
 
-    bf16_state = ("momentum", "accumulated")
+    bf16_vectors = ("momentum", "accumulated")
 
     def __init__(self, config: HalosConfig) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, config.ledger)
@@ -55,7 +55,7 @@ class HalosGlobal:
     """
 
     in_rounds = False
-    bf16_state = ("momentum", "accumulated")
+    bf16_vectors = ("momentum", "accumulated")
 
     def __init__(self, config: HalosConfig) -> None:
         self.settings = config.global_

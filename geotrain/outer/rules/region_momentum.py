@@ -54,7 +54,7 @@ class MomentumRegion(AsyncRegion):
     """The region's half of the rule, always with the ledger. workers: of the region; each delta weighs one over their
     number. decay: k of one update, from `momentum_decay`."""
 
-    bf16_state = ("momentum",)
+    bf16_vectors = ("momentum",)
 
     def __init__(self, config: RegionMomentumConfig, workers: int, decay: float) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)

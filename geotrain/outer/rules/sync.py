@@ -94,7 +94,7 @@ class SyncRegion(_Sync):
 class SyncGlobal(_Sync):
     """DiLoCo's outer step once all members have sent."""
 
-    bf16_state = ("momentum",)
+    bf16_vectors = ("momentum",)
 
     def __init__(self, config: SyncConfig, members: tuple[str, ...]) -> None:
         super().__init__(members)

@@ -20,7 +20,7 @@ from geotrain.outer.rules.rule import Vectors
 _BF16 = Spec("bf16", stochastic=True)
 
 
-def bf16_state(wide: Tensor, out: Tensor, *stream: str | int) -> None:
+def round_to_bf16(wide: Tensor, out: Tensor, *stream: str | int) -> None:
     """Round fp32 into bf16, in place of what `out` holds. stream: tells this rounding from all others."""
     kernels.quantize(wide, _BF16, seed=rounding_seed(*stream), payload=out.view(torch.uint8))
 
@@ -40,6 +40,6 @@ def in_fp32(v: Vectors, names: Sequence[str], *stream: str | int) -> Iterator[Ve
     for name, vector in computed.aux.items():
         if name in wide:
             kept = v.aux.setdefault(name, torch.empty_like(vector, dtype=torch.bfloat16))
-            bf16_state(vector, kept, name, *stream)
+            round_to_bf16(vector, kept, name, *stream)
         else:
             v.aux[name] = vector

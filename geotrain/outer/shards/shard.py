@@ -23,7 +23,7 @@ from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
 from geotrain.outer.rules.rule import Inputs
-from geotrain.outer.shards.bf16_state import bf16_state, in_fp32
+from geotrain.outer.shards.bf16_state import in_fp32, round_to_bf16
 from geotrain.parameters.parameter_map import Chunk, ParameterMap, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
 
@@ -148,7 +148,7 @@ class ServerShard:
     ) -> None:  # fmt: skip
         # dtype of residuals, and of what the rule can narrow
         self.kept = torch.bfloat16 if bf16_state else torch.float32
-        self.bf16_state = getattr(rule, "bf16_state", ()) if bf16_state else ()
+        self.bf16_vectors = getattr(rule, "bf16_vectors", ()) if bf16_state else ()
         self.name, self.parameter_map, self.chunks, self.rule, self.up, self.down = (
             name,
             parameter_map,
@@ -225,7 +225,7 @@ class ServerShard:
                 for chunk in self._of[command.fragment]:
                     v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
                     self.will_change(*v.all())
-                    with in_fp32(v, self.bf16_state, self.name, command.version, chunk.index) as wide:
+                    with in_fp32(v, self.bf16_vectors, self.name, command.version, chunk.index) as wide:
                         self.rule.apply(wide, command.member, delta, command.inputs)
             case Freeze():
                 self._freeze(command)
@@ -326,7 +326,7 @@ class ServerShard:
         try:
             payload = self.up_codec.encode(delta, residual=residual, seed=rounding_seed(*stream)).payload
             if residual is not None and self.kept == torch.bfloat16:
-                bf16_state(residual, self.residuals[chunk.index], "residual", *stream)
+                round_to_bf16(residual, self.residuals[chunk.index], "residual", *stream)
             return to_bytes(payload)
         except NonFiniteError:
             parameter = self.parameter_map.not_finite(chunk.fragment, delta, chunk.start)

@@ -78,12 +78,12 @@ def server_needs(
     place: Place, outer: OuterConfig, parameter_map: ParameterMap, snapshots: int, rates: ServerRates = MEASURED
 ) -> ServerNeeds:
     """snapshots: how many are kept (`checkpoint.keep`)."""
-    narrow = outer.server_state == "bf16"
+    bf16_state = outer.server_state == "bf16"
     numel, chunks, at_once = parameter_map.numel, parameter_map.chunks, _at_once(parameter_map, outer)
     due = [chunk for chunk in chunks if chunk.fragment in at_once]
-    width = 2 if narrow else 4
+    width = 2 if bf16_state else 4
     base = 4 * numel if isinstance(place.rule, AsyncRegion) else 0
-    vectors = 4 * numel + base + width * numel * len(getattr(place.rule, "narrow", ()))
+    vectors = 4 * numel + base + width * numel * len(getattr(place.rule, "bf16_vectors", ()))
     changes = sends_changes(place.down)
     state = {"vectors": vectors, "mirrors of members": 4 * numel * place.members if changes else 0}
     answer, in_flight = coded(place.down, chunks), 0
@@ -111,7 +111,7 @@ def server_needs(
         "arriving": 2 * place.members * coded(place.up, due),
         "decoding": 4 * largest * len(due),
         # A vector's difference or mean, and what is kept in 16 bits, in fp32 meanwhile.
-        "computing": 4 * largest * (1 + narrow),
+        "computing": 4 * largest * (1 + bf16_state),
         # One is computed with, a snapshot reads another.
         "mirrors in use": min(mirrors, 4 * largest * (LEAVING + 2)),
         "snapshot's copies": int(share * snapshot),
