@@ -304,8 +304,7 @@ class RegionServer:
             for fragments in self.trained.values():
                 fragments.discard(number)
             leases = tuple(lease for lease, fragments in self.trained.items() if not fragments)
-            for lease in leases:
-                del self.trained[lease]
+            self.trained = {lease: fragments for lease, fragments in self.trained.items() if fragments}
             sends.append((GLOBAL, Update(self.sequence, number, payload, leases)))
         return sends
 
@@ -313,9 +312,8 @@ class RegionServer:
         """Move towards the global weights by α; what workers committed while the update travelled stays: it is
         base − x, and goes with the next update. Dropping it would lose training that the ledger has counted."""
         if answer.sequence == 0:
-            x = answer.weights
-            vectors = [x.clone() for _ in range(3)] + [torch.zeros_like(x) for _ in range(2)]
-            self.fragments[answer.fragment] = Fragment(*vectors)
+            x, zeros = answer.weights.clone(), torch.zeros_like(answer.weights)
+            self.fragments[answer.fragment] = Fragment(x, x.clone(), x.clone(), zeros, zeros.clone())
             return
         f = self.fragments[answer.fragment]
         f.mirror += decode(answer.weights, f.x.numel())
@@ -326,10 +324,6 @@ class RegionServer:
 
 
 # ------------------------------------------------------------------------------------------------- 6. worker
-
-
-class Dead(Exception):
-    """The worker's machine was lost."""
 
 
 class Worker:
@@ -381,7 +375,7 @@ class Worker:
             self.optimizer.step()
             self.step += 1
             if self.step == self.dies_at_step:
-                raise Dead
+                raise ConnectionError("its machine is lost")
             self.adopt()
             if step == steps:
                 self.unsent[lease.number] = set(range(len(self.fragments)))
@@ -393,8 +387,7 @@ class Worker:
         for fragments in self.unsent.values():
             fragments.discard(fragment)
         leases = tuple(lease for lease, fragments in self.unsent.items() if not fragments)
-        for lease in leases:
-            del self.unsent[lease]
+        self.unsent = {lease: fragments for lease, fragments in self.unsent.items() if fragments}
         self.sequence += 1
         self.send(Update(self.sequence, fragment, self.anchors[fragment] - now, leases))
         self.flights[self.sequence] = fragment, now, self.step + self.overlap
@@ -460,7 +453,7 @@ class Run:
         inbox = self.inboxes[worker.name]
         try:
             worker.run(lambda: inbox.get(timeout=600)[1], lambda m: self.send(worker.name, worker.region, m))
-        except Dead:
+        except ConnectionError:
             self.send(worker.name, worker.region, ("leave",))  # in the product its silence says so
 
     def send(self, sender: str, receiver: str, message: Any) -> None:
