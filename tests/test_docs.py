@@ -83,6 +83,23 @@ def test_no_command_hides_in_an_indented_block() -> None:
         assert not hidden, f"{page.name}: put them in a ```sh block: {hidden}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_pages_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{page.name}: there is no {path}"
+        assert not anchor or anchor in anchors(found), f"{page.name}: {path} has no heading {anchor!r}"
+
+
 def check(words: list[str]) -> None:
     """Check one command. Raises what the program's own parser raises, or AssertionError."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # environment
