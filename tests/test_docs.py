@@ -1,4 +1,4 @@
-"""Every command in README and docs: run, where a block says so, or checked against the real command line.
+"""Runs every command in README and docs whose block says so, and checks all others against the real command line.
 
 A block that begins with ```sh run is executed, line by line, in one folder; ```json NAME is saved there as NAME. Of
 other ```sh blocks, and of commands within sentences, program, subcommand, options and files are checked by the
@@ -27,7 +27,7 @@ from geotrain.commands.evaluate import evaluate
 from geotrain.commands.export import export_run
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("[RC][EO]*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/*.md")])
+PAGES = sorted([*ROOT.glob("[RC][EO]*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/*.md")])
 FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:geotrain|make|python|deepspeed) [^`]+)`", re.DOTALL)
 BIN = Path(sys.executable).parent
@@ -49,7 +49,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Of a shell block, without comments."""
+    """Lines of a shell block without their comments."""
     for line in text.replace("\\\n", " ").splitlines():
         if bare := re.sub(r"(^|\s{2,})#.*$", "", line).strip():
             yield bare
@@ -66,7 +66,7 @@ def test_a_command_that_docs_give_is_one(page: str, command: str) -> None:
 
 @pytest.mark.parametrize(("page", "command"), SPOKEN, ids=str)
 def test_a_command_that_docs_speak_of_is_one(page: str, command: str) -> None:
-    """It may leave arguments out: then its options must be some of that command's."""
+    """Checks program and options only, since a sentence may leave arguments out."""
     program, *rest = shlex.split(command.replace("…", ""))
     if program != "geotrain":
         check([program, *rest])
@@ -83,8 +83,25 @@ def test_no_command_hides_in_an_indented_block() -> None:
         assert not hidden, f"{page.name}: put them in a ```sh block: {hidden}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_pages_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{page.name}: there is no {path}"
+        assert not anchor or anchor in anchors(found), f"{page.name}: {path} has no heading {anchor!r}"
+
+
 def check(words: list[str]) -> None:
-    """Raises what the program's own parser raises, or AssertionError."""
+    """Check one command. Raises what the program's own parser raises, or AssertionError."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # environment
         words = words[1:]
     program, *rest = words
@@ -105,13 +122,9 @@ def check(words: list[str]) -> None:
         case "python" if rest[0] == "-c":
             compile(rest[1], "docs", "exec")
         case "python" if rest[0] == "-m":
-            name = rest[1].removeprefix("benchmarks.")
-            found = [
-                p
-                for p in (ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py")
-                if p.exists()
-            ]
-            assert rest[1] == f"benchmarks.{name}" and found, f"there is no module {rest[1]}"
+            name, module = rest[1], ROOT / rest[1].replace(".", "/")
+            found = [p for p in (module.with_suffix(".py"), module / "__main__.py") if p.exists()]
+            assert found, f"there is no module {name}"
             source = found[0].read_text() + (ROOT / "benchmarks/common.py").read_text()
             for option in (word.partition("=")[0] for word in rest[2:] if word.startswith("--")):
                 assert f'"{option}"' in source, f"{name} takes no {option}"
@@ -155,8 +168,8 @@ def check_deepspeed(words: list[str]) -> None:
 def test_the_tutorial_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its commands in their order, in a folder of their own, on less data. `launch` as the process that it is; the
-    rest in this one, which has imported what is slow to import."""
+    """Runs the tutorial's commands in order, in a folder of their own, on less data. Only `launch` is a process; the
+    rest run in this one, which has imported what is slow to import."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     ran = 0

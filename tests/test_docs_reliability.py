@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests that are there."""
+"""Holds docs/reliability.md to tests that exist."""
 
 from __future__ import annotations
 
