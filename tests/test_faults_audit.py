@@ -28,8 +28,8 @@ from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
 from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, Join, UpdatePart
 from geotrain.outer.server.server import identity_of
 from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.shard import Apply, Freeze
-from geotrain.outer.shards.shards import HeldPart, RemoteShards
+from geotrain.outer.shards.protocol import Apply, Freeze, HeldPart
+from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.outer_configs import outer_config
 from tests.support.recorded_world import thawed

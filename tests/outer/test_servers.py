@@ -11,7 +11,7 @@ from geotrain.config import codec_config
 from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import LeaseRequest, Leave, MemberSilent, Refused
-from geotrain.outer.shards.shard import SendUp
+from geotrain.outer.shards.protocol import SendUp
 from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.outer_world import (
     FakeWorker,

@@ -18,7 +18,8 @@ from geotrain.net.transport import wire
 from geotrain.outer.messages import GLOBAL, Answer, ChunkWeights, Join, Message, Refused, UpdatePart
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.shards import Froze, HeldAnswer, HeldPart, Holdings, RemoteShards
+from geotrain.outer.shards.protocol import Froze, HeldAnswer, HeldPart
+from geotrain.outer.shards.remote import Holdings, RemoteShards
 from tests.support.recorded_world import frozen, thawed
 from tests.support.specified_world import REGIONS, SpecifiedWorld
 

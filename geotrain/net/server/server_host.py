@@ -48,7 +48,7 @@ from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
 from geotrain.outer.messages import GLOBAL, Send, Validated
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.shards.remote import RemoteShards
 
 log = logging.getLogger(__name__)
 

@@ -47,8 +47,7 @@ from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
-from geotrain.outer.shards.shards import NewIncarnation
+from geotrain.outer.shards.protocol import Apply, Copy, Forget, Freeze, Merge, NewIncarnation, SendUp, StartOver
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def recover_shard(
     Raises StoreError, JournalDamaged, ParameterMapError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
-    machine.shards.put_mirrors_on(store.mirror_store)
+    machine.shards.set_mirror_store(store.mirror_store)
     newest, faults = store.load_newest()
     if newest is None and faults:
         raise StoreError(

@@ -28,7 +28,7 @@ from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
 from geotrain.outer.server.member import MOST_WEIGHT
 from geotrain.outer.server.server import Identity, Server
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
 
@@ -45,7 +45,7 @@ class GlobalServer(Server):
         self, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, regions: dict[str, tuple[str,
         ...]],
         train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
-        sample_tokens: int = 1, shards: int | RemoteShards = 1,
+        sample_tokens: int = 1, shards: int | Shards = 1,
     ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for

@@ -32,8 +32,7 @@ from geotrain.outer.server.member import (
     check_quarantine,
     check_slices,
 )
-from geotrain.outer.shards.shard import Forget
-from geotrain.outer.shards.shards import LocalShards, RemoteShards
+from geotrain.outer.shards.protocol import Forget, Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
 JOIN_RETRY_S = 0.5
@@ -45,7 +44,7 @@ class Membership(ABC):
     members: names of those who may join. down: codec of the link to them. rule: of the server.
     """
 
-    shards: LocalShards | RemoteShards
+    shards: Shards
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],

@@ -43,8 +43,7 @@ from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server.member import MOST_LEASES, mean_metrics
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled, Identity, Server
-from geotrain.outer.shards.shard import Merge, SendUp, StartOver
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 
@@ -59,7 +58,7 @@ class RegionServer(Server):
 
     def __init__(
         self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
-        workers: tuple[str, ...], validates: bool = False, shards: int | RemoteShards = 1,
+        workers: tuple[str, ...], validates: bool = False, shards: int | Shards = 1,
     ) -> None:  # fmt: skip
         super().__init__(
             name, "worker", identity, parameter_map, rule, workers, config.local, config.local, config.limits, shards,
@@ -415,7 +414,7 @@ class RegionServer(Server):
         now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
         self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
         return [
-            *(Send(GLOBAL, self.shards.as_it_goes(update)) for update in self.in_flight.values()),
+            *(Send(GLOBAL, self.shards.going_up(update)) for update in self.in_flight.values()),
             *self._last_words(),
         ]
 
@@ -467,7 +466,7 @@ class RegionServer(Server):
                 metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
             )  # fmt: skip
             self.in_flight[self.sequence] = update
-            update = self.shards.as_it_goes(update)
+            update = self.shards.going_up(update)
             self._sends.append(Send(GLOBAL, update))
             size = sum(len(delta.payload) for delta in update.deltas)
             self._events.append(SentUp(update.sequence, [fragment], weight, size))

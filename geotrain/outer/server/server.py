@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
@@ -25,7 +24,6 @@ from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
-    ChunkWeights,
     Identity,
     Join,
     Leave,
@@ -41,8 +39,10 @@ from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, check_part, check_round, outline
 from geotrain.outer.server.membership import Membership
-from geotrain.outer.shards.shard import Apply, Copy, Decode, Decoded, Forget, Freeze
-from geotrain.outer.shards.shards import HeldPart, LocalShards, RemoteShards, sent
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.protocol import Apply, Copy, Decoded, Forget, Freeze, FromShards, HeldPart, Shards
+from geotrain.outer.shards.shard import ServerShard
+from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
 
 
@@ -76,7 +76,7 @@ class Server(Membership):
     `workers_of`, `lease_is_due`, `over`, `finished`, `lost_updates`, `status`, and `state` for snapshots.
 
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
-    the links to them. shards: how many are in this process, or those that are not; it changes nothing else.
+    the links to them. shards: how many to create in this process, or remote ones; it changes nothing else.
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
@@ -85,29 +85,32 @@ class Server(Membership):
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
         rule: Rule,
         members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
-        shards: int | RemoteShards,
+        shards: int | Shards,
         above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(identity, parameter_map, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        settings = parameter_map, self.up, self.down, above, validates, bf16_state
-        self.shards = LocalShards.here(name, rule, shards, *settings) if isinstance(shards, int) else shards
+        if isinstance(shards, int):
+            settings = rule, self.up, down, above, validates, bf16_state
+            dealt = deal(parameter_map.chunks, shards)
+            shards = LocalShards([ServerShard(name, parameter_map, chunks, *settings) for chunks in dealt])
+        self.shards = shards
         # Number and versions of the global weights that a worker evaluates at present. The shards keep a copy.
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(parameter_map.fragments), len(members)) if judged else None
         self._sends: list[Send] = []  # what `handle` is about to return
 
-    def handle(self, message: Message) -> Handled:
+    def handle(self, message: Message | FromShards) -> Handled:
         """Process a message. Raises Refused; then nothing has changed."""
         taken, rest = self.take(message), self.go_on()
         return Handled(taken.reply, taken.sends + rest.sends, taken.events + rest.events)
 
-    def take(self, message: Message) -> Handled:
+    def take(self, message: Message | FromShards) -> Handled:
         """The part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        told = self.shards.unwrap(message)
-        return self._handled(None if told is None else self._route(told))
+        inner = self.shards.unwrap(message)
+        return self._handled(None if inner is None else self._route(inner))
 
     def go_on(self) -> Handled:
         """The other part: what the message makes due for others, as a region's update for the global server."""
@@ -192,7 +195,7 @@ class Server(Membership):
         parts = member.arriving.setdefault(part.sequence, {})
         if part.part in parts:
             return False
-        parts[part.part] = self.shards.hear_update(part)
+        parts[part.part] = self.shards.receive_part(part)
         if len(parts) < member.parts:
             member.silent = False
             return False
@@ -247,12 +250,8 @@ class Server(Membership):
         member = self.members[name]
         if sequence not in member.answers or member.awaiting.get(sequence):
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
-        weights = [
-            ChunkWeights(chunk.index, version, *self.shards.answer(name, sequence, part, chunk.index))
-            for fragment, version in member.answers[sequence].items()
-            for chunk in self.parameter_map.chunks_of[fragment]
-        ]
-        return Answer(sequence, tuple(weights), self.incarnation)
+        weights = self.shards.answer(name, part, sequence, member.answers[sequence])
+        return Answer(sequence, weights, self.incarnation)
 
     def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
         """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
@@ -298,11 +297,7 @@ class Server(Membership):
             self.copy_weights((number, list(versions)) if versions else None)
         if self.frozen is None or self.frozen[0] != number:
             return Answer(number, (), self.incarnation)
-        weights = []
-        for chunk in self.parameter_map.chunks:
-            payload = self.shards.copied(name, part, chunk.index)
-            weights.append(ChunkWeights(chunk.index, self.frozen[1][chunk.fragment], payload))
-        return Answer(number, tuple(weights), self.incarnation)
+        return Answer(number, self.shards.copied(name, part, self.frozen[1]), self.incarnation)
 
     def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
         """Have the shards copy the newest global weights, for validation. of: its number and the weights' versions;
@@ -318,15 +313,25 @@ class Server(Membership):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON data). The number of shards is not in it."""
-        return self.shards.state(), {
-            **self.shards.meta(),
+        tensors, of_shards = self.shards.state()
+        return tensors, {
+            **of_shards,
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
-            "sent": {n: sent(self.shards, n, m) for n, m in self.members.items() if self.shards.was_sent(n)},
+            "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
             "norms": self.norms.state() if self.norms else None,
         }
+
+    def _sent(self, name: str) -> dict[str, Any]:
+        """What the member was sent, where weights travel as changes: its fingerprints and frozen answers."""
+        member, answers = self.members[name], []
+        for sequence, versions in member.answers.items():
+            frozen = [[w.chunk, w.version, w.increment] for w in self.shards.answer(name, 0, sequence, versions)]
+            answers.append([sequence, sorted(member.awaiting.get(sequence, ())), frozen])
+        fingerprints = [[chunk, *both] for chunk, both in self.shards.fingerprints_of(name).items()]
+        return {"fingerprints": fingerprints, "answers": answers}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """The counterpart of `state`. Raises ParameterMapError when the state is another model's, or is cut
@@ -343,7 +348,7 @@ class Server(Membership):
             if name in self.members:
                 self.members[name].load(saved)
         fragment_of = [chunk.fragment for chunk in self.parameter_map.chunks]
-        for name, saved in self.shards.load(tensors, meta, self.parameter_map, self.members).items():
+        for name, saved in self.shards.load(tensors, meta, self.members).items():
             member = self.members[name]
             member.parts = 1  # where weights travel as changes
             for sequence, waiting, frozen in saved["answers"]:
@@ -352,9 +357,9 @@ class Server(Membership):
                     member.awaiting[sequence] = set(waiting)
 
     def weights(self, fragment: int) -> Tensor:
-        """The fragment's weights: fp32, 1-D; not to be written."""
-        chunks = [self.shards.vectors(p.index).x for p in self.parameter_map.chunks_of[fragment]]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        """The fragment's weights, of shards in this process: fp32, 1-D; not to be written."""
+        assert isinstance(self.shards, LocalShards)
+        return self.shards.weights(fragment)
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
@@ -374,11 +379,15 @@ class Server(Membership):
         """
 
     def set_weights(self, vectors: list[Tensor]) -> None:
-        """The first weights: one fp32 vector a fragment."""
-        self.fragments = [Counts() for _ in vectors]
-        for chunk in self.parameter_map.chunks:
-            x = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
-            self.shards.set_weights(chunk.index, x)
+        """Begin with these weights, one fp32 vector a fragment, in shards in this process."""
+        assert isinstance(self.shards, LocalShards)
+        for shard in self.shards.all:
+            shard.set_weights(vectors)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the run: the shards have its first weights."""
+        self.fragments = [Counts() for _ in self.parameter_map.fragments]
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
         """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
@@ -392,7 +401,7 @@ class Server(Membership):
     def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
         """What came of the member's updates that are not whole yet, as it came."""
         arriving = self.members[name].arriving.values()
-        return [self.shards.as_it_came(part) for parts in arriving for part in parts.values()]
+        return [self.shards.as_received(part) for parts in arriving for part in parts.values()]
 
     # -- inside
 
@@ -442,7 +451,7 @@ class Server(Membership):
 
     def _judge(self, name: str, member: Member, first: UpdatePart, fragments: tuple[int, ...]) -> None:
         """Raise Refused when the update is not finite, or its norm not to be believed."""
-        self._measure(name, member, self.shards.execute(Decode(name, first.sequence, fragments)))
+        self._measure(name, member, self.shards.decode(name, first.sequence, fragments))
         if self.norms is not None:
             sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
             at_work = {other for other, each in self.members.items() if not each.away}

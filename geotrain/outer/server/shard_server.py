@@ -16,19 +16,27 @@ from geotrain.outer.downlink import fingerprint, sends_changes
 from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.member import Member
 from geotrain.outer.server.server import Handled
-from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, ServerShard, StartOver
-from geotrain.outer.shards.shards import (
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.protocol import (
+    Apply,
     Checked,
+    Copy,
     Fingerprint,
+    Forget,
+    Freeze,
+    FromShards,
     Froze,
     HeldAnswer,
     HeldPart,
-    LocalShards,
     Measured,
+    Merge,
     NewIncarnation,
+    SendUp,
+    StartOver,
     bare,
     counts,
 )
+from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import ParameterMapError, numel
 
 COORDINATOR = "coordinator"  # to whom it speaks
@@ -133,7 +141,7 @@ class ShardServer:
 
     # -- what it says to its coordinator
 
-    def _say(self, *messages: HeldPart | HeldAnswer | Froze) -> Handled:
+    def _say(self, *messages: FromShards) -> Handled:
         return Handled(None, tuple(Send(COORDINATOR, message) for message in messages))  # type: ignore[arg-type]
 
     def _held(self, part: UpdatePart) -> HeldPart:
@@ -215,11 +223,8 @@ class ShardServer:
     def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
         """The shard's chunks of what validation `number` is to evaluate; empty when they are not here (any more)."""
         self.current(name, incarnation, part)
-        weights = [
-            ChunkWeights(i, 0, self.shard.copied(name, part, i))
-            for i in (self.chunks if number == self.copied else ())
-        ]
-        return Answer(number, tuple(weights), self.incarnation)
+        chunks = self.chunks if number == self.copied else ()
+        return Answer(number, tuple(self.shard.copied(name, part, i, 0) for i in chunks), self.incarnation)
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
         """The shard's part of an update that is in flight to the global server."""

@@ -1,11 +1,4 @@
-"""Shards: all of a server's vectors and payloads, and the arithmetic on them.
-
-A server is a *coordinator*, the state machine that decides (`geotrain.outer.server.server`), and shards, each of
-which has some of the model's chunks. The coordinator touches no tensor: it gives *orders*, plain data, which every
-shard carries out for its own chunks, and which cannot be refused. What a shard does with a chunk depends on no other
-chunk, so the number of shards changes no bit. Slices and payloads reach a shard in its members' own messages
-(`ServerShard.receive`).
-"""
+"""A shard: some of a server's vectors and payloads, and the arithmetic on them."""
 
 from __future__ import annotations
 
@@ -22,98 +15,20 @@ from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSe
 from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
-from geotrain.outer.rules.rule import Inputs
 from geotrain.outer.shards.bf16_state import in_fp32, round_to_bf16
+from geotrain.outer.shards.protocol import (
+    Apply,
+    Command,
+    Copy,
+    Decoded,
+    Forget,
+    Freeze,
+    Merge,
+    SendUp,
+    StartOver,
+)
 from geotrain.parameters.parameter_map import Chunk, ParameterMap, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Decode a member's update, all of whose parts were heard, into buffers that hold it until the next one. Changes
-    nothing else. Replies with a `Decoded` for each chunk and part."""
-
-    member: str
-    sequence: int
-    fragments: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """squares: sum of the squares of the values. fault: what is wrong with the payload; "": nothing is."""
-
-    chunk: int
-    part: int
-    squares: float
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Apply:
-    """Let the rule take in the member's update of this fragment. It is decoded now if it was not. version: of the
-    weights, with it."""
-
-    member: str
-    sequence: int
-    fragment: int
-    version: int
-    inputs: Inputs
-
-
-@dataclass(frozen=True)
-class Freeze:
-    """Encode the fragment's weights now, for all parts of the member, into the answer to its update `sequence`. They
-    must be delivered: the next change is coded against them."""
-
-    member: str
-    sequence: int
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Forget:
-    """joins: the member's slices, and what came of its updates. updates: what came of these, which are judged, like
-    all before them. answers: those to these updates. mirrors: what it was sent: its next weights go whole."""
-
-    member: str
-    joins: bool = False
-    mirrors: bool = False
-    answers: tuple[int, ...] = ()
-    updates: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class SendUp:
-    """Encode the region's progress in a fragment, as its update `sequence`."""
-
-    fragment: int
-    sequence: int
-    inputs: Inputs
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Take in the global weights of this fragment that were heard. first: there were none before."""
-
-    fragment: int
-    first: bool
-
-
-@dataclass(frozen=True)
-class StartOver:
-    """Forget all weights, and all that was said to the global server and by it."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Keep a copy of the newest global weights (bf16), to be evaluated while the run goes on. number: of the
-    validation; 0: there is none."""
-
-    number: int
-
-
-Command = Decode | Apply | Freeze | Forget | SendUp | Merge | StartOver | Copy
 
 
 @dataclass
@@ -173,13 +88,9 @@ class ServerShard:
         self._came: dict[int, ChunkWeights] = {}  # global weights that were heard and are not merged yet
         self.up_codec = up if above is None else make_codec(above[0])
         self.downlink = WeightsReceiver(down if above is None else above[1])
-        self.mirror_store = MirrorStore()  # of mirrors: see `put_mirrors_on`
+        self.mirror_store = MirrorStore()  # another one: see `LocalShards.set_mirror_store`
         # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
         self.will_change: Callable[..., None] = no_snapshot
-
-    def put_mirrors_on(self, mirror_store: MirrorStore) -> None:
-        """For a shard that has no state yet."""
-        self.mirror_store = self.downlink.mirror_store = mirror_store
 
     # -- what comes from outside
 
@@ -208,20 +119,20 @@ class ServerShard:
             return Decoded(chunk.index, 0, 0.0, str(error))
         return Decoded(chunk.index, 0, 0.0)
 
-    def set_weights(self, chunk: int, x: Tensor) -> None:
-        """The first weights of a run."""
-        self.vectors[chunk] = Vectors(x)
+    def set_weights(self, vectors: Sequence[Tensor]) -> None:
+        """Begin with these weights of the run: an fp32 vector a fragment, of which the shard keeps views."""
+        for chunk in self.chunks:
+            self.vectors[chunk.index] = Vectors(vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel])
 
     # -- orders
 
-    def execute(self, command: Command) -> list[Decoded]:
+    def execute(self, command: Command) -> None:
+        """Execute a command on this shard's chunks. Raises KeyError where it speaks of what is not here."""
         match command:
-            case Decode():
-                return list(self._decode(command))
             case Apply():
                 decoded = self._deltas.keys() if self._decoded == (command.member, command.sequence) else ()
                 if any(chunk.index not in decoded for chunk in self._of[command.fragment]):
-                    list(self._decode(Decode(command.member, command.sequence, (command.fragment,))))
+                    self.decode(command.member, command.sequence, (command.fragment,))
                 for chunk in self._of[command.fragment]:
                     v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
                     self.will_change(*v.all())
@@ -244,45 +155,45 @@ class ServerShard:
             case Copy():
                 newest = {i: v.x for i, v in self.vectors.items()} if self.newest is None else self.newest
                 self.copy = {i: x.bfloat16() for i, x in newest.items()} if command.number else {}
-        return []
 
-    def _decode(self, command: Decode) -> Iterator[Decoded]:
-        known = self._member(command.member)
-        payloads = known.updates[command.sequence]
+    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
+        """Decode the payloads of an update into buffers that hold them until the next one. Changes no state."""
+        known, found = self._member(member), list[Decoded]()
+        payloads = known.updates[sequence]
         self._spare += self._deltas.values()
         self._deltas.clear()
-        self._decoded = command.member, command.sequence
-        for chunk in (chunk for fragment in command.fragments for chunk in self._of[fragment]):
+        self._decoded = member, sequence
+        for chunk in (chunk for fragment in fragments for chunk in self._of[fragment]):
             buffer = self._deltas[chunk.index] = self._buffer()
             vector = buffer[: chunk.numel]
             for part in sorted(known.joins):
                 slices = known.joins[part].pushes[chunk.index]
                 in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
                 decoded = gather(vector, slices) if in_place else torch.empty(numel(slices))
-                try:
-                    squares = self.up.decode_measured(from_bytes(payloads[part, chunk.index]), decoded)
-                except ValueError as error:
-                    yield Decoded(chunk.index, part, 0.0, str(error))
-                    continue
-                if not in_place:
+                found.append(self._decode(chunk.index, part, payloads[part, chunk.index], decoded))
+                if not in_place and not found[-1].fault:
                     scatter(decoded, slices, vector)
-                yield Decoded(chunk.index, part, squares)
+        return found
+
+    def measure(self, member: str, sequence: int, part: int) -> list[Decoded]:
+        """Decode one part of an update before the others are here, and keep only the results."""
+        known = self._member(member)
+        buffer, slices = self._buffer(), known.joins[part].pushes
+        self._spare.append(buffer)
+        return [
+            self._decode(i, part, payload, buffer[: numel(slices[i])])
+            for (p, i), payload in known.updates.get(sequence, {}).items()
+            if p == part
+        ]
+
+    def _decode(self, chunk: int, part: int, payload: bytes, out: Tensor) -> Decoded:
+        try:
+            return Decoded(chunk, part, self.up.decode_measured(from_bytes(payload), out))
+        except ValueError as error:
+            return Decoded(chunk, part, 0.0, str(error))
 
     def _buffer(self) -> Tensor:
         return self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.chunks))
-
-    def measure(self, member: str, sequence: int, part: int) -> Iterator[Decoded]:
-        """What `Decode` will say of what came of this part. Nothing decoded is kept."""
-        known = self._member(member)
-        for (p, i), payload in known.updates.get(sequence, {}).items():
-            if p == part:
-                buffer = self._buffer()
-                out = buffer[: numel(known.joins[part].pushes[i])]
-                try:
-                    yield Decoded(i, part, self.up.decode_measured(from_bytes(payload), out))
-                except ValueError as error:
-                    yield Decoded(i, part, 0.0, str(error))
-                self._spare.append(buffer)
 
     def _freeze(self, command: Freeze) -> None:
         known = self._member(command.member)
@@ -353,15 +264,6 @@ class ServerShard:
 
     # -- what others get
 
-    def arrived(self, member: str, sequence: int, part: int, chunk: int) -> bytes:
-        """What came of an update that is not whole yet."""
-        return self._member(member).updates[sequence][part, chunk]
-
-    def answer(self, member: str, sequence: int, part: int, chunk: int) -> tuple[bytes, bool]:
-        """(payload, whether it is a change) of a frozen answer."""
-        weights = self._member(member).answers[sequence][part, chunk]
-        return weights.payload, weights.increment
-
     def fingerprints_of(self, member: str) -> dict[int, tuple[int, int]]:
         """Chunk → (mark of the member's mirror, mark before its last weights). Empty where weights travel whole."""
         sender = self._member(member).senders.get(0)  # where they do not, a member has one part
@@ -371,10 +273,10 @@ class ServerShard:
             else {}
         )
 
-    def copied(self, member: str, part: int, chunk: int) -> bytes:
-        """The copied weights that this part holds."""
+    def copied(self, member: str, part: int, chunk: int, version: int) -> ChunkWeights:
+        """The elements that this part holds of the copied weights, bf16."""
         held = gather(self.copy[chunk], self._member(member).joins[part].holds[chunk])
-        return to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload)
+        return ChunkWeights(chunk, version, to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload))
 
     # -- for a shard in a process of its own
 
