@@ -19,6 +19,7 @@ from geotrain.net.storage.remote_snapshots import RemoteSnapshots, newest_snapsh
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
 from geotrain.outer.mirror_store import MirrorStore
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.local import LocalShards
@@ -129,7 +130,7 @@ def recover(
 def end_incarnations(server: Server) -> None:
     """What `Stopped` means: the members' next lives follow no death."""
     for member in server.members.values():
-        member.ended = True
+        member.meet(MemberEvent.STOPS)
 
 
 def restarted(build: Callable[[], Server], server: Server) -> Server:

@@ -245,8 +245,6 @@ class GlobalServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.lease_table.load(meta["leases"])
-        if "validations" in meta:
-            self.validations.load(meta["validations"])
-        steered = meta.get("steered", {})  # older snapshots have none
-        self.paused, self.stopping = steered.get("paused", False), steered.get("stopping", False)
-        self.draining = set(steered.get("draining", ()))
+        self.validations.load(meta["validations"])
+        steered = meta["steered"]
+        self.paused, self.stopping, self.draining = steered["paused"], steered["stopping"], set(steered["draining"])

@@ -185,9 +185,8 @@ class LeaseTable:
         self.next_lease, self.next_start = state["next_lease"], state["next_start"]
         self.pool = [(start, samples) for start, samples in state["pool"]]
         self.open = {n: Lease(worker, job, n, *place) for n, worker, job, *place in state["open"]}
-        returned = [Lease(*saved) for saved in state.get("returned", ())]  # older snapshots have none
-        self.returned = {lease.lease: lease for lease in returned}
-        self.committed_samples, self.repeated_samples = state["committed_samples"], state.get("repeated_samples", 0)
+        self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
+        self.committed_samples, self.repeated_samples = state["committed_samples"], state["repeated_samples"]
         self.dismissed = dict(state["dismissed"])
         self.step_s = dict(state["step_s"])
         self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}

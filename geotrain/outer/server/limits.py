@@ -103,8 +103,6 @@ class NormLimits:
     def load(self, state: list[Any]) -> None:
         """The counterpart of `state`."""
         for noted, columns in zip(self._noted, state, strict=True):
-            if len(columns) == 2:  # an older snapshot does not know whose they were
-                columns = [[""] * len(columns[0]), *columns]
             noted.clear()
             noted.extend(zip(*columns, strict=True))
 

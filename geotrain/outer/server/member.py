@@ -17,6 +17,7 @@ from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.codec import Codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Identity, Join, Refused, UpdatePart
+from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
 from geotrain.parameters import coverage
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
 
@@ -28,8 +29,8 @@ MOST_WEIGHT = 1 << 20  # worker updates in one of a region
 MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
-    *("incarnation", "former", "restarts", "ended", "banned", "sequence", "job", "updates", "left", "silent"),
-    *("quarantined", "refused", "strikes", "fault", "step_s", "metrics"),
+    *("incarnation", "former", "restarts", "quarantined", "banned", "sequence", "job", "updates", "refused"),
+    *("strikes", "fault", "step_s", "metrics"),
 )
 
 
@@ -40,7 +41,10 @@ class Member:
     incarnation: str = ""  # names its present incarnation; empty before it has joined for the first time
     former: list[str] = field(default_factory=list)  # digests of earlier lives' incarnations: they may not come back
     restarts: int = 0  # how often a new incarnation came without the old one having ended
-    ended: bool = False  # its present incarnation said goodbye or was told to stop, and has not joined again since
+    phase: MemberPhase = MemberPhase.NEW  # changed by `meet` alone
+    # A quarantine is no phase: it bars the name whatever its process does meanwhile. It may fall silent, leave or be
+    # started anew, and only time or the operator ends the quarantine.
+    quarantined: bool = False
     banned: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0  # its ranks
     joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this incarnation of member and server
@@ -60,16 +64,32 @@ class Member:
     norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
     step_s: float = 0.0  # of a worker: seconds of an inner step, as its last lease request told; 0: not known
     updates: int = 0
-    left: bool = False
-    silent: bool = False  # not heard from for too long
-    quarantined: bool = False
     refused: int = 0  # updates refused for good, since the run began
     strikes: list[int] = field(default_factory=list)  # the refused ones of its last updates, numbered as in `strike`
     fault: str = ""  # why the last of them was refused
 
+    def meet(self, event: MemberEvent) -> None:
+        """Move to the phase that follows this event. Raises ValueError where it cannot happen."""
+        if (self.phase, event) not in TRANSITIONS:
+            raise ValueError(f"{event.name} cannot happen to a member that is {self.phase.value}")
+        self.phase = TRANSITIONS[self.phase, event]
+
+    @property
+    def left(self) -> bool:
+        """Whether it said goodbye."""
+        return self.phase is MemberPhase.LEFT
+
+    @property
+    def silent(self) -> bool:
+        """Whether it was not heard from for too long."""
+        return self.phase in (MemberPhase.SILENT, MemberPhase.LOST)
+
     @property
     def complete(self) -> bool:
-        """Whether every part of this incarnation has joined."""
+        """Whether every rank of this incarnation has joined this incarnation of the server.
+
+        No phase either: a server that restarts forgets all joins, though the members are at work.
+        """
         return 0 < self.parts == len(self.joined)
 
     @property
@@ -99,8 +119,9 @@ class Member:
         not dead, cannot come back beside its successor."""
         if self.incarnation:
             self.former.append(incarnation_digest(self.incarnation))
-            self.restarts += not self.ended
-        self.incarnation, self.left = incarnation, False
+            self.restarts += self.phase in (MemberPhase.PRESENT, MemberPhase.SILENT)
+        self.incarnation = incarnation
+        self.meet(MemberEvent.JOINS)
 
     def has_sent(self, fragment: int, job: int) -> bool:
         """Whether a delta of this fragment came in this job of a worker already. Regions' updates are of no job."""
@@ -117,15 +138,14 @@ class Member:
     def state(self) -> dict[str, Any]:
         """As plain JSON data."""
         came = [[fragment, job] for fragment, job in sorted(self.came.items())]
-        return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
+        saved = {name: copy(getattr(self, name)) for name in SAVED}
+        return {**saved, "phase": self.phase.value, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        missing = {"restarts": len(state["former"]), "ended": False, "step_s": 0.0, "metrics": {}}  # in older ones
-        state = {**missing, **state}
+        """Load what `state` returned."""
         for name in SAVED:
             setattr(self, name, copy(state[name]))  # share no list with the state
-        self.owed = set(state["owed"])
-        self.came = {fragment: job for fragment, job in state.get("came", ())}  # older snapshots have none
+        self.phase, self.owed, self.came = MemberPhase(state["phase"]), set(state["owed"]), dict(state["came"])
 
     def status(self) -> dict[str, Any]:
         """Plain data for people and tests."""
@@ -175,6 +195,8 @@ def incarnation_digest(incarnation: str) -> str:
 
 def check_incarnation(name: str, member: Member, incarnation: str) -> None:
     """Raise Refused for a former incarnation of the member, and for a new one when no more can be remembered."""
+    if not incarnation:
+        raise Refused(f"{name}: joins without naming its incarnation")
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
     if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:

@@ -32,6 +32,7 @@ from geotrain.outer.server.member import (
     check_quarantine,
     check_slices,
 )
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.shards.protocol import Forget, Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
@@ -134,9 +135,11 @@ class Membership(ABC):
         self._forget(join.member, joins=new, sent=not known and (new or self.shards.was_sent(join.member)))
         if new:
             self._begin_incarnation(join)
+        else:
+            member.meet(MemberEvent.HEARD)
         self.shards.receive(join)
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
-        member.parts, member.joined, member.silent, member.ended = parts, joined, False, member.left
+        member.parts, member.joined = parts, joined
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
         return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
@@ -156,7 +159,7 @@ class Membership(ABC):
     def _on_leave(self, leave: Leave) -> None:
         """It is done; leases that it still holds were reserved for it, and it did not come to them."""
         member = self._member(leave.member)
-        member.left = member.ended = True
+        member.meet(MemberEvent.LEAVES)
         self._release_leases(leave.member)
         self._events.append(Left(leave.member))
 
@@ -165,7 +168,7 @@ class Membership(ABC):
         member = self._member(silence.member)
         # A newer incarnation may have joined after the silence of the old one was noticed.
         if member.incarnation == silence.incarnation:
-            member.silent = True
+            member.meet(MemberEvent.SILENCE)
             self._release_leases(silence.member)
 
     def _on_update_rejected(self, strike: UpdateRejected) -> bool:
@@ -249,7 +252,7 @@ class Membership(ABC):
     def begin_again(self) -> None:
         """The saved run had ended and is resumed, perhaps with more data: members that left may come back."""
         for member in self.members.values():
-            member.left = False
+            member.meet(MemberEvent.RESUMES)
             # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
             whole = min((member.came.get(f, 0) for f in range(len(self.parameter_map.fragments))), default=0)
             member.came = dict.fromkeys(member.came, whole)

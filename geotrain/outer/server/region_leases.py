@@ -67,8 +67,8 @@ class RegionLeases:
         return self.in_rounds or all(between in self.held[worker] for between in range(asked + 1, job))
 
     def spare(self, worker: str) -> tuple[int, ...]:
-        """Numbers of the leases for which no worker has asked. Who has asked for nothing since this was kept in
-        snapshots may be training any of them."""
+        """Numbers of the leases for which the worker has not asked. None of one that has asked for nothing yet: its
+        next incarnation begins with the first of them."""
         held, asked = self.held[worker], self.asked.get(worker)
         return () if asked is None or self.in_rounds else tuple(v.lease for job, v in held.items() if job > asked)
 
@@ -128,7 +128,7 @@ class RegionLeases:
             table.clear()
         for lease in (Lease(*saved) for saved in state["leases"]):
             self.held[lease.worker][lease.job] = lease
-        for lease in (Lease(*saved) for saved in state.get("given_back", ())):  # older snapshots have none
+        for lease in (Lease(*saved) for saved in state["given_back"]):
             self.given_back[lease.worker][lease.lease] = lease
-        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state.get("up", ()))}
-        self.asked = dict(state.get("asked", {}))  # older snapshots have none
+        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state["up"])}
+        self.asked = dict(state["asked"])

@@ -38,6 +38,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, check_part, check_round, outline
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import Membership
 from geotrain.outer.shards.local import LocalShards
 from geotrain.outer.shards.protocol import Apply, Copy, Decoded, Forget, Freeze, FromShards, HeldPart, Shards
@@ -197,7 +198,7 @@ class Server(Membership):
             return False
         parts[part.part] = self.shards.receive_part(part)
         if len(parts) < member.parts:
-            member.silent = False
+            member.meet(MemberEvent.HEARD)
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
         return True
@@ -418,7 +419,7 @@ class Server(Membership):
         except Refused:
             self.shards.execute(Forget(name, updates=(first.sequence,)))
             raise
-        member.silent = False  # not before: what is refused is no sign of life
+        member.meet(MemberEvent.HEARD)  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
         dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
