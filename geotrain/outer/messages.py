@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from geotrain.parameters.parameter_map import StridedSlice
 
 
+def update_id(member: str, sequence: int) -> str:
+    """The id of a member's update in logs, errors and events, such as "eu-0/17"."""
+    return f"{member}/{sequence}"
+
+
 class Refused(Exception):
     """The receiver does not accept this message, and has changed nothing because of it.
 
@@ -317,6 +322,3 @@ class Send:
     to: str
     message: Message
     part: int = 0
-
-
-GLOBAL = "global"

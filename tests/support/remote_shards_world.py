@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.net.storage.recovery import left_out
 from geotrain.net.transport import wire
-from geotrain.outer.messages import GLOBAL, Answer, ChunkWeights, Join, Message, Refused, UpdatePart
+from geotrain.outer.messages import Answer, ChunkWeights, Join, Message, Refused, UpdatePart
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.protocol import Froze, HeldAnswer, HeldPart

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from geotrain.common.files import OutputError, out_of_room
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     EXIT_FOR_GOOD,
     ClusterConfig,
@@ -52,7 +53,7 @@ from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
-from geotrain.outer.messages import GLOBAL, Refused
+from geotrain.outer.messages import Refused
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer

@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
 from geotrain.outer.messages import (
-    GLOBAL,
     Answer,
     ChunkDelta,
     Finished,
+    Identity,
     Join,
     Lease,
     LeaseRequest,
@@ -38,11 +39,12 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Validated,
     Welcome,
+    update_id,
 )
 from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server.member import MOST_LEASES, mean_metrics
 from geotrain.outer.server.region_leases import RegionLeases
-from geotrain.outer.server.server import Handled, Identity, Server
+from geotrain.outer.server.server import Handled, Server
 from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
@@ -289,7 +291,8 @@ class RegionServer(Server):
             }
             if len(told) == len(fragments) and all(version >= 0 for _, version in told):
                 return dict(sorted(told))
-        raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {list(fragments)}")
+        update = update_id(self.name, answer.sequence)
+        raise Refused(f"{self.name}: the answer to update {update} is not of fragments {list(fragments)}")
 
     # -- leases: forwarded, and remembered until the update that contains their training is committed
 

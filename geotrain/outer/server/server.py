@@ -34,6 +34,7 @@ from geotrain.outer.messages import (
     Send,
     UpdatePart,
     UpdateRejected,
+    update_id,
 )
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
@@ -232,8 +233,8 @@ class Server(Membership):
         if not self.fragments:
             raise Refused("this server has no weights yet", retry_s=1.0)
         if part.sequence != member.sequence + 1:
-            wanted = member.sequence + 1
-            raise Refused(f"{part.member}: update {part.sequence} came, but {wanted} is next", retry_s=0.2)
+            came, wanted = update_id(part.member, part.sequence), member.sequence + 1
+            raise Refused(f"{part.member}: update {came} came, but {wanted} is next", retry_s=0.2)
         return member
 
     def answer(
@@ -414,7 +415,8 @@ class Server(Membership):
         alike = all(each == spoken[0] for each in spoken)
         try:
             if not alike:
-                raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
+                update = update_id(name, first.sequence)
+                raise Refused(f"{name}: the parts of update {update} speak of different fragments or leases")
             self._judge(name, member, first, fragments)
         except Refused:
             self.shards.execute(Forget(name, updates=(first.sequence,)))
